@@ -1,0 +1,1 @@
+"""The library under distckpt: formats, models, planning and moving bytes. Imports no CLI code."""

@@ -1,0 +1,1 @@
+"""The distckpt command line."""
