@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = ["DestinationError", "DistckptError", "FormatError", "IntegrityError", "Interrupted", "RequestError"]
+__all__ = [
+    "DestinationError",
+    "DistckptError",
+    "FormatError",
+    "IntegrityError",
+    "Interrupted",
+    "RequestError",
+]
 
 
 class DistckptError(Exception):
@@ -21,7 +28,12 @@ class DistckptError(Exception):
     kind: ClassVar[str] = "internal"
 
     def __init__(
-        self, message: str, *, details: list[str] | tuple[str, ...] = (), hint: str | None = None, tensor: str | None = None
+        self,
+        message: str,
+        *,
+        details: list[str] | tuple[str, ...] = (),
+        hint: str | None = None,
+        tensor: str | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -1,0 +1,215 @@
+"""Rectangles of array elements: the only place with overlap arithmetic.
+
+A box says which elements of an N-dimensional array are meant: `start[d] <= index[d] < start[d] + shape[d]`. Every
+method's docstring says in whose coordinates its answer is. A 0-dimensional box covers the one element of a scalar.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+__all__ = ["Box", "contiguous_tiles", "find_overlap", "runs", "uncovered"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A half-open rectangle of elements.
+
+    Args:
+        start: First index along each axis.
+        shape: Number of elements along each axis.
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box that covers an array of `shape`, in that array's coordinates."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        """One past the last index along each axis, in the same coordinates as `start`."""
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index expression for an array whose coordinates `start` is given in."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both boxes, in their common coordinates; None if there are none."""
+        start, shape = [], []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            low, high = (a if a > b else b), (a + n if a + n < b + m else b + m)
+            if high <= low:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Box(tuple(start), tuple(shape))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same elements in coordinates whose zero is `origin`."""
+        return Box(tuple(a - o for a, o in zip(self.start, origin, strict=True)), self.shape)
+
+    def shifted(self, by: Sequence[int]) -> Box:
+        """The same elements in coordinates whose zero lies `by` before this box's zero."""
+        return Box(tuple(a + o for a, o in zip(self.start, by, strict=True)), self.shape)
+
+    def inside(self, shape: Sequence[int]) -> bool:
+        """Whether every element exists in an array of `shape`."""
+        return len(shape) == len(self.shape) and all(
+            a >= 0 and n >= 0 and a + n <= m for a, n, m in zip(self.start, self.shape, shape, strict=True)
+        )
+
+    def split(self, axis: int, size: int) -> Iterator[Box]:
+        """Boxes of at most `size` elements along `axis` that tile this one, in the same coordinates, in order."""
+        for low in range(self.start[axis], self.start[axis] + self.shape[axis], size):
+            n = min(size, self.start[axis] + self.shape[axis] - low)
+            yield Box(
+                (*self.start[:axis], low, *self.start[axis + 1 :]),
+                (*self.shape[:axis], n, *self.shape[axis + 1 :]),
+            )
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def contiguous_tiles(box: Box, max_elements: int) -> Iterator[Box]:
+    """Cuts `box` into boxes of at most `max_elements`, each contiguous in C order within `box`, in C order.
+
+    The answer is in the coordinates of `box`. Whole trailing axes are kept together as long as they fit.
+    """
+    if box.volume == 0:
+        return
+    axis, inner = 0, box.volume
+    while inner > max_elements or axis == 0:
+        if axis == len(box.shape):  # a scalar
+            yield box
+            return
+        inner //= box.shape[axis]
+        axis += 1
+    axis -= 1
+    size = max(1, max_elements // inner)
+
+    def descend(current: Box, depth: int) -> Iterator[Box]:
+        if depth == axis:
+            yield from current.split(axis, size)
+            return
+        for part in current.split(depth, 1):
+            yield from descend(part, depth + 1)
+
+    yield from descend(box, 0)
+
+
+def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]]]:
+    """How the elements of `box` lie in a C-order array of `shape`.
+
+    Returns:
+        `(first, length, outer)`: the element offset of the first run, the number of elements in each contiguous run,
+        and for each remaining outer axis, outermost first, `(count, stride)` in elements.
+    """
+    strides, stride = [], 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= n
+    strides.reverse()
+    first = sum(a * s for a, s in zip(box.start, strides, strict=True))
+    length, axis = 1, len(shape)
+    while axis > 0:
+        axis -= 1
+        length *= box.shape[axis]
+        if box.shape[axis] != shape[axis]:
+            break
+    else:
+        axis = 0
+    outer = [(box.shape[d], strides[d]) for d in range(axis) if box.shape[d] != 1]
+    return first, length, outer
+
+
+def _cuts(boxes: Iterable[Box], axis: int) -> list[int]:
+    points: set[int] = set()
+    for box in boxes:
+        points.add(box.start[axis])
+        points.add(box.start[axis] + box.shape[axis])
+    return sorted(points)
+
+
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The positions of two boxes that share an element, or None when all are disjoint.
+
+    A sweep along the first axis with a recursion into the next one; empty boxes share nothing.
+    """
+    live = [i for i, box in enumerate(boxes) if box.volume > 0]
+    return _overlap(boxes, live, 0) if len(live) > 1 else None
+
+
+def _overlap(boxes: Sequence[Box], live: list[int], axis: int) -> tuple[int, int] | None:
+    if len(live) < 2:
+        return None
+    if axis == len(boxes[live[0]].start):
+        return live[0], live[1]
+    starts: dict[int, list[int]] = {}
+    for i in live:
+        starts.setdefault(boxes[i].start[axis], []).append(i)
+    active: list[int] = []
+    for low in sorted(starts):
+        active = [i for i in active if boxes[i].start[axis] + boxes[i].shape[axis] > low]
+        fresh = starts[low]
+        if active or len(fresh) > 1:
+            # only pairs that include a fresh box are new here
+            found = _overlap(boxes, active + fresh, axis + 1)
+            if found is not None:
+                return found
+        active += fresh
+    return None
+
+
+def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
+    """A box of elements of an array of `shape` that no box covers, in the array's coordinates; None if all are.
+
+    The boxes must lie inside the array; they may overlap.
+    """
+    whole = Box.whole(shape)
+    if whole.volume == 0:
+        return None
+    live = [box for box in boxes if box.volume > 0]
+    if sum(box.volume for box in live) < whole.volume or find_overlap(live) is not None:
+        return _gap(whole, live, 0)
+    return None
+
+
+def _gap(within: Box, boxes: list[Box], axis: int) -> Box | None:
+    if axis == len(within.start):
+        return None if boxes else within
+    stop = within.start[axis] + within.shape[axis]
+    cuts = sorted({within.start[axis], stop, *(p for p in _cuts(boxes, axis) if within.start[axis] < p < stop)})
+    seen: set[tuple[int, ...]] = set()
+    for low, high in itertools.pairwise(cuts):
+        slab = Box(
+            (*within.start[:axis], low, *within.start[axis + 1 :]),
+            (*within.shape[:axis], high - low, *within.shape[axis + 1 :]),
+        )
+        inside = [b for b in boxes if b.start[axis] <= low and b.start[axis] + b.shape[axis] >= high]
+        if not inside:
+            return slab
+        key = tuple(sorted({id(b) for b in inside}))
+        if key in seen:
+            continue
+        seen.add(key)
+        found = _gap(slab, inside, axis + 1)
+        if found is not None:
+            return found
+    return None

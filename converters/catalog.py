@@ -1,0 +1,257 @@
+"""What a checkpoint holds, in canonical names, independent of how it is stored.
+
+A million chunks are arrays here, not a million Python objects: `StoredArray` keeps the geometry of one stored key, and
+a canonical tensor (one layer, one expert) is a view on it. `Chunk` objects are made for one tensor at a time, when
+asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.box import Box
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from converters.dtypes import DType
+
+__all__ = ["Catalog", "Chunk", "FileInfo", "ObjectInfo", "Part", "Problem", "StoredArray", "TensorInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stored piece of a tensor.
+
+    Attributes:
+        box: The elements, in the coordinates of the canonical tensor.
+        record: Number of the record that holds them; only the reader that made it knows what that means. -1: missing.
+        base: Element of the record's payload where they begin; from there on they lie in C order of `box.shape`.
+    """
+
+    box: Box
+    record: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """The chunks of one stored key, as arrays sorted by their first element.
+
+    Attributes:
+        key: The key as the file spells it.
+        shape: Shape of the stored array, leading layer and expert axes included.
+        starts: (n, ndim) first element of each chunk.
+        sizes: (n, ndim) elements of each chunk along each axis.
+        records: (n,) record numbers, -1 where the data is missing.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    records: NDArray[np.int64]
+
+    def rows(self, prefix: tuple[int, ...]) -> NDArray[np.int64]:
+        """Positions of the chunks that hold elements whose first indices are `prefix`."""
+        hit = np.arange(len(self.starts), dtype=np.int64)
+        for axis, index in enumerate(prefix):
+            if axis == 0 and len(self.starts) > 64 and self.sizes[:, 0].max() == 1:  # sorted, one layer a chunk: bisect
+                low, high = np.searchsorted(self.starts[:, 0], [index, index + 1])
+                hit = hit[low:high]
+                continue
+            start = self.starts[hit, axis]
+            hit = hit[(start <= index) & (index < start + self.sizes[hit, axis])]
+        return hit
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where some of a tensor's elements are stored: the sub-array of a stored key at fixed leading indices.
+
+    Attributes:
+        array: The stored key.
+        prefix: Indices into its leading (layer, expert) axes.
+        shift: Where the sub-array's first element lies in the tensor.
+        block: For a tensor that was cut into blocks, each flattened and stored as one row of `array` (the optimizer of
+            Megatron-Core 0.8 to 0.15): shape of one block, with the leading axes; None otherwise.
+    """
+
+    array: StoredArray
+    prefix: tuple[int, ...] = ()
+    shift: tuple[int, ...] | None = None
+    block: tuple[int, ...] | None = None
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The chunks of this part, in the coordinates of the tensor."""
+        depth = len(self.prefix)
+        for row in self.array.rows(self.prefix).tolist():
+            start, size = self.array.starts[row].tolist(), self.array.sizes[row].tolist()
+            inner = math.prod(size[depth:])
+            base = 0
+            for axis in range(depth):
+                base = base * size[axis] + self.prefix[axis] - start[axis]
+            at = (
+                start[depth:] if self.shift is None else [a + s for a, s in zip(start[depth:], self.shift, strict=True)]
+            )
+            yield Chunk(Box(tuple(at), tuple(size[depth:])), int(self.array.records[row]), base * inner)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor under its canonical name.
+
+    Attributes:
+        name: `decoder.layers.7.mlp.experts.3.linear_fc1.weight`, `optimizer.state.exp_avg.` before it for a moment.
+        dtype: Element type.
+        shape: Shape of the whole tensor, whatever the layout it was saved with.
+        kind: "weight", "optimizer" or "other".
+        parts: Where it is stored.
+        opaque: For a tensor whose elements are not those of one parameter (a flat optimizer bucket), what it is.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    kind: str
+    parts: tuple[Part, ...]
+    opaque: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys the file uses."""
+        return tuple(dict.fromkeys(part.array.key for part in self.parts))
+
+    @property
+    def chunk_count(self) -> int:
+        """Number of stored pieces."""
+        return sum(len(part.array.rows(part.prefix)) for part in self.parts)
+
+    def chunks(self) -> list[Chunk]:
+        """The stored pieces, in the tensor's coordinates."""
+        return [chunk for part in self.parts for chunk in part.chunks()]
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """Something stored that is not a tensor: an `_extra_state`, a random state, the common state.
+
+    Attributes:
+        name: The key without its grid suffix: `rng_state`.
+        key: The key as the file spells it: `rng_state/shard_0.1_2.2`.
+        offset: Position in the grid of shards.
+        grid: Shape of that grid.
+        file: File name within the checkpoint.
+        start: First byte of the record in the file.
+        length: Bytes of the record.
+    """
+
+    name: str
+    key: str
+    offset: tuple[int, ...]
+    grid: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileInfo:
+    """A file of the checkpoint folder.
+
+    Attributes:
+        name: Path relative to the folder.
+        size: Bytes on disk; None if the file is missing.
+        records: Number of records that the metadata places in it.
+        needed: Bytes up to the end of the last of them.
+        used: Bytes those records take.
+        role: "data", "metadata", "common state", "configuration", "other", or "unreferenced" data.
+    """
+
+    name: str
+    size: int | None
+    records: int = 0
+    needed: int = 0
+    used: int = 0
+    role: str = "data"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong that was noticed while opening.
+
+    Attributes:
+        severity: "error" (tensors named in `tensors` cannot be read as they are) or "warning".
+        message: One sentence with the numbers.
+        file: The file concerned, if it is one.
+        tensors: Canonical names concerned.
+    """
+
+    severity: str
+    message: str
+    file: str | None = None
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Everything a checkpoint holds.
+
+    Attributes:
+        path: The folder with the data (`.../iter_0000010`, `.../weights`).
+        format: Storage format: "torch_dist".
+        flavour: Who wrote it: "Megatron-LM", "NeMo 2", "NeMo 1", "Megatron-Bridge", or "torch DCP".
+        tensors: Canonical name -> tensor, in natural order.
+        objects: Stored key -> object.
+        args: The training arguments (Megatron's Namespace) by name, inert; empty if the checkpoint has none.
+        config: Model configuration of frameworks that store one instead of args (NeMo, Bridge); plain data.
+        common: The whole common state as an inert tree; None if there is none.
+        content: Megatron's `content_metadata`, plain data.
+        iteration: Training iteration, None if not recorded.
+        producer: What is known of the writing version: ("Megatron-Core 0.15", reason), or None.
+        files: The folder's files.
+        problems: What is wrong with it.
+        details: Facts of the format worth showing: `{"metadata class": "..."}`.
+    """
+
+    path: Path
+    format: str
+    flavour: str
+    tensors: dict[str, TensorInfo]
+    objects: dict[str, ObjectInfo] = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    common: Any = None
+    content: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int | None = None
+    producer: tuple[str, str] | None = None
+    files: tuple[FileInfo, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    details: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def weights(self) -> dict[str, TensorInfo]:
+        """The model's own tensors: parameters and persistent buffers, no optimizer state."""
+        return {name: t for name, t in self.tensors.items() if t.kind == "weight"}
+
+    def nbytes(self, kind: str | None = None) -> int:
+        """Bytes of all tensors, or of those of one kind."""
+        return sum(t.nbytes for t in self.tensors.values() if kind is None or t.kind == kind)

@@ -1,0 +1,168 @@
+"""Canonical tensor names: what every format's reader translates its own spelling into, and how names are shown.
+
+A canonical name counts layers and experts through the whole model and contains them as numbers:
+
+    decoder.layers.7.self_attention.linear_qkv.weight
+    decoder.layers.7.mlp.experts.3.linear_fc1.weight
+    mtp.layers.0.transformer_layer.mlp.router.weight
+    optimizer.state.exp_avg.decoder.layers.7.mlp.linear_fc2.weight
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["ParsedKey", "fold", "match_glob", "natural_key", "parse_key", "printable"]
+
+# Megatron-Core 0.6 to 0.20, megatron/core/optimizer: `chained_{i}.` marks the dense and the expert optimizer of a MoE
+_OPTIMIZER = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.(\w+?)\.(?=[a-z])(.*)", re.DOTALL)
+_BUCKET = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.*)", re.DOTALL)
+# what wrappers put before the model's own names (NeMo: `module.`, NeMo 1: `model.`, VLM wrappers: `language_model.`)
+_WRAPPERS = re.compile(r"(?:(?:module|model\d*|language_model)\.)+")
+_MODEL = re.compile(r"(?:embedding|decoder|encoder|mtp|output_layer|lm_head|pooler|binary_head)\.")
+_STACKED = re.compile(r"\b((?:decoder|encoder)\.layers)\.(?!\d+\.)")
+_EXPERTS = re.compile(r"\.experts\.experts\.(\d+\.)?")
+# multi_token_prediction.py renamed its inner module in 0.17; the saved keys of GPT models kept the old name
+_MTP_INNER = re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.(?!layers\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedKey:
+    """A stored key, understood.
+
+    Attributes:
+        template: Canonical name with one `{}` for each leading axis that counts layers or experts.
+        axes: Which those are, in order: "layer", "expert".
+        kind: "weight", "optimizer" or "other".
+        half: "w" (gate) or "v" (up) when the key holds one half of a gated projection, else "".
+    """
+
+    template: str
+    axes: tuple[str, ...]
+    kind: str
+    half: str = ""
+
+
+def parse_key(key: str) -> ParsedKey:
+    """The canonical meaning of a tensor key as Megatron-Core's distributed checkpoints spell it."""
+    if _BUCKET.fullmatch(key):
+        return ParsedKey(_escape(key), (), "optimizer")
+    found = _OPTIMIZER.fullmatch(key)
+    if found:
+        inner = parse_key(found[3])
+        return ParsedKey(f"optimizer.state.{found[2]}.{inner.template}", inner.axes, "optimizer", inner.half)
+    if key.startswith(("optimizer.", "chained_")):
+        return ParsedKey(_escape(key), (), "optimizer")
+    wrapper = _WRAPPERS.match(key)
+    name = key[wrapper.end() :] if wrapper and _MODEL.match(key, wrapper.end()) else key
+    if not _MODEL.match(name):
+        return ParsedKey(_escape(key), (), "weight" if wrapper else "other")
+    name = _escape(_MTP_INNER.sub(r"\1.transformer_layer.", name))
+    axes: tuple[str, ...] = ()
+    if _STACKED.search(name):
+        name = _STACKED.sub(r"\1.{}.", name, count=1)
+        axes = ("layer",)
+    experts = _EXPERTS.search(name)
+    if experts:
+        number = experts[1] or "{}."
+        name = name[: experts.start()] + ".experts." + number + name[experts.end() :]
+        axes = axes if experts[1] else (*axes, "expert")
+    half = ""
+    if name.endswith((".weight_w", ".weight_v", ".bias_w", ".bias_v")):
+        name, half = name[:-2], name[-1]
+    return ParsedKey(name, axes, "weight", half)
+
+
+def _escape(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}") if "{" in text or "}" in text else text
+
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def natural_key(name: str) -> list[tuple[int, int | str]]:
+    """A sort key that puts layer 10 after layer 9."""
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in _NUMBER.split(name)]
+
+
+def match_glob(name: str, pattern: str) -> bool:
+    """Whether a shell pattern matches; `{0..31}` and a bare substring are not patterns, `*` crosses dots."""
+    return fnmatchcase(name, pattern)
+
+
+def printable(text: str) -> str:
+    """The text with control, bidirectional and unpaired characters shown as escapes, safe on any terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+_INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def fold(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Names that differ only in layer or expert numbers, as one: `decoder.layers.{0..31}.mlp.linear_fc1.weight`.
+
+    Returns:
+        `(folded, members)` pairs in the order of their first members. Numbers that do not form a full grid are folded
+        along their first index, the layers.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[_INDEX.sub("*", name)].append(name)
+    out: list[tuple[str, list[str]]] = []
+    for pattern, members in groups.items():
+        out.extend(_fold_group(pattern, members))
+    return out
+
+
+def _fold_group(pattern: str, members: list[str]) -> list[tuple[str, list[str]]]:
+    if len(members) == 1:
+        return [(members[0], members)]
+    indices = [tuple(int(n) for n in _INDEX.findall(name)) for name in members]
+    columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
+    full = 1
+    for column in columns:
+        full *= len(column)
+    if full == len(set(indices)):
+        return [(_fill(pattern, columns), members)]
+    by_tail: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
+    rests: dict[int, set[tuple[int, ...]]] = defaultdict(set)
+    for index in indices:
+        rests[index[0]].add(index[1:])
+    for head, rest in rests.items():
+        by_tail[frozenset(rest)].append(head)
+    named = dict(zip(indices, members, strict=True))
+    out = []
+    for tail, heads in by_tail.items():
+        chosen = [named[h, *t] for h in sorted(heads) for t in sorted(tail)]
+        inner = [sorted(set(column)) for column in zip(*tail, strict=True)]
+        out.append((_fill(pattern, [sorted(heads), *inner]), chosen))
+    return out
+
+
+def _fill(pattern: str, columns: Sequence[Sequence[int]]) -> str:
+    pieces = pattern.split("*")
+    out = [pieces[0]]
+    for piece, column in zip(pieces[1:], columns, strict=True):
+        out += [_ranges(column), piece]
+    return "".join(out)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for n in numbers:
+        if spans and n == spans[-1][1] + 1:
+            spans[-1][1] = n
+        else:
+            spans.append([n, n])
+    return "{" + ",".join(f"{a}..{b}" if b > a else str(a) for a, b in spans) + "}"
