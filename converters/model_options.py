@@ -1,0 +1,350 @@
+"""How Megatron-LM's Namespace, Bridge's run_config.yaml and NeMo's model.yaml spell the options of a model.
+
+One table of names for the options that are plain numbers, and a function for each group that needs a rule.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["DEFAULTS", "Facts", "read_options"]
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, str):
+        try:
+            return float(value)  # PyYAML reads `1e-5` as text
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _bool(value: Any) -> bool | None:
+    return bool(value) if isinstance(value, bool | int) else None
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _samples(value: Any) -> int | None:
+    return _int(value) or None
+
+
+# field -> how to read it, and its names, newest first. Sources: Megatron-LM core_v0.4 to 0.20 arguments.py,
+# TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml
+_NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "num_layers": (_int, ("num_layers", "encoder_num_layers")),
+    "hidden_size": (_int, ("hidden_size",)),
+    "num_attention_heads": (_int, ("num_attention_heads",)),
+    "num_query_groups": (_int, ("num_query_groups",)),
+    "head_dim": (_int, ("kv_channels",)),
+    "ffn_hidden_size": (_int, ("ffn_hidden_size",)),
+    "vocab_size": (_int, ("vocab_size",)),
+    "max_position_embeddings": (_int, ("max_position_embeddings", "seq_length", "encoder_seq_length")),
+    "norm_epsilon": (_float, ("layernorm_epsilon", "norm_epsilon")),
+    "zero_centered_norm": (_bool, ("layernorm_zero_centered_gamma", "apply_layernorm_1p")),
+    "tied_embeddings": (_bool, ("share_embeddings_and_output_weights",)),
+    "add_bias_linear": (_bool, ("add_bias_linear", "bias")),
+    "add_qkv_bias": (_bool, ("add_qkv_bias", "qkv_bias")),
+    "qk_layernorm": (_bool, ("qk_layernorm",)),
+    "position_embedding_type": (_str, ("position_embedding_type",)),
+    "rotary_base": (_float, ("rotary_base",)),
+    "rotary_percent": (_float, ("rotary_percent", "rotary_percentage")),
+    "rotary_interleaved": (_bool, ("rotary_interleaved",)),
+    "num_experts": (_int, ("num_experts", "num_moe_experts")),
+    "moe_topk": (_int, ("moe_router_topk",)),
+    "moe_ffn_hidden_size": (_int, ("moe_ffn_hidden_size", "ffn_hidden_size")),
+    "moe_shared_expert_size": (_int, ("moe_shared_expert_intermediate_size",)),
+    "moe_shared_expert_gate": (_bool, ("moe_shared_expert_gate",)),
+    "moe_score_function": (_str, ("moe_router_score_function",)),
+    "moe_pre_softmax": (_bool, ("moe_router_pre_softmax",)),
+    "moe_num_groups": (_int, ("moe_router_num_groups",)),
+    "moe_group_topk": (_int, ("moe_router_group_topk",)),
+    "moe_scaling_factor": (_float, ("moe_router_topk_scaling_factor",)),
+    "moe_expert_bias": (_bool, ("moe_router_enable_expert_bias",)),
+    "moe_aux_loss": (_float, ("moe_aux_loss_coeff",)),
+    "mla": (_bool, ("multi_latent_attention",)),
+    "q_lora_rank": (_int, ("q_lora_rank",)),
+    "kv_lora_rank": (_int, ("kv_lora_rank",)),
+    "qk_head_dim": (_int, ("qk_head_dim",)),
+    "qk_pos_emb_head_dim": (_int, ("qk_pos_emb_head_dim",)),
+    "v_head_dim": (_int, ("v_head_dim",)),
+    "mtp_num_layers": (_int, ("mtp_num_layers",)),
+    "init_method_std": (_float, ("init_method_std",)),
+    "attention_dropout": (_float, ("attention_dropout",)),
+    "hidden_dropout": (_float, ("hidden_dropout",)),
+    "tp": (_int, ("tensor_model_parallel_size", "model_parallel_size")),
+    "pp": (_int, ("pipeline_model_parallel_size",)),
+    "vpp": (_int, ("virtual_pipeline_model_parallel_size",)),
+    "ep": (_int, ("expert_model_parallel_size",)),
+    "etp": (_int, ("expert_tensor_parallel_size", "expert_tensor_model_parallel_size")),
+    "cp": (_int, ("context_parallel_size",)),
+    "dp": (_int, ("data_parallel_size",)),
+    "world_size": (_int, ("world_size",)),
+    "consumed_train_samples": (_samples, ("consumed_train_samples",)),
+}
+# what an option that a version did not have yet amounts to
+DEFAULTS: dict[str, Any] = {
+    "norm_epsilon": 1e-5,
+    "zero_centered_norm": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "moe_topk": 2,
+    "moe_score_function": "softmax",
+    "moe_pre_softmax": False,
+    "moe_shared_expert_gate": False,
+    "moe_expert_bias": False,
+    "mla": False,
+}
+# options that change the forward pass, by the value that leaves it unchanged (besides None and absence)
+_EXTRAS: dict[str, Any] = {
+    "activation_func_clamp_value": 0,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "attn_logit_softcapping": 0,
+    "enable_hyper_connections": False,
+    "experimental_attention_variant": "",
+    "final_logit_softcapping": 0,
+    "glu_linear_offset": 0.0,
+    "headscale": False,
+    "heterogeneous_layers_config_encoded_json": "",
+    "hybrid_layer_pattern": "",
+    "hybrid_override_pattern": "",
+    "is_hybrid_model": False,
+    "linear_attention_freq": 0,
+    "moe_apply_probs_on_input": False,
+    "moe_latent_size": 0,
+    "moe_router_topk_limited_devices": 0,
+    "mtp_use_repeated_layer": False,
+    "no_rope_freq": 0,
+    "qk_l2_norm": False,
+    "query_pre_attn_scalar": 0,
+    "scale_embeddings": False,
+    "softmax_scale": 0,
+    "softmax_type": "vanilla",
+    "use_mup": False,
+    "window_attn_skip_freq": 0,
+}
+
+
+class Facts:
+    """Collects values and where each came from; the first source of a field wins."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.source: dict[str, str] = {}
+        self.extras: dict[str, Any] = {}
+
+    def put(self, name: str, value: Any, source: str) -> None:
+        """Takes a value unless one is known."""
+        if value is not None and self.values.get(name) is None:
+            self.values[name] = value
+            self.source[name] = source
+
+    def override(self, name: str, value: Any, source: str) -> None:
+        """Takes a value even if one is known."""
+        self.values[name] = value
+        self.source[name] = source
+
+
+def read_options(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    """Takes what one set of options says.
+
+    Args:
+        facts: Filled here.
+        label: "args" or "config", the first part of every source.
+        given: Option -> value; inert pickled values are recognised by their `name`.
+    """
+    for name, (convert, spellings) in _NAMES.items():
+        for spelling in spellings:
+            value = convert(given.get(spelling))
+            if value is not None:
+                facts.put(name, value, f"{label}.{spelling}")
+                break
+    for name, neutral in _EXTRAS.items():
+        value = given.get(name)
+        if value is not None and value is not False and value != neutral:
+            facts.extras.setdefault(name, value)
+    _read_negated(facts, label, given)
+    _read_normalization(facts, label, given)
+    _read_activation(facts, label, given)
+    _read_rope(facts, label, given)
+    _read_window(facts, label, given)
+    layers = facts.values.get("num_layers")
+    if facts.values.get("num_experts") and layers:
+        facts.put("moe_layers", _moe_layers(given.get("moe_layer_freq", 1), layers), f"{label}.moe_layer_freq")
+
+
+def _read_negated(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    untied = _bool(given.get("untie_embeddings_and_output_weights"))
+    if untied is not None:
+        facts.put("tied_embeddings", not untied, f"{label}.untie_embeddings_and_output_weights")
+    without = _bool(given.get("disable_bias_linear"))
+    if without is not None:
+        facts.put("add_bias_linear", not without, f"{label}.disable_bias_linear")
+    # the number of groups means nothing unless grouping is on: Megatron-LM's default is 1
+    grouped = _bool(given.get("group_query_attention"))
+    heads = _int(given.get("num_attention_heads"))
+    if heads and (grouped is False or (grouped is None and given.get("num_query_groups") is None)):
+        facts.override("num_query_groups", heads, f"{label}.num_attention_heads")
+
+
+def _read_normalization(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    text = _str(given.get("normalization"))
+    if text is None:
+        return
+    source = f"{label}.normalization"
+    lowered = text.lower().replace("_", "")
+    name = "RMSNorm" if lowered == "rmsnorm" else "LayerNorm" if lowered.startswith(("layernorm", "lowpre")) else text
+    if lowered == "layernorm1p":  # NeMo 1: the stored weight is gamma - 1
+        facts.override("zero_centered_norm", True, source)
+    facts.put("normalization", name, source)
+
+
+_NAMED_ACTIVATIONS = {
+    "swish": "silu",
+    "fast-swiglu": "silu",
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "fast-geglu": "gelu",
+    "squared-relu": "relu2",
+    "squared_relu": "relu2",
+    "openai_gelu": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+
+
+def _read_activation(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    """Megatron-LM has one flag per activation; Bridge and NeMo 2 name a function; NeMo 1 a string."""
+    named = given.get("activation_func", given.get("activation"))
+    if named is not None:
+        if not isinstance(named, str):
+            named = named.get("_target_", "") if isinstance(named, dict) else getattr(named, "name", "")
+        text = str(named).rsplit(".", 1)[-1]
+        source = f"{label}.activation_func" if "activation_func" in given else f"{label}.activation"
+        gated = _bool(given.get("gated_linear_unit"))
+        facts.put("gated", text.endswith("glu") if gated is None else gated, source)
+        activation = _NAMED_ACTIVATIONS.get(text, text)
+        if activation == "gelu" and not facts.values["gated"] and _bool(given.get("bias_activation_fusion")):
+            activation = "gelu_tanh"
+        facts.put("activation", activation, source)
+        return
+    if "gated_linear_unit" in given:  # a provider class whose default function was not written out
+        gated = bool(given["gated_linear_unit"])
+        facts.put("gated", gated, f"{label}.gated_linear_unit")
+        facts.put("activation", "silu" if gated else None, f"{label}._target_")
+    for flag, gated, activation in (
+        ("swiglu", True, "silu"),
+        ("quick_geglu", True, "quick_gelu"),
+        ("geglu", True, "gelu"),
+        ("squared_relu", False, "relu2"),
+        ("openai_gelu", False, "gelu_tanh"),
+    ):
+        if given.get(flag) is True:
+            facts.put("gated", gated, f"{label}.{flag}")
+            facts.put("activation", activation, f"{label}.{flag}")
+            return
+    if "swiglu" in given or "bias_gelu_fusion" in given:
+        # core/fusions/fused_bias_gelu.py is the tanh approximation, as are TransformerEngine's kernels
+        tanh = given.get("bias_gelu_fusion") is True or given.get("use_te_activation_func") is True
+        facts.put("gated", False, f"{label}.swiglu")
+        facts.put("activation", "gelu_tanh" if tanh else "gelu", f"{label}.bias_gelu_fusion")
+
+
+def _read_rope(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    if given.get("use_rotary_position_embeddings") is True:  # Megatron-LM before 0.4
+        facts.override("position_embedding_type", "rope", f"{label}.use_rotary_position_embeddings")
+    mla = _bool(given.get("multi_latent_attention"))
+    linear = _float(given.get("seq_len_interpolation_factor", given.get("rotary_seq_len_interpolation_factor")))
+    kind, numbers, source = None, {}, ""
+    # MLA's own embedding looks at rope_type alone (multi_latent_attention.py, core 0.10 to 0.20)
+    if (given.get("rope_type", "yarn") if mla else given.get("position_embedding_type")) == "yarn":
+        kind, source = "yarn", "rope_type" if mla else "position_embedding_type"
+        numbers = {name: _first(given, f"yarn_{old}", old) for name, old in _YARN.items()}
+    elif mla:
+        scaled = (_float(given.get("rotary_scaling_factor")) or 1.0) > 1 and _float(given.get("mscale_all_dim"))
+        if scaled:  # the softmax scale then grows without any rotary scaling
+            facts.extras["mscale_all_dim"] = given.get("mscale_all_dim")
+    elif given.get("use_rope_scaling") is True or given.get("rope_scaling") is True:
+        kind, source = "llama3", "use_rope_scaling" if "use_rope_scaling" in given else "rope_scaling"
+        # rotary_pos_embedding.py fixes all but the factor
+        numbers = {"rope_factor": _first(given, "rope_scaling_factor") or 8.0, **_LLAMA3}
+    elif _float(given.get("scale_factor")) and given.get("old_context_len"):  # NeMo 2 Llama31Config
+        kind, source = "llama3", "scale_factor"
+        names = {"rope_factor": "scale_factor", "rope_low_freq_factor": "low_freq_factor"}
+        names |= {"rope_high_freq_factor": "high_freq_factor"}
+        names |= {"rope_original_max_position_embeddings": "old_context_len"}
+        numbers = {name: _first(given, old) for name, old in names.items()}
+    if linear and linear != 1 and not mla:
+        if kind:
+            facts.extras["seq_len_interpolation_factor"] = linear
+        else:
+            kind, source, numbers = "linear", "seq_len_interpolation_factor", {"rope_factor": linear}
+    facts.put("rope_scaling", kind, f"{label}.{source}")
+    for name, value in numbers.items():
+        number = _int(value) if name.endswith("embeddings") else _float(value)
+        facts.put(name, number, f"{label}.{source}")
+
+
+_LLAMA3 = {
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position_embeddings": 8192,
+}
+_YARN = {
+    "rope_factor": "rotary_scaling_factor",
+    "rope_original_max_position_embeddings": "original_max_position_embeddings",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_mscale": "mscale",
+    "rope_mscale_all_dim": "mscale_all_dim",
+}
+
+
+def _first(given: Mapping[str, Any], *names: str) -> Any:
+    return next((given[name] for name in names if given.get(name) is not None), None)
+
+
+def _read_window(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    window = given.get("window_size")
+    if isinstance(window, str):
+        window = [int(n) for n in re.findall(r"-?\d+", window)]
+    if isinstance(window, list | tuple) and window and _int(window[0]) is not None and window[0] >= 0:
+        # (left, right): a query sees `left` keys before itself, and itself
+        facts.put("window_size", int(window[0]) + 1, f"{label}.window_size")
+
+
+def _moe_layers(freq: Any, layers: int) -> tuple[bool, ...] | None:
+    """Which layers have experts: every `freq`-th, or as a list of 0 and 1 (also written `([0]*1+[1]*26)`)."""
+    if isinstance(freq, int) and freq > 0:
+        return tuple(i % freq == 0 for i in range(layers))
+    if isinstance(freq, str) and re.fullmatch(r"[\[\]()\d,*+ ]+", freq):
+        freq = _expand(freq)
+    if isinstance(freq, list | tuple) and all(isinstance(n, int) for n in freq):
+        return tuple(bool(n) for n in freq)
+    return None
+
+
+def _expand(text: str) -> list[int] | None:
+    """`[0]*3+[1]*58` as a list, for the sums of repeated lists that Megatron's command line accepts."""
+    out: list[int] = []
+    for term in text.replace(" ", "").strip("()").split("+"):
+        found = re.fullmatch(r"\[([\d,]*)\](?:\*(\d+))?", term)
+        if not found:
+            return None
+        out += [int(n) for n in found[1].split(",") if n] * int(found[2] or 1)
+    return out
