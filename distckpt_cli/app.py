@@ -1,0 +1,145 @@
+"""The command line: one entry point, one error boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from typer.main import get_command
+
+from converters.errors import DistckptError, Interrupted
+from distckpt_cli.console import Console, UsageProblem, drop_stdout
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.help import CONTEXT, LazyGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["app", "main"]
+
+# what Typer raises for a wrong command line; it has no public name for the class itself
+_Misuse = cast("type[Exception]", typer.BadParameter.__mro__[2])
+
+app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"distckpt {version('distckpt')}")
+        except PackageNotFoundError:  # run from a source tree
+            print("distckpt (not installed)")
+        raise typer.Exit(ExitCode.OK)
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Look at and convert the checkpoints of large training jobs, without Megatron and without a GPU."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the arguments say about how to fail; read from the raw words because parsing them may be what failed."""
+
+    json: bool
+    debug: bool
+
+    @classmethod
+    def of(cls, args: Sequence[str]) -> _Asked:
+        words = list(args[: args.index("--")] if "--" in args else args)
+        loud = sum(len(word) - 1 for word in words if word.strip("v") == "-" and word != "-")
+        loud += words.count("--verbose")
+        return cls("--json" in words, loud >= 2 or os.environ.get("DISTCKPT_DEBUG", "0") not in ("", "0"))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments without the program's name; by default those of the process.
+
+    Returns:
+        The exit code.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # a stream that a test or a notebook put there
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        code = _run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_stdout()
+        code = ExitCode.BROKEN_PIPE
+    return code
+
+
+def _run(args: list[str]) -> int:
+    asked = _Asked.of(args)
+    try:
+        result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False)
+        return result if isinstance(result, int) else ExitCode.OK if args else ExitCode.USAGE
+    except DistckptError as error:
+        return _fail(error, asked)
+    except (KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
+    except _Misuse as error:
+        return _fail(_as_usage(error), asked)
+    except BrokenPipeError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "the answer is no"
+        if asked.debug:
+            traceback.print_exc()
+        return _fail(_as_bug(error), asked)
+
+
+def _fail(error: DistckptError, asked: _Asked) -> int:
+    console = Console()
+    code = 128 + error.signum if isinstance(error, Interrupted) else int(error.exit_code)
+    if asked.json:
+        body = {
+            "kind": error.kind,
+            "message": error.message,
+            "details": error.details,
+            "hint": error.hint,
+            "tensor": error.tensor,
+            "exit_code": code,
+        }
+        console.document("distckpt.error/1", {"error": body})
+    console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:")
+    if asked.debug and error.__traceback__ is not None and error.exit_code != ExitCode.BUG:
+        traceback.print_exception(error)
+    return code
+
+
+def _as_usage(error: Exception) -> UsageProblem:
+    text = error.format_message() if hasattr(error, "format_message") else str(error)
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "distckpt"
+    return UsageProblem(text[:1].lower() + text[1:].rstrip("."), hint=f"see {command} --help")
+
+
+def _as_bug(error: Exception) -> DistckptError:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    cause = " ".join(str(error).split())
+    return DistckptError(
+        f"internal error: {type(error).__name__}: {cause[:300]}{where}",
+        hint="this is a bug in distckpt; DISTCKPT_DEBUG=1 shows where it happened",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

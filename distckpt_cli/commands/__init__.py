@@ -1,0 +1,45 @@
+"""The commands: one file each. This table is all that `distckpt --help` needs to know of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["COMMANDS", "EXAMPLES", "Entry"]
+
+
+class Entry(NamedTuple):
+    """A command.
+
+    Attributes:
+        target: `module:function` below this package.
+        panel: Heading it stands under in the help text.
+        summary: One line.
+    """
+
+    target: str
+    panel: str
+    summary: str
+
+
+COMMANDS = {
+    "inspect": Entry("inspect:inspect", "Look", "Show what a checkpoint is: model, layout, components, tensors"),
+    "formats": Entry("about:formats", "About", "List the storage formats that can be read"),
+    "models": Entry("about:models", "About", "List the Hugging Face architectures that can be exported"),
+}
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "": (
+        "distckpt inspect ckpt/iter_0050000",
+        "distckpt inspect ckpt/iter_0050000 --tensors 'decoder.layers.0.*'",
+        "distckpt inspect ckpt/iter_0050000 --json | jq .model",
+    ),
+    "inspect": (
+        "distckpt inspect ckpt/iter_0050000",
+        "distckpt inspect ckpt --tensors '*.linear_qkv.weight' --flat",
+        "distckpt inspect ckpt --files",
+        "distckpt inspect ckpt --args '*lr*'",
+        "distckpt inspect ckpt -q | grep router",
+    ),
+    "formats": ("distckpt formats",),
+    "models": ("distckpt models --json",),
+}

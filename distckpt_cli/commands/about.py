@@ -1,0 +1,31 @@
+"""`distckpt formats` and `distckpt models`: what this installation can do."""
+
+from __future__ import annotations
+
+from distckpt_cli.console import Console
+from distckpt_cli.options import Json  # noqa: TC001 - Typer reads the annotations at run time
+
+
+def formats(as_json: Json = False) -> None:
+    """List the storage formats that can be read."""
+    from converters.formats import REGISTRY
+
+    console = Console(json_asked=as_json)
+    rows = [(reader.name, (reader.__doc__ or "").strip().partition("\n")[0]) for reader in REGISTRY]
+    if as_json:
+        console.document("distckpt.formats/1", {"formats": [{"name": n, "summary": s} for n, s in rows]})
+    else:
+        console.table(["FORMAT", "WHAT IT IS"], rows)
+
+
+def models(as_json: Json = False) -> None:
+    """List the Hugging Face architectures that can be exported."""
+    import converters.models as library
+
+    registry = getattr(library, "REGISTRY", {})
+    names = sorted(str(getattr(entry, "name", entry)) for entry in registry)
+    console = Console(json_asked=as_json)
+    if as_json:
+        console.document("distckpt.models/1", {"models": names})
+    else:
+        console.lines(names)

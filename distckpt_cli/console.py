@@ -1,0 +1,220 @@
+"""What a person or a program reads: the answer on stdout, everything else on stderr.
+
+Nothing here interprets markup. Text that comes from a file goes through `printable`, so a tensor's name can neither move
+the cursor nor colour the line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import textwrap
+from typing import IO, TYPE_CHECKING, Any
+
+import typer
+
+from converters.errors import DistckptError
+from converters.names import printable
+from distckpt_cli.exits import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["Console", "UsageProblem", "format_count", "format_size", "parse_size", "plain", "table"]
+
+_STYLES = {"error": "31;1", "warning": "33;1", "ok": "32", "dim": "2", "bold": "1", "hint": "36"}
+_LABEL = 10  # width of the labels of a card: "model     "
+_NARROW = 60  # below this a table row that does not fit puts its name on a line of its own
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])(i)?b|b|bytes)?", re.IGNORECASE)
+
+
+class UsageProblem(DistckptError):
+    """An option's value makes no sense, or two options do not go together."""
+
+    exit_code = ExitCode.USAGE
+    kind = "usage"
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: `104.70 GiB`, `0.31 MiB`, `1.27 KiB`, `12 B`."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
+        limit = 10 if unit == "TiB" else 0.1
+        if nbytes >= limit * 2**power:
+            return f"{nbytes / 2**power:.2f} {unit}"
+    return f"{nbytes / 1024:.2f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
+
+
+def format_count(number: int) -> str:
+    """A number of parameters: `8.03 B`, `124.4 M`, `45,312`."""
+    if number >= 10**9:
+        return f"{number / 1e9:,.2f} B"
+    return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
+
+
+def parse_size(text: str, option: str = "size") -> int:
+    """Bytes that a person means: `8GB` is 8 * 10^9, `8GiB` is 8 * 2^30, a plain number is bytes.
+
+    Args:
+        text: What was typed.
+        option: Which option it was typed for, for the error.
+
+    Raises:
+        UsageProblem: Not a size, or an ambiguous one (`8G`).
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found:
+        bare = text.strip().rstrip("iI")
+        hint = f"write {bare}B (powers of 1000) or {bare}iB (powers of 1024)"
+        known = re.fullmatch(r"\d+(?:\.\d+)?\s*[kmgtpKMGTP]", bare)
+        raise UsageProblem(f"{option}: {text!r} is not a size", hint=hint if known else "write 8GB, 8GiB or plain bytes")
+    exponent = " kmgtp".index((found[2] or " ").lower())
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if exponent else int(float(found[1]))
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: enums, paths and inert nodes as text, no NaN."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Aligned lines under a header, without boxes.
+
+    Args:
+        columns: Titles; one that begins with `>` is aligned to the right. The last column is never padded or cut.
+        rows: Cells, already escaped.
+        width: Of the terminal; None if nobody wraps. Where it is narrow, the last cell moves to its own line.
+    """
+    right = [title.startswith(">") for title in columns]
+    cells = [[title.lstrip(">") for title in columns], *rows]
+    last = len(columns) - 1
+    widths = [max(len(row[i]) for row in cells) for i in range(last)]
+    heads = [
+        "  ".join(row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in range(last)) for row in cells
+    ]
+    stacked = width is not None and width < _NARROW and any(sum(widths) + 2 * last + len(row[last]) > width for row in cells)
+    if stacked:
+        return [line for head, row in zip(heads, cells, strict=True) for line in (head.rstrip(), f"  {row[last]}")]
+    return [f"{head}  {row[last]}".rstrip() for head, row in zip(heads, cells, strict=True)]
+
+
+def _colours(stream: IO[str]) -> bool:
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class Console:
+    """Where a command writes.
+
+    Args:
+        json_asked: The answer is one JSON document; `out` is silent.
+        quiet: No notes and no next steps.
+        verbose: How often `-v` was given.
+        width: Columns of the terminal; by default asked from it, and unlimited when stdout is not one.
+    """
+
+    def __init__(
+        self, *, json_asked: bool = False, quiet: bool = False, verbose: int = 0, width: int | None = None
+    ) -> None:
+        self.json_asked = json_asked
+        self.quiet = quiet
+        self.verbose = verbose
+        if width is None and sys.stdout.isatty():
+            width = shutil.get_terminal_size().columns
+        self.width = width
+        self._bright = {"out": _colours(sys.stdout), "err": _colours(sys.stderr)}
+
+    def style(self, text: str, name: str, stream: str = "out") -> str:
+        """The text in a colour if that stream shows colours. The word must say it all without."""
+        return f"\x1b[{_STYLES[name]}m{text}\x1b[0m" if self._bright[stream] else text
+
+    def out(self, text: str = "") -> None:
+        """A line of the answer."""
+        if not self.json_asked:
+            self._write(text)
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Several lines of the answer."""
+        for line in lines:
+            self.out(line)
+
+    def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """A table as part of the answer; every cell is escaped here."""
+        header, *body = table(columns, [[printable(cell) for cell in row] for row in rows], self.width)
+        self.out(self.style(header, "bold"))
+        self.lines(body)
+
+    def fact(self, label: str, text: str, *, style: str | None = None) -> None:
+        """A labelled line of a card, wrapped under its label on a narrow terminal."""
+        lines = self._wrap(printable(text), _LABEL)
+        head = label.ljust(_LABEL)
+        self.out((self.style(head, style) if style else head) + lines[0])
+        self.lines(" " * _LABEL + line for line in lines[1:])
+
+    def document(self, schema: str, body: Mapping[str, Any]) -> None:
+        """The answer as one JSON document with its schema's name; ASCII only, so that no name can act on a terminal."""
+        self._write(json.dumps({"schema": schema, **plain(dict(body))}, indent=2))
+
+    def note(self, text: str) -> None:
+        """Something worth knowing, on stderr."""
+        self.label("note:", text, "hint")
+
+    def warn(self, text: str) -> None:
+        """A warning on stderr; shown even when quiet."""
+        self._err(f"{self.style('warning:', 'warning', 'err')} {printable(text)}")
+
+    def label(self, word: str, text: str, style: str = "bold") -> None:
+        """A labelled line on stderr: `resuming  40 of 64 files already done`."""
+        if not self.quiet:
+            self._err(f"{self.style(word.ljust(5), style, 'err')} {printable(text)}")
+
+    def next_step(self, command: str) -> None:
+        """What to type next, on stderr, after success."""
+        if not self.quiet:
+            self._err(f"{self.style('next:', 'hint', 'err')} {printable(command)}")
+
+    def error(self, error: DistckptError, *, word: str = "error:") -> None:
+        """An error: one sentence, the facts under it, and what to do."""
+        message, *more = error.message.splitlines() or [""]
+        self._err(f"{self.style(word.ljust(6), 'error', 'err')} {printable(message)}")
+        for line in [*more, *error.details]:
+            for part in line.splitlines():
+                self._err(f"       {printable(part)}")
+        if error.hint:
+            first, *rest = error.hint.splitlines()
+            self._err(f"{self.style('hint: ', 'hint', 'err')} {printable(first)}")
+            for line in rest:
+                self._err(f"       {printable(line)}")
+
+    def _wrap(self, text: str, indent: int) -> list[str]:
+        if self.width is None or len(text) + indent <= self.width:
+            return [text]
+        room = max(self.width - indent, 20)
+        return textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+    def _err(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+    def _write(self, text: str) -> None:
+        try:
+            print(text)
+        except BrokenPipeError:
+            drop_stdout()
+            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
+
+
+def drop_stdout() -> None:
+    """Sends what is left for stdout nowhere: its reader is gone, and Python would complain when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,121 @@
+"""Help text and lazy loading: plain sections, examples, and no command's module imported before it is needed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
+
+from distckpt_cli.commands import COMMANDS, EXAMPLES
+from distckpt_cli.exits import EPILOG
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["CONTEXT", "LazyGroup", "PlainCommand"]
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+_ENVIRONMENT = [
+    ("DISTCKPT_PROGRESS", "auto, bar, log or off; what --progress says otherwise"),
+    ("DISTCKPT_DEBUG", "1 shows the traceback of an internal error"),
+    ("NO_COLOR, FORCE_COLOR", "never colours; colours even when nobody watches"),
+]
+
+
+def _record(param: Any) -> tuple[str, str] | None:
+    # param.get_help_record differs from one Typer release to the next; help is part of what we promise
+    if getattr(param, "hidden", False):
+        return None
+    if param.param_type_name == "argument":
+        return str(param.metavar or param.name).upper(), param.help or ""
+    flag = param.is_flag or param.count
+    names = ", ".join(sorted([*param.opts, *param.secondary_opts], key=len))
+    text = param.help or ""
+    if param.envvar:
+        text += f"  [env: {param.envvar}]"
+    return names if flag else f"{names} {param.metavar or 'TEXT'}", text
+
+
+def _sections(params: Sequence[Any]) -> dict[str, list[tuple[str, str]]]:
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for param in params:
+        record = _record(param)
+        if record is None:
+            continue
+        default = "Arguments" if param.param_type_name == "argument" else "Options"
+        sections.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(record)
+    return sections
+
+
+def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
+    width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+    for title, rows in sections.items():
+        with formatter.section(title):
+            formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
+
+
+def _examples(formatter: Any, lines: Sequence[str]) -> None:
+    if lines:
+        formatter.write("\n" + "".join(f"  $ {line}\n" for line in lines))
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help shows examples first and groups its options."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words after the command in the usage line."""
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *(str(p.metavar or p.name).upper() for p in arguments)]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the whole help text."""
+        self.format_usage(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text((self.help or "").strip())
+        _examples(formatter, EXAMPLES.get(self.name or "", ()))
+        _write(formatter, _sections(self.get_params(ctx)))
+
+
+class LazyGroup(TyperGroup):
+    """The root: knows the names and summaries of all commands, imports the one that is called."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All commands, in the order of the help text."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Builds a command from its module; None if there is no such command."""
+        entry = COMMANDS.get(cmd_name)
+        if entry is None:
+            return None
+        module, function = entry.target.split(":")
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        callback = getattr(importlib.import_module(f"distckpt_cli.commands.{module}"), function)
+        app.command(cmd_name, cls=PlainCommand, context_settings=CONTEXT)(callback)
+        return get_command(app)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command a word means; an unknown word is answered with the nearest one."""
+        word = args[0]
+        if word not in COMMANDS and not word.startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(word, COMMANDS, n=1)
+            ctx.fail(f"no such command {word!r}" + (f"; did you mean '{near[0]}'?" if near else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Writes the whole help text."""
+        self.format_usage(ctx, formatter)
+        formatter.write_paragraph()
+        with formatter.indentation():
+            formatter.write_text((self.help or "").strip())
+        _examples(formatter, EXAMPLES[""])
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, entry in COMMANDS.items():
+            panels.setdefault(entry.panel, []).append((name, entry.summary))
+        panels |= _sections(self.get_params(ctx))
+        _write(formatter, {**panels, "Environment": _ENVIRONMENT, "Exit codes": EPILOG})
