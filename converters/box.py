@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Box", "contiguous_tiles", "find_overlap", "runs", "uncovered"]
+__all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "uncovered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,31 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]
         axis = 0
     outer = [(box.shape[d], strides[d]) for d in range(axis) if box.shape[d] != 1]
     return first, length, outer
+
+
+def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
+    """Boxes that tile elements `start` to `start + length` of a flattened C-order array of `shape`, in C order.
+
+    The answer is in the array's coordinates: at most `2 * ndim - 1` boxes, each contiguous in the flattened order.
+    """
+    if length <= 0:
+        return
+    inner = [1]
+    for n in reversed(shape[1:]):
+        inner.append(inner[-1] * n)
+    inner.reverse()
+    position, end = start, start + length
+    while position < end:
+        axis = 0  # the outermost axis along which we stand at a beginning and have at least one whole step left
+        while axis < len(shape) - 1 and (position % inner[axis] or end - position < inner[axis]):
+            axis += 1
+        index, rest = [], position
+        for stride in inner:
+            index.append(rest // stride)
+            rest %= stride
+        steps = min((end - position) // inner[axis], shape[axis] - index[axis]) if shape else 1
+        yield Box(tuple(index), (*(1,) * axis, steps, *shape[axis + 1 :]) if shape else ())
+        position += steps * inner[axis]
 
 
 def _cuts(boxes: Iterable[Box], axis: int) -> list[int]:

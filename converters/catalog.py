@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.box import Box
+from converters.box import Box, flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -92,17 +92,39 @@ class Part:
 
     def chunks(self) -> Iterator[Chunk]:
         """The chunks of this part, in the coordinates of the tensor."""
-        depth = len(self.prefix)
-        for row in self.array.rows(self.prefix).tolist():
+        for row in self.array.rows(() if self.block else self.prefix).tolist():
             start, size = self.array.starts[row].tolist(), self.array.sizes[row].tolist()
-            inner = math.prod(size[depth:])
-            base = 0
-            for axis in range(depth):
-                base = base * size[axis] + self.prefix[axis] - start[axis]
-            at = (
-                start[depth:] if self.shift is None else [a + s for a, s in zip(start[depth:], self.shift, strict=True)]
-            )
-            yield Chunk(Box(tuple(at), tuple(size[depth:])), int(self.array.records[row]), base * inner)
+            record = int(self.array.records[row])
+            for box, base in self._flattened(start, size) if self.block else self._plain(start, size):
+                yield Chunk(box if self.shift is None else box.shifted(self.shift), record, base)
+
+    def _plain(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:
+        depth, base = len(self.prefix), 0
+        for axis in range(depth):
+            base = base * size[axis] + self.prefix[axis] - start[axis]
+        yield Box(tuple(start[depth:]), tuple(size[depth:])), base * math.prod(size[depth:])
+
+    def _flattened(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:
+        # One row of the array is one block of the tensor, flattened; a chunk is a range of it (Megatron-Core 0.8 to
+        # 0.15, dist_checkpointing/strategies/resharding.py). A range is at most 2 * ndim - 1 boxes.
+        assert self.block is not None
+        depth, origin = len(self.prefix), [n * b for n, b in zip(start[:-1], self.block, strict=True)]
+        for box in flat_range(self.block, start[-1], size[-1]):
+            at = box.shifted(origin)
+            if all(a <= i < a + n for a, n, i in zip(at.start, at.shape, self.prefix, strict=False)):
+                base, stride = 0, 1
+                for a, n, i in reversed(list(zip(at.start, at.shape, self.prefix, strict=False))):
+                    base, stride = base + (i - a) * stride, stride * n
+                first = sum(i * s for i, s in zip(box.start, _strides(self.block), strict=True)) - start[-1]
+                inner = Box(at.start[depth:], at.shape[depth:])
+                yield inner, first + base * inner.volume
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    out = [1]
+    for n in reversed(shape[1:]):
+        out.append(out[-1] * n)
+    return out[::-1]
 
 
 @dataclass(frozen=True, slots=True)

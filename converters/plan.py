@@ -1,8 +1,8 @@
 """What to move: region copies, and the proof that nothing is forgotten.
 
-Every operation is a list of copies "box b of target tensor T := box a of source tensor S, through an op". `prove` shows,
-before a byte moves, that the copies write every element of every target exactly once, and that every source element is
-either read or dropped for a stated reason.
+Every operation is a list of copies "box b of target tensor T := box a of source tensor S, through an op". `prove`
+shows, before a byte moves, that the copies write every element of every target exactly once, and that every source
+element is either read or dropped for a stated reason.
 """
 
 from __future__ import annotations

@@ -1,0 +1,295 @@
+"""Moves the bytes of a job: threads, reused buffers, sums checked on the way, a journal to resume from.
+
+No tensor is ever whole in memory: a worker holds one tile, a scratch of the same size, and nothing that grows with the
+model. The page cache is dropped behind both ends, which also starts the write-back early, so the final sync is short.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
+
+from converters.crc import RecordSums
+from converters.errors import IntegrityError, Interrupted
+from converters.events import Event, FileDone, Moved, Phase, Resumed
+from converters.job import check_stored
+from converters.names import printable
+from converters.publish import os_trouble
+from converters.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from converters.catalog import Chunk
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+    from converters.job import Job, Task
+    from converters.publish import Staging
+    from converters.records import Payload
+
+__all__ = ["Stats", "run"]
+
+_SAFE_POINT_SECONDS = 5.0
+_SAFE_POINT_BYTES = 1 << 30
+
+
+class Stats:
+    """What a run did.
+
+    Attributes:
+        bytes_read: Bytes of records read, including what was read only to complete a checksum.
+        bytes_written: Bytes of tensor data written.
+        bytes_kept: Bytes of tensor data kept from an interrupted run.
+        records_checked: Records whose checksum was compared.
+        seconds: Wall time.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = self.bytes_written = self.bytes_kept = self.records_checked = 0
+        self.seconds = 0.0
+
+
+def run(
+    job: Job, reader: Reader, staging: Staging, *, listener: Listener | None = None, stop: StopFlag | None = None
+) -> Stats:
+    """Does what of the job is not done yet, and returns when all of it is on disk and checked; publishes nothing.
+
+    Args:
+        job: The work.
+        reader: The source.
+        staging: Where to write; its journal says what an earlier run has done.
+        listener: Told about progress, from any thread.
+        stop: Polled between tiles.
+
+    Raises:
+        Interrupted: `stop` was set; what is done is in the journal.
+        IntegrityError: A record does not match its own checksum, or the source changed.
+        FormatError: A record cannot be read.
+        DestinationError: Writing failed.
+    """
+    return _Run(job, reader, staging, listener or _ignore, stop).run()
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class _Queue:
+    """Tasks, handed out one at a time to any worker."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks, self._lock = iter(tasks), threading.Lock()
+
+    def take(self) -> Task | None:
+        """The next task, None when all are taken."""
+        with self._lock:
+            return next(self._tasks, None)
+
+
+class _Run:
+    """One run of a job: what its workers share."""
+
+    def __init__(self, job: Job, reader: Reader, staging: Staging, listener: Listener, stop: StopFlag | None) -> None:
+        self.job, self.reader, self.staging, self.listener, self.stop = job, reader, staging, listener, stop
+        self.stats = Stats()
+        self.sums = RecordSums()
+        self.payloads: dict[int, Payload] = {}
+        self.owner: dict[int, str] = {}
+        self.chunks: OrderedDict[str, list[Chunk]] = OrderedDict()
+        self.lock = threading.Lock()
+        self.failure: BaseException | None = None
+        self.finished: list[Task] = []  # since the last safe point
+        self.fresh: list[tuple[int, int, int, int]] = []  # segments since the last safe point
+        self.fingerprint = reader.fingerprint()
+
+    def run(self) -> Stats:
+        """See `run`."""
+        begin = time.monotonic()
+        todo = self._resume()
+        self.left = Counter(itertools.chain.from_iterable(task.files for task in todo))
+        queue = _Queue(todo)
+        threads = [
+            threading.Thread(target=self._work, args=(queue,), name=f"distckpt-{n}", daemon=True)
+            for n in range(min(self.job.threads, max(1, len(todo))))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._watch(threads)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        self._safe_point()
+        if self.failure is not None:
+            raise self.failure
+        if self.stop is not None and self.stop.is_set():
+            raise Interrupted(
+                self.stop.signum or 2, "stopped; finished work is kept", hint="run the same command again"
+            )
+        self.listener(Phase("checking"))
+        self._complete_sums()
+        if self.reader.fingerprint() != self.fingerprint:
+            raise IntegrityError("the source changed while it was being read; nothing was published")
+        self.stats.seconds = time.monotonic() - begin
+        return self.stats
+
+    def _work(self, queue: _Queue) -> None:
+        try:
+            worker = Worker(self)
+            try:
+                while not self.should_stop() and (task := queue.take()) is not None:
+                    segments = worker.do(task)
+                    if segments is None:
+                        return
+                    self.done(task, segments)
+            finally:
+                worker.close()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self.fail(error)
+
+    def _resume(self) -> list[Task]:
+        """Takes over what the journal says; returns the tasks that are left."""
+        done: set[int] = set()
+        for line in self.staging.resumed:
+            done.update(line["tasks"])
+            for record, start, nbytes, crc in line["sums"]:
+                self.sums.add(record, (start, nbytes, crc))
+        todo = [task for task in self.job.tasks if task.number not in done]
+        kept = [task for task in self.job.tasks if task.number in done]
+        if kept:
+            left = set(itertools.chain.from_iterable(task.files for task in todo))
+            self.stats.bytes_kept = sum(task.nbytes for task in kept)
+            whole = len(self.job.files) - len(left)
+            self.listener(Resumed(self.stats.bytes_kept, whole))
+            for task in kept:
+                for tile in task.tiles:
+                    self.chunks_of(tile.source)
+        return todo
+
+    def _watch(self, threads: Sequence[threading.Thread]) -> None:
+        """Makes safe points while the workers work."""
+        last, mark = time.monotonic(), 0
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.05)
+            late = time.monotonic() - last > _SAFE_POINT_SECONDS
+            if late or self.stats.bytes_written - mark > _SAFE_POINT_BYTES:
+                self._safe_point()
+                last, mark = time.monotonic(), self.stats.bytes_written
+
+    def _safe_point(self) -> None:
+        """Syncs what finished tasks wrote, then says so in the journal."""
+        with self.lock:
+            tasks, segments = self.finished, self.fresh
+            self.finished, self.fresh = [], []
+        if not tasks:
+            return
+        for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
+            self._sync(self.staging.folder / self.job.files[number].name)
+        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments})
+
+    def _sync(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise os_trouble(error, path, "syncing") from error
+
+    def payload(self, record: int, locate: Callable[[], Payload]) -> Payload:
+        """Where a record's elements lie; `locate` finds out the first time."""
+        known = self.payloads.get(record)
+        if known is None:
+            known = locate()
+            with self.lock:
+                self.payloads[record] = known
+        return known
+
+    def chunks_of(self, source: str) -> list[Chunk]:
+        """The stored pieces of a source tensor, checked to tile it."""
+        with self.lock:
+            known = self.chunks.get(source)
+            if known is not None:
+                return known
+        info = self.job.sources[source]
+        check_stored(info)
+        made = info.chunks()
+        with self.lock:
+            self.owner.update((chunk.record, source) for chunk in made)
+            self.chunks[source] = made
+            while len(self.chunks) > 64:
+                self.chunks.popitem(last=False)
+        return made
+
+    def should_stop(self) -> bool:
+        """Whether workers should stop before the next tile."""
+        return self.failure is not None or (self.stop is not None and self.stop.is_set())
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first failure; the others follow from it."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+
+    def done(self, task: Task, segments: list[tuple[int, int, int, int]]) -> None:
+        """Notes a finished task."""
+        files = []
+        with self.lock:
+            self.finished.append(task)
+            self.fresh += segments
+            self.stats.bytes_written += task.nbytes
+            for number in task.files:
+                self.left[number] -= 1
+                if not self.left[number]:
+                    files.append(self.job.files[number])
+        self.listener(Moved(task.nbytes))
+        for output in files:
+            self.listener(FileDone(output.name, output.size))
+
+    def check_sum(self, record: int, payload: Payload) -> None:
+        """Compares a record's checksum if all of it has been read, and forgets the record."""
+        if payload.crc is None:
+            return
+        found = self.sums.whole(record, payload.crc_nbytes)
+        if found is None:
+            return
+        if found != payload.crc:
+            file = self.reader.files[self.reader.file_of(record)].name
+            tensor = self.owner[record]
+            raise IntegrityError(
+                f"{printable(file)} is damaged: the bytes of {printable(tensor)} do not match their checksum",
+                details=[
+                    f"record at byte {payload.crc_offset}, {payload.crc_nbytes} bytes: "
+                    f"stored CRC-32 {payload.crc:08x}, computed {found:08x}"
+                ],
+                hint="restore this file from a copy; nothing was published",
+                tensor=tensor,
+            )
+        with self.lock:
+            self.stats.records_checked += 1
+            self.owner.pop(record, None)
+            self.payloads.pop(record, None)
+        self.sums.forget(record)
+
+    def _complete_sums(self) -> None:
+        """Reads what is still unread of records that were read in part, so that every record used is checked."""
+        worker = Worker(self)
+        try:
+            for record in sorted(self.sums.pieces):
+                payload = worker.payload(record)
+                if payload.crc is not None:
+                    for start, nbytes in self.sums.gaps(record, payload.crc_nbytes):
+                        worker.read_through(record, payload, start, nbytes)
+                self.check_sum(record, payload)
+        finally:
+            worker.close()

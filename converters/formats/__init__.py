@@ -1,0 +1,49 @@
+"""Storage formats: one file each, found by `open_checkpoint`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.errors import FormatError
+from converters.formats.folder import resolve_folder
+from converters.formats.torch_dist import TorchDistReader
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.formats.base import Reader
+
+__all__ = ["REGISTRY", "open_checkpoint"]
+
+REGISTRY: tuple[type[Reader], ...] = (TorchDistReader,)
+"""Every format we read, in the order they are tried."""
+
+
+def open_checkpoint(path: str | Path) -> Reader:
+    """Opens the checkpoint that a path means: a training root, an iteration, NeMo's folder, or a file inside.
+
+    Raises:
+        FormatError: Nothing there, unfinished, unsafe, or in a format we do not know.
+    """
+    folder = resolve_folder(path)
+    for reader in REGISTRY:
+        if reader.detect(folder):
+            return reader.open(folder)
+    raise _unreadable(folder)
+
+
+def _unreadable(folder: Path) -> FormatError:
+    names = sorted(entry.name for entry in folder.iterdir())
+    shown = printable(str(folder))
+    if any(name.startswith("mp_rank_") for name in names):
+        return FormatError(
+            f"{shown} is a Megatron-LM legacy checkpoint (mp_rank_* folders), which this version does not read yet",
+            details=[f"found: {', '.join(printable(n) for n in names[:4])}"],
+        )
+    if (folder / "metadata.json").is_file():
+        return FormatError(
+            f"{shown} is a zarr checkpoint, which this version does not read yet",
+            details=["metadata.json names another backend than torch_dist"],
+        )
+    return FormatError(f"{shown} is not a checkpoint that distckpt knows", details=[f"found: {', '.join(names[:6])}"])

@@ -1,0 +1,71 @@
+"""What the rest of distckpt asks of a storage format.
+
+A format describes; it does not move bytes. Its reader says which tensors there are (`catalog`) and in which range of which
+file a stored piece lies (`locate`). The engine does all reading, for every format alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.catalog import Catalog
+    from converters.records import Payload
+
+__all__ = ["Reader"]
+
+
+class Reader(Protocol):
+    """An open checkpoint.
+
+    Attributes:
+        name: Name of the format, as `inspect` prints it.
+        catalog: What the checkpoint holds.
+        files: The files that records refer to, by position.
+    """
+
+    name: ClassVar[str]
+    catalog: Catalog
+    files: list[Path]
+
+    @classmethod
+    def detect(cls, folder: Path) -> bool:
+        """Whether a folder, as `resolve_folder` found it, is in this format. Looks at names and small files only."""
+        ...
+
+    @classmethod
+    def open(cls, folder: Path) -> Reader:
+        """Reads what is needed to know the catalog; no tensor data.
+
+        Raises:
+            FormatError: Unreadable, unsafe, or not in this format after all.
+        """
+        ...
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        ...
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in that file the record's elements lie.
+
+        Args:
+            record: A record number from `Chunk.record`.
+            read: Returns `n` bytes at an offset of that file.
+
+        Raises:
+            FormatError: The record is damaged, or holds something else than the catalog says.
+        """
+        ...
+
+    def fingerprint(self) -> str:
+        """A digest that changes when the checkpoint changes: its metadata, its files' sizes and times."""
+        ...
+
+
+class Read(Protocol):
+    """Reads `length` bytes at `offset` of a file already chosen; fewer only at the file's end."""
+
+    def __call__(self, offset: int, length: int, /) -> bytes: ...

@@ -1,0 +1,192 @@
+"""From the path a person typed to the folder that holds the checkpoint's data.
+
+People give the training root, an iteration, a file inside it, NeMo's outer folder. All of them lead to one folder, and a
+path that leads nowhere is answered with what is there instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+from pathlib import Path
+
+from converters.errors import FormatError
+from converters.names import printable
+
+__all__ = ["TRACKER", "iterations", "open_source", "read_small", "resolve_folder"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})|release")
+_DATA_FOLDERS = ("weights", "model_weights")  # NeMo 2, NeMo 1
+_SMALL = 256 << 20
+
+
+def open_source(path: Path) -> int:
+    """A read-only file descriptor of a regular file; devices, pipes and folders are refused without waiting on them.
+
+    Raises:
+        FormatError: Missing, not a regular file, or no permission.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise FormatError(
+            f"{printable(path.name)} is missing", details=[f"expected at {printable(str(path))}"]
+        ) from None
+    except OSError as error:
+        raise FormatError(f"cannot read {printable(str(path))}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise FormatError(f"{printable(str(path))} is not a regular file")
+    return fd
+
+
+def read_small(path: Path, limit: int = _SMALL) -> bytes:
+    """The contents of a metadata-sized file.
+
+    Raises:
+        FormatError: Missing, unreadable, or larger than `limit` bytes.
+    """
+    fd = open_source(path)
+    with os.fdopen(fd, "rb") as file:
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise FormatError(f"{printable(path.name)} is {size} bytes, more than the {limit} it may have")
+        return file.read()
+
+
+def iterations(root: Path) -> list[str]:
+    """Names of the iteration folders in a training root, oldest first."""
+    found = [entry.name for entry in os.scandir(root) if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+    return sorted(found, key=lambda name: (name == "release", len(name), name))
+
+
+def resolve_folder(path: str | Path) -> Path:
+    """The folder with the checkpoint's data that `path` means.
+
+    Args:
+        path: A data folder, a training root with its tracker file, an iteration, NeMo's outer folder, or a file inside.
+
+    Raises:
+        FormatError: Nothing there, or more than one checkpoint and no tracker file to choose.
+    """
+    given = Path(path).expanduser()
+    try:
+        mode = given.stat().st_mode
+    except FileNotFoundError:
+        raise _nowhere(given) from None
+    except OSError as error:
+        raise FormatError(f"cannot read {printable(str(given))}: {error.strerror}") from error
+    if not stat.S_ISDIR(mode):
+        if _is_data_folder(given.parent):
+            return given.parent
+        raise FormatError(
+            f"{printable(str(given))} is a file, not a checkpoint folder",
+            hint=f"distckpt inspect {printable(str(given.parent))}",
+        )
+    try:
+        return _descend(given)
+    except PermissionError as error:
+        raise FormatError(f"cannot read {printable(str(error.filename))}: {error.strerror}") from error
+
+
+def _descend(folder: Path) -> Path:
+    _refuse_unfinished(folder)
+    if _is_data_folder(folder):
+        return folder
+    if (folder / TRACKER).is_file():
+        return _by_tracker(folder)
+    for name in _DATA_FOLDERS:
+        if _is_data_folder(folder / name):
+            return folder / name
+    if folder.name == "context" and _is_data_folder(folder.parent / "weights"):  # inside a NeMo 2 checkpoint
+        return folder.parent / "weights"
+    names = iterations(folder)
+    if len(names) > 1:
+        raise FormatError(
+            f"{printable(str(folder))} holds {len(names)} iterations and no {TRACKER}",
+            details=[f"from {names[0]} to {names[-1]}"],
+            hint=f"name one: {printable(str(folder / names[-1]))}",
+        )
+    candidates = [folder / name for name in names] or [
+        Path(entry.path) for entry in sorted(os.scandir(folder), key=lambda e: e.name) if entry.is_dir()
+    ]
+    found = [
+        inner
+        for inner in candidates
+        if _is_data_folder(inner) or any(_is_data_folder(inner / d) for d in _DATA_FOLDERS)
+    ]
+    if len(found) == 1:
+        return _descend(found[0])
+    if names:
+        return folder / names[0]
+    raise _unknown(folder, found)
+
+
+def _is_data_folder(folder: Path) -> bool:
+    if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
+        return True
+    try:
+        return any(entry.name.endswith(".distcp") or entry.name.startswith("mp_rank_") for entry in os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _by_tracker(root: Path) -> Path:
+    text = read_small(root / TRACKER, 4096).decode("ascii", "replace").strip()
+    names = iterations(root)
+    if text != "release" and not text.isdigit():
+        raise FormatError(
+            f"{TRACKER} says {printable(text)!r}, which is neither a number nor 'release'",
+            details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
+            hint=f"name the iteration: {printable(str(root / names[-1]))}" if names else None,
+        )
+    folder = root / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        raise FormatError(
+            f"{TRACKER} names iteration {text}, but there is no {folder.name}",
+            details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
+            hint=f"name the iteration: {printable(str(root / names[-1]))}" if names else None,
+        )
+    return folder
+
+
+def _refuse_unfinished(folder: Path) -> None:
+    # NeMo puts NAME-unfinished beside a checkpoint while it is being written (lightning/pytorch/callbacks)
+    marker = folder.with_name(folder.name + "-unfinished")
+    if marker.exists():
+        raise FormatError(
+            f"{printable(folder.name)} is unfinished: NeMo's marker {printable(marker.name)} still lies beside it",
+            hint="wait until the save is complete, or use an earlier checkpoint",
+        )
+
+
+def _nowhere(path: Path) -> FormatError:
+    parent = path.parent
+    near: list[str] = []
+    if parent.is_dir():
+        try:
+            near = difflib.get_close_matches(path.name, [entry.name for entry in os.scandir(parent)], n=1)
+        except OSError:
+            near = []
+    hint = f"did you mean {printable(str(parent / near[0]))}?" if near else None
+    return FormatError(f"{printable(str(path))} does not exist", hint=hint)
+
+
+def _unknown(folder: Path, found: list[Path]) -> FormatError:
+    names = sorted(entry.name for entry in os.scandir(folder))
+    if not names:
+        return FormatError(f"{printable(str(folder))} is empty")
+    if found:
+        return FormatError(
+            f"{printable(str(folder))} holds {len(found)} checkpoints",
+            hint=f"name one: {printable(str(found[0]))}",
+        )
+    shown = ", ".join(printable(name) for name in names[:6]) + (", ..." if len(names) > 6 else "")
+    return FormatError(
+        f"{printable(str(folder))} is not a checkpoint that distckpt knows",
+        details=[f"found: {shown}", f"looked for: .metadata, metadata.json, {TRACKER}, iter_*, weights/"],
+        hint="give the training root, an iter_* folder, or NeMo's checkpoint folder",
+    )

@@ -1,0 +1,140 @@
+"""What Megatron and the frameworks around it leave beside the tensors: common state, configuration, traces of versions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from converters.errors import FormatError
+from converters.formats.folder import read_small
+from converters.names import parse_key, printable
+from converters.pickles import Obj, fields
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+__all__ = ["CommonFacts", "common_facts", "find_flavour", "find_producer"]
+
+_YAML_LIMIT = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class CommonFacts:
+    """The parts of the common state that readers need.
+
+    Attributes:
+        args: The training arguments by name; empty if there are none.
+        content: `content_metadata` (Megatron-Core 0.13 and later).
+        iteration: Training iteration.
+        keys: Top-level keys of the common state.
+    """
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    content: Mapping[str, Any] = field(default_factory=dict)
+    iteration: int | None = None
+    keys: tuple[str, ...] = ()
+
+
+def common_facts(common: Any) -> CommonFacts:
+    """Reads the inert tree of `common.pt`, or of the embedded common state."""
+    if not isinstance(common, Mapping):
+        return CommonFacts()
+    args = common.get("args")
+    iteration = next((common[key] for key in ("iteration", "global_step") if isinstance(common.get(key), int)), None)
+    content = common.get("content_metadata")
+    return CommonFacts(
+        args=fields(args) if isinstance(args, Obj) else {},
+        content=content if isinstance(content, Mapping) else {},
+        iteration=iteration,
+        keys=tuple(key for key in common if isinstance(key, str)),
+    )
+
+
+def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+    """Which framework wrote a folder, and the model configuration it left there as plain data.
+
+    Returns:
+        `("NeMo 2", {...})`, `("NeMo 1", ...)`, `("Megatron-Bridge", ...)`, `("Megatron-LM", {})`, `("Megatron-Core", {})`,
+        or `("torch DCP", {})` when nothing speaks for Megatron.
+    """
+    if (folder / "run_config.yaml").is_file():
+        return "Megatron-Bridge", _section(_yaml(folder / "run_config.yaml"), "model")
+    if folder.name == "weights" and (folder.parent / "context").is_dir():
+        path = folder.parent / "context" / "model.yaml"
+        return "NeMo 2", _section(_yaml(path), "config") if path.is_file() else {}
+    if folder.name == "model_weights":
+        path = folder.parent / "model_config.yaml"
+        return "NeMo 1", _yaml(path) if path.is_file() else {}
+    if "pytorch-lightning_version" in facts.keys:
+        return "NeMo 2", {}
+    if facts.args:
+        return "Megatron-LM", {}
+    megatron = facts.content or (folder / "metadata.json").is_file() or any(parse_key(k).axes for k in keys)
+    return ("Megatron-Core" if megatron else "torch DCP"), {}
+
+
+def _yaml(path: Path) -> Mapping[str, Any]:
+    raw = read_small(path, _YAML_LIMIT)
+    try:
+        document = yaml.load(raw, Loader=_PlainLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise FormatError(f"{path.name} is not plain YAML", details=[printable(str(error))[:300]]) from error
+    return document if isinstance(document, Mapping) else {}
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            self._aliases = getattr(self, "_aliases", 0) + 1
+            if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes
+                raise yaml.YAMLError("too many aliases")
+        return super().compose_node(parent, index)
+
+
+def _ignore_tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return suffix or node.value
+
+
+_PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", _ignore_tag)
+_PlainLoader.add_multi_constructor("!", _ignore_tag)
+
+
+def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    inner = document.get(name)
+    return inner if isinstance(inner, Mapping) else document
+
+
+def find_producer(facts: CommonFacts, evidence: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The Megatron-Core versions that write such files, and what says so; None if nothing does.
+
+    Args:
+        facts: From the common state.
+        evidence: "embedded" (common state inside the data files), "class" (top-level class of `.metadata`), "mcore_data",
+            "plans", "planner_data" (whether those attributes of `.metadata` are there).
+    """
+    types = facts.content.get("distrib_optim_sharding_type") if facts.content else None
+    if evidence["embedded"]:
+        return "Megatron-Core 0.19 or later", "common state inside the data files"
+    if str(evidence["class"]).endswith("MCoreMetadata"):
+        return "Megatron-Core 0.15", "class MCoreMetadata"
+    if evidence["mcore_data"]:
+        if not evidence["plans"]:
+            return "Megatron-Core 0.8 to 0.10", "mcore_data without save plans"
+        if facts.content or not facts.args:
+            return "Megatron-Core 0.13 or 0.14", "mcore_data, save plans and content_metadata"
+        return "Megatron-Core 0.11 or 0.12", "mcore_data and save plans, no content_metadata"
+    if evidence["planner_data"] and facts.args:
+        return "Megatron-Core 0.6 or 0.7", "planner data, no mcore_data"
+    if evidence["plans"] and (facts.content or facts.args or types):
+        return "Megatron-Core 0.16 to 0.18", "save plans, no mcore_data, common.pt"
+    return None

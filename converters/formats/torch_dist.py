@@ -1,0 +1,361 @@
+"""Megatron-Core's `torch_dist`: torch DCP files with Megatron's own keys, common state and conventions.
+
+    iter_0000010/
+        .metadata            a pickle: every key, its shape, its chunks, and where each record lies
+        metadata.json        which backend wrote it; written last, so its absence means an unfinished save
+        common.pt            training args and the rest of the state (Megatron-Core <= 0.18; later inside the data files)
+        __{rank}_{n}.distcp  records, one torch.save archive each, one after the other: file n of that rank
+
+Sources: megatron/core/dist_checkpointing (tags core_v0.6.0 to core_v0.19.0), torch/distributed/checkpoint/filesystem.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, Problem, StoredArray, TensorInfo
+from converters.dtypes import dtype
+from converters.errors import FormatError
+from converters.formats.dcp_metadata import DcpMetadata, StoredTensor, read_metadata
+from converters.formats.folder import open_source, read_small
+from converters.formats.megatron import common_facts, find_flavour, find_producer
+from converters.formats.tiling import tiling_problem
+from converters.names import natural_key, parse_key, printable
+from converters.records import Payload, TensorLocator, read_pickle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+    from converters.formats.base import Read
+    from converters.names import ParsedKey
+
+__all__ = ["TorchDistReader"]
+
+_OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
+_COMMON_OBJECT = "common_state/shard_0_1"
+
+
+class TorchDistReader:
+    """An open torch_dist checkpoint (also plain torch DCP folders, whose keys are taken as they are)."""
+
+    name: ClassVar[str] = "torch_dist"
+
+    def __init__(self, folder: Path, metadata: DcpMetadata, digest: str) -> None:
+        self.files = [folder / name for name in metadata.files]
+        self._metadata = metadata
+        self._digest = digest
+        self._locator = TensorLocator()
+        self._sizes = _file_sizes(folder)
+        self._number_records()
+        self.catalog = self._catalog(folder)
+
+    @classmethod
+    def detect(cls, folder: Path) -> bool:
+        """Whether the folder has DCP metadata or data files, and does not claim another backend."""
+        backend = _backend(folder)
+        return backend in (None, "torch_dist") and (
+            (folder / ".metadata").exists()
+            or backend == "torch_dist"
+            or any(entry.name.endswith(".distcp") for entry in os.scandir(folder))
+        )
+
+    @classmethod
+    def open(cls, folder: Path) -> TorchDistReader:
+        """Reads `.metadata` and the common state."""
+        if not (folder / ".metadata").exists():
+            raise FormatError(
+                f"{printable(str(folder))} has no .metadata: the save was not finished, or the file was not copied",
+                details=["without it nobody knows which bytes belong to which tensor"],
+                hint="use the previous iteration, or copy the hidden file .metadata too (cp -a, rsync -a)",
+            )
+        raw = read_small(folder / ".metadata", limit=8 << 30)
+        return cls(folder, read_metadata(raw, what=".metadata"), hashlib.sha256(raw).hexdigest())
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        return int(self._record_file[record])
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in its file the elements of a record lie; the record is checked against the metadata."""
+        tensor = self._owner(record)
+        row = record - self._first[tensor.key]
+        start, length = int(self._record_start[record]), int(self._record_length[record])
+        what = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
+        shape = tuple(tensor.sizes[row].tolist())
+        return self._locator.locate(read, start, length, what, expect=dtype(tensor.dtype), shape=shape)
+
+    def fingerprint(self) -> str:
+        """Digest of `.metadata` and of the size and time of every data file."""
+        digest = hashlib.sha256(self._digest.encode())
+        for path in self.files:
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            digest.update(f"{path.name}:{status.st_size}:{status.st_mtime_ns};".encode())
+        return digest.hexdigest()
+
+    def _number_records(self) -> None:
+        """Gives every tensor chunk a number: keys in file order, chunks in the order of `StoredTensor`."""
+        tensors = list(self._metadata.tensors.values())
+        counts = [len(t.file) for t in tensors]
+        firsts = np.cumsum([0, *counts])
+        self._first = {t.key: int(first) for t, first in zip(tensors, firsts, strict=False)}
+        self._firsts, self._tensors = firsts, tensors
+        empty = np.zeros(0, np.int64)
+        self._record_file = np.concatenate([empty, *(t.file for t in tensors)])
+        self._record_start = np.concatenate([empty, *(t.offset for t in tensors)])
+        self._record_length = np.concatenate([empty, *(t.length for t in tensors)])
+
+    def _owner(self, record: int) -> StoredTensor:
+        return self._tensors[int(np.searchsorted(self._firsts, record, side="right")) - 1]
+
+    def _array(self, tensor: StoredTensor) -> StoredArray:
+        numbers = np.arange(len(tensor.file), dtype=np.int64) + self._first[tensor.key]
+        records = np.where(tensor.file >= 0, numbers, -1)
+        return StoredArray(tensor.key, tensor.shape, tensor.starts, tensor.sizes, records)
+
+    def _catalog(self, folder: Path) -> Catalog:
+        metadata = self._metadata
+        problems: list[Problem] = [Problem("warning", text) for text in metadata.stray]
+        tensors = _canonical_tensors(metadata.tensors.values(), self._array, problems)
+        files = self._check_files(folder, tensors, problems)
+        common = self._common(folder)
+        facts = common_facts(common)
+        flavour, config = find_flavour(folder, facts, [*metadata.tensors])
+        backend = _backend(folder)
+        if backend is None and flavour != "torch DCP":
+            problems.append(
+                Problem("warning", "metadata.json is missing: Megatron writes it last, so the save may be unfinished")
+            )
+        evidence = {
+            "embedded": _COMMON_OBJECT in metadata.objects,
+            "class": metadata.top_class,
+            "mcore_data": metadata.has_mcore_data,
+            "plans": metadata.plans is not None,
+            "planner_data": metadata.planner_data is not None,
+        }
+        return Catalog(
+            path=folder,
+            format=self.name,
+            flavour=flavour,
+            tensors=tensors,
+            objects={
+                key: _object(key, o.file, o.offset, o.length, metadata.files) for key, o in metadata.objects.items()
+            },
+            args=facts.args,
+            config=config,
+            common=common,
+            content=facts.content,
+            iteration=facts.iteration if facts.iteration is not None else _iteration_of(folder),
+            producer=find_producer(facts, evidence),
+            files=files,
+            problems=tuple(problems),
+            details={"metadata class": metadata.top_class},
+        )
+
+    def _common(self, folder: Path) -> Any:
+        path = folder / "common.pt"
+        if path.exists():
+            fd = open_source(path)
+            try:
+                return read_pickle(lambda at, n: os.pread(fd, n, at), 0, os.fstat(fd).st_size, "common.pt")
+            finally:
+                os.close(fd)
+        return self._object_value(_COMMON_OBJECT)
+
+    def _object_value(self, key: str) -> Any:
+        """The inert tree of a stored object, None if there is none; Megatron wraps it in a list of one."""
+        stored = self._metadata.objects.get(key)
+        if stored is None or stored.file < 0 or not self.files[stored.file].exists():
+            return None
+        fd = open_source(self.files[stored.file])
+        try:
+            what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+            value = read_pickle(lambda at, n: os.pread(fd, n, at), stored.offset, stored.length, what)
+        finally:
+            os.close(fd)
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+    def _check_files(
+        self, folder: Path, tensors: Mapping[str, TensorInfo], problems: list[Problem]
+    ) -> tuple[FileInfo, ...]:
+        """Compares what the metadata places in each file with what is on disk."""
+        metadata = self._metadata
+        objects = [o for o in metadata.objects.values() if o.file >= 0]
+        held = self._record_file >= 0
+        file = np.concatenate([self._record_file[held], np.array([o.file for o in objects], np.int64)]).astype(np.int64)
+        start = np.concatenate([self._record_start[held], np.array([o.offset for o in objects], np.int64)])
+        length = np.concatenate([self._record_length[held], np.array([o.length for o in objects], np.int64)])
+        order = np.lexsort((start, file))
+        file, start, length = file[order], start[order], length[order]
+        clash = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
+        needed = np.zeros(len(metadata.files), np.int64)
+        np.maximum.at(needed, file, start + length)
+        counts, used = np.bincount(file, minlength=len(needed)), np.bincount(file, length, minlength=len(needed))
+        for row in np.flatnonzero(clash)[:8].tolist():
+            name = metadata.files[int(file[row])]
+            problems.append(
+                Problem("error", f"two records overlap in {name}, at {start[row]} and {start[row + 1]}", file=name)
+            )
+        infos, bad = [], {}
+        for position, name in enumerate(metadata.files):
+            size = self._sizes.get(name)
+            if size is None or size < needed[position]:
+                bad[position] = (name, size, int(needed[position]))
+            infos.append(FileInfo(name, size, int(counts[position]), int(needed[position]), int(used[position])))
+        problems += self._file_problems(bad, tensors)
+        known = {info.name for info in infos}
+        for name, size in sorted(self._sizes.items()):
+            if name not in known:
+                role = _role(name)
+                infos.append(FileInfo(name, size, role=role))
+                if role == "unreferenced":
+                    text = f"{printable(name)} ({size} bytes) belongs to no record; left over from another save?"
+                    problems.append(Problem("warning", text, file=name))
+        return tuple(infos)
+
+    def _file_problems(
+        self, bad: Mapping[int, tuple[str, int | None, int]], tensors: Mapping[str, TensorInfo]
+    ) -> list[Problem]:
+        if not bad:
+            return []
+        hit: dict[int, list[str]] = {position: [] for position in bad}
+        ends = self._record_start + self._record_length
+        for name, tensor in tensors.items():
+            for part in tensor.parts:
+                rows = part.array.records[part.array.rows(() if part.block else part.prefix)]
+                for position in {int(p) for p in np.unique(self._record_file[rows[rows >= 0]])} & bad.keys():
+                    size = bad[position][1]
+                    mine = rows[(rows >= 0)]
+                    mine = mine[self._record_file[mine] == position]
+                    if (size is None or (ends[mine] > size).any()) and name not in hit[position]:
+                        hit[position].append(name)
+        out = []
+        for position, (name, size, needed) in bad.items():
+            found = "is missing" if size is None else f"is {size:,} bytes"
+            text = f"{printable(name)} {found}, the metadata needs {needed:,}"
+            out.append(Problem("error", text, file=name, tensors=tuple(hit[position])))
+        return out
+
+
+def _canonical_tensors(stored: Iterable[StoredTensor], array_of: Any, problems: list[Problem]) -> dict[str, TensorInfo]:
+    """Canonical tensors of all keys: layers and experts unstacked, gate and up halves joined, in natural order."""
+    tensors: dict[str, TensorInfo] = {}
+    halves: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in stored:
+        text = tiling_problem(tensor)
+        parsed = parse_key(tensor.key)
+        made = list(_unstack(tensor, parsed, array_of(tensor)))
+        if text:
+            problems.append(Problem("error", f"{printable(tensor.key)}: {text}", tensors=tuple(t.name for t in made)))
+        for info in made:
+            if parsed.half:
+                halves.setdefault(info.name, {})[parsed.half] = info
+            elif info.name in tensors:
+                raise FormatError(
+                    f"two keys mean the same tensor {printable(info.name)}",
+                    details=[printable(key) for key in (*tensors[info.name].keys, tensor.key)],
+                    tensor=info.name,
+                )
+            else:
+                tensors[info.name] = info
+    for name, pair in halves.items():
+        tensors[name] = _join_halves(name, pair, problems)
+    return {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+
+
+def _unstack(tensor: StoredTensor, parsed: ParsedKey, array: StoredArray) -> Iterable[TensorInfo]:
+    shape = tensor.original_shape or tensor.shape
+    kind = dtype(tensor.dtype)
+    depth, block = len(parsed.axes), None
+    opaque = None
+    if tensor.original_shape is not None:
+        block = _block_shape(tensor)
+    if parsed.kind == "optimizer" and tensor.original_shape is None and ".gbuf_idx_" in tensor.key:
+        opaque = "flat optimizer bucket of one model-parallel rank"
+    if depth > len(shape):
+        raise FormatError(f"{printable(tensor.key)} should have {depth} leading axes, but has shape {list(shape)}")
+    for prefix in np.ndindex(*shape[:depth]):
+        name = parsed.template.format(*prefix)
+        yield TensorInfo(name, kind, shape[depth:], parsed.kind, (Part(array, prefix, block=block),), opaque)
+
+
+def _block_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    original, fragments = tensor.original_shape or (), tensor.shape[:-1]
+    fits = len(original) == len(fragments) and all(
+        f > 0 and g % f == 0 for g, f in zip(original, fragments, strict=True)
+    )
+    block = tuple(g // f for g, f in zip(original, fragments, strict=True)) if fits else ()
+    if not fits or int(np.prod(block, dtype=object)) != tensor.shape[-1]:
+        raise FormatError(
+            f"{printable(tensor.key)} is flattened as {list(tensor.shape)}, which does not fit its own {list(original)}"
+        )
+    return block
+
+
+def _join_halves(name: str, pair: Mapping[str, TensorInfo], problems: list[Problem]) -> TensorInfo:
+    """`weight_w` (gate) over `weight_v` (up), the one tensor that other checkpoints store (singleton_local_shards)."""
+    present = next(iter(pair.values()))
+    rows = present.shape[0]
+    if len(pair) < 2 or pair["w"].shape != pair["v"].shape or pair["w"].dtype != pair["v"].dtype:
+        found = ", ".join(f"_{half} {list(info.shape)}" for half, info in sorted(pair.items()))
+        problems.append(
+            Problem("error", f"{printable(name)}: gate and up do not form a pair: {found}", tensors=(name,))
+        )
+    parts: list[Part] = []
+    for half, info in sorted(pair.items(), reverse=True):  # w, then v
+        shift = (0 if half == "w" else rows, *(0,) * (len(info.shape) - 1))
+        parts += [Part(part.array, part.prefix, shift, part.block) for part in info.parts]
+    return TensorInfo(name, present.dtype, (2 * rows, *present.shape[1:]), present.kind, tuple(parts))
+
+
+def _object(key: str, file: int, start: int, length: int, files: list[str]) -> ObjectInfo:
+    found = _OBJECT.fullmatch(key)
+    name, offset, grid = (found[1], found[2], found[3]) if found else (key, "0", "1")
+    numbers = [tuple(int(n) for n in text.split(".") if n) for text in (offset, grid)]
+    return ObjectInfo(name, key, numbers[0], numbers[1], files[file] if file >= 0 else "", start, length)
+
+
+def _backend(folder: Path) -> str | None:
+    path = folder / "metadata.json"
+    if not path.exists():
+        return None
+    try:
+        document = json.loads(read_small(path, 1 << 20))
+        backend = document.get("sharded_backend")
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise FormatError(
+            "metadata.json is not the JSON that Megatron writes", details=[printable(str(error))]
+        ) from error
+    return str(backend)
+
+
+def _file_sizes(folder: Path) -> dict[str, int]:
+    return {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+
+
+_ROLES = {
+    ".metadata": "metadata",
+    "metadata.json": "metadata",
+    "integrity.json": "metadata",
+    "common.pt": "common state",
+    "run_config.yaml": "configuration",
+    "train_state.pt": "configuration",
+}
+
+
+def _role(name: str) -> str:
+    return "unreferenced" if name.endswith(".distcp") else _ROLES.get(name, "other")
+
+
+def _iteration_of(folder: Path) -> int | None:
+    found = re.fullmatch(r"iter_(\d+)", folder.name)
+    return int(found[1]) if found else None

@@ -1,0 +1,279 @@
+"""A plan made concrete: which tile of which source goes to which range of which output file.
+
+A tile is a box of one source tensor, contiguous in C order, small enough to be held in memory. Reading a tile gathers it
+from the stored pieces; writing it scatters it to all places its elements go to. Both sides are long contiguous ranges in
+nearly every conversion, whichever axis the checkpoint was split along:
+
+    pieces in the source files          tile = rows a..b             places in the output files
+    +---------+---------+               +-----------------+          q_proj  [#####............]
+    | tp 0    | tp 1    |   gather ->   | rows a..b, full |  ->      k_proj  [##...............]
+    |#########|#########|               | width           | scatter  v_proj  [##...............]
+    +---------+---------+               +-----------------+
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from converters.box import Box, contiguous_tiles
+from converters.errors import IntegrityError, RequestError
+from converters.plan import Copy, Op, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from converters.catalog import TensorInfo
+
+__all__ = ["Job", "OutputFile", "Place", "Task", "Tile"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a target tensor lies: `file` is a position in the job's files, `offset` its first byte there."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """A file to be written.
+
+    Attributes:
+        name: Name within the destination folder.
+        size: Bytes, known before anything is written.
+        literal: Bytes known in advance, at the file's beginning (a header, or the whole file).
+    """
+
+    name: str
+    size: int
+    literal: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A contiguous box of a source tensor, in its coordinates."""
+
+    source: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Tiles that one worker does in one go: one large tile, or several small tensors.
+
+    Attributes:
+        number: Position in the job; what the journal records.
+        tiles: In order.
+        files: Positions of the output files it writes to.
+        nbytes: Bytes it writes.
+    """
+
+    number: int
+    tiles: tuple[Tile, ...]
+    files: frozenset[int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything the engine needs, and everything `--dry-run` prints.
+
+    Attributes:
+        sources: The source tensors that are read, in the order in which they are read.
+        copies: For each of them, where its elements go.
+        targets: Every target tensor.
+        places: Where each target lies.
+        files: The output files.
+        fingerprint: Digest of the source, the copies and the layout of the output; what a resume must agree with.
+        tile_bytes: Size of a tile.
+        threads: Workers in this process.
+    """
+
+    sources: Mapping[str, TensorInfo]
+    copies: Mapping[str, Sequence[Copy]]
+    targets: Mapping[str, Target]
+    places: Mapping[str, Place]
+    files: Sequence[OutputFile]
+    fingerprint: str
+    tile_bytes: int
+    threads: int
+    _tasks: list[Task] = field(default_factory=list)
+
+    @classmethod
+    def build(
+        cls,
+        sources: Mapping[str, TensorInfo],
+        copies: Sequence[Copy],
+        targets: Mapping[str, Target],
+        places: Mapping[str, Place],
+        files: Sequence[OutputFile],
+        *,
+        source_fingerprint: str,
+        max_memory: int = 64 * MIB,
+        threads: int = 2,
+    ) -> Job:
+        """Orders the work by output file and cuts it into tiles that fit in `max_memory` bytes of buffers.
+
+        Raises:
+            RequestError: `max_memory` is too small to hold a tile for one worker.
+        """
+        by_source: dict[str, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            by_source[copy.source].append(copy)
+        order = sorted(by_source, key=lambda name: min(_position(places[c.target]) for c in by_source[name]))
+        tile, threads = _tile_size(sources, by_source, targets, max_memory, threads)
+        digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}".encode())
+        for output in files:
+            digest.update(f"{output.name}:{output.size}:".encode())
+            digest.update(hashlib.sha256(output.literal).digest())
+        for name in order:
+            for copy in by_source[name]:
+                digest.update(f"{copy.source}{copy.source_box}{copy.target}{copy.target_box}{copy.op.value};".encode())
+        for name, place in places.items():
+            digest.update(f"{name}@{place.file}+{place.offset}:{targets[name].dtype};".encode())
+        return cls(
+            {name: sources[name] for name in order},
+            {name: by_source[name] for name in order},
+            targets,
+            places,
+            files,
+            digest.hexdigest(),
+            tile,
+            threads,
+        )
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The work in units, in order; the same list on every machine and for every number of workers."""
+        if not self._tasks:
+            self._tasks.extend(self._make_tasks())
+        return self._tasks
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensor data that will be read."""
+        return sum(source.nbytes for source in self.sources.values())
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all output files."""
+        return sum(output.size for output in self.files)
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of buffers that all workers hold together."""
+        return self.threads * self.tile_bytes * _buffers(self.sources, self.copies, self.targets)
+
+    def _make_tasks(self) -> Iterator[Task]:
+        waiting: list[Tile] = []
+        files: set[int] = set()
+        held, written, number = 0, 0, 0
+        for name, source in self.sources.items():
+            itemsize = source.dtype.itemsize
+            for box in contiguous_tiles(Box.whole(source.shape), max(1, self.tile_bytes // itemsize)):
+                reached = self.reached(name, box)
+                if not reached:
+                    continue  # wholly dropped, padding rows for example
+                size = box.volume * itemsize
+                if waiting and held + size > self.tile_bytes:
+                    yield Task(number, tuple(waiting), frozenset(files), written)
+                    waiting, files, held, written, number = [], set(), 0, 0, number + 1
+                waiting.append(Tile(name, box))
+                held += size
+                for copy, part in reached:
+                    files.add(self.places[copy.target].file)
+                    written += part.volume * self.targets[copy.target].dtype.itemsize
+        if waiting:
+            yield Task(number, tuple(waiting), frozenset(files), written)
+
+    def reached(self, source: str, box: Box) -> list[tuple[Copy, Box]]:
+        """The copies that take elements of a tile, each with those elements in the source's coordinates."""
+        found = []
+        for copy in self.copies[source]:
+            part = copy.source_box.intersect(box) if box.shape else box
+            if part is not None:
+                found.append((copy, part))
+        return found
+
+
+def landing(copy: Copy, part: Box) -> Box:
+    """Where elements `part` of a copy's source go, in the target's coordinates."""
+    inner = part.relative_to(copy.source_box.start)
+    if copy.op is Op.TRANSPOSE:
+        inner = Box(inner.start[::-1], inner.shape[::-1])
+    elif len(inner.shape) != len(copy.target_box.shape) or copy.source_box.shape != copy.target_box.shape:
+        inner = _reaxed(inner, copy.source_box.shape, copy.target_box.shape)
+    return inner.shifted(copy.target_box.start)
+
+
+def _reaxed(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
+    # the two shapes differ in axes of length 1 only, as `plan.prove` has checked
+    kept = iter([(a, n) for a, n, m in zip(inner.start, inner.shape, old, strict=True) if m != 1])
+    pairs = [next(kept) if m != 1 else (0, 1) for m in new]
+    return Box(tuple(a for a, _ in pairs), tuple(n for _, n in pairs))
+
+
+def check_stored(source: TensorInfo) -> None:
+    """Checks that every element of a source tensor is stored exactly once and none of its records is missing.
+
+    Raises:
+        IntegrityError: A hole, an overlap, or a missing record.
+    """
+    from converters.box import find_overlap, uncovered
+
+    chunks = source.chunks()
+    boxes = [chunk.box for chunk in chunks if chunk.record >= 0]
+    outside = next((box for box in boxes if not box.inside(source.shape)), None)
+    if outside is not None:
+        raise IntegrityError(
+            f"{source.name}: chunk {outside} lies outside shape {list(source.shape)}", tensor=source.name
+        )
+    gap = uncovered(source.shape, boxes)
+    if gap is not None:
+        raise IntegrityError(
+            f"{source.name} is incomplete: nothing is stored for {gap} of shape {list(source.shape)}",
+            tensor=source.name,
+        )
+    twice = find_overlap(boxes)
+    if twice is not None:
+        raise IntegrityError(
+            f"{source.name} is stored twice at {boxes[twice[0]]} and {boxes[twice[1]]}", tensor=source.name
+        )
+
+
+def _position(place: Place) -> tuple[int, int]:
+    return place.file, place.offset
+
+
+def _buffers(
+    sources: Mapping[str, TensorInfo], copies: Mapping[str, Sequence[Copy]], targets: Mapping[str, Target]
+) -> int:
+    """Tile-sized buffers one worker needs: the tile, a scratch of the same size, and more when a cast widens elements."""
+    widest = 1
+    for name, mine in copies.items():
+        size = sources[name].dtype.itemsize
+        widest = max(widest, *(-(-targets[copy.target].dtype.itemsize // size) for copy in mine))
+    return 1 + widest
+
+
+def _tile_size(
+    sources: Mapping[str, TensorInfo],
+    copies: Mapping[str, Sequence[Copy]],
+    targets: Mapping[str, Target],
+    max_memory: int,
+    threads: int,
+) -> tuple[int, int]:
+    buffers, smallest = _buffers(sources, copies, targets), 64 << 10
+    threads = max(1, min(threads, max_memory // (buffers * smallest)))
+    tile = min(8 * MIB, max_memory // (threads * buffers) // 4096 * 4096)
+    if tile < smallest:
+        raise RequestError(
+            f"--max-memory of {max_memory} bytes is too small: one worker needs {buffers * smallest} bytes of buffers"
+        )
+    return tile, threads

@@ -1,0 +1,254 @@
+"""Output that is complete or absent: a staging folder, a journal for resuming, fsync, one rename.
+
+    parent/
+        .NAME.distckpt-partial/    what is being written; locked by the writing process
+            model-00001-of-00002.safetensors ...
+            .journal               one JSON line per safe point: which tasks are on disk, for good
+        NAME/                      appears by one rename, when everything in it has been synced
+
+A line enters the journal only after the data it speaks of was synced, so it can be trusted after a power cut as after a
+kill. Running the same command again reads it and goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import DestinationError
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.job import OutputFile
+
+__all__ = ["Staging", "check_destination", "free_bytes", "os_trouble"]
+
+_JOURNAL = ".journal"
+_VERSION = 1
+
+
+def check_destination(source: Path, destination: Path, *, overwrite: bool = False) -> None:
+    """Checks that a destination may be written, before any work is done.
+
+    Raises:
+        DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
+    """
+    real_source, real = source.resolve(), _resolve(destination)
+    shown = printable(str(destination))
+    if real == real_source or real_source in real.parents or real in real_source.parents:
+        relation = "the source itself" if real == real_source else "inside the source"
+        relation = "a folder that contains the source" if real in real_source.parents else relation
+        raise DestinationError(
+            f"{shown} is {relation}", details=[f"source: {printable(str(source))}"], hint="choose another directory"
+        )
+    if destination.is_symlink() and not destination.exists():
+        raise DestinationError(f"{shown} is a dangling symbolic link")
+    if destination.exists():
+        if not destination.is_dir():
+            raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
+        if not overwrite and any(os.scandir(destination)):
+            raise DestinationError(
+                f"{shown} already exists and is not empty",
+                hint="choose another directory, or add --overwrite to replace it after success",
+            )
+    ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
+    if not ancestor.is_dir():
+        raise DestinationError(f"{printable(str(ancestor))} is not a directory")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
+
+
+def _resolve(path: Path) -> Path:
+    return path.parent.resolve() / path.name if not path.exists() else path.resolve()
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user may still write on the file system that will hold `path`."""
+    folder = path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError:
+    """The error to raise when writing failed: what, where, and what helps."""
+    shown = printable(str(path))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
+        return DestinationError(
+            f"{what}: {doing} {shown} failed",
+            hint="free some space and run the same command again; finished work is kept",
+        )
+    return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")
+
+
+class Staging:
+    """The folder being written, held under a lock.
+
+    Args:
+        destination: Where the result will appear.
+        fingerprint: Digest of the job; an interrupted run with another one is not continued.
+        files: What will be written.
+        overwrite: Whether an existing destination is replaced, after success.
+
+    Raises:
+        DestinationError: Another process is writing the same destination, or the folder cannot be made.
+    """
+
+    def __init__(
+        self, destination: Path, fingerprint: str, files: Sequence[OutputFile], *, overwrite: bool = False
+    ) -> None:
+        self.destination = _resolve(destination)
+        self.folder = self.destination.with_name(f".{self.destination.name}.distckpt-partial")
+        self._overwrite = overwrite
+        self._journal = -1
+        try:
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise os_trouble(error, self.folder, "creating") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise DestinationError(
+                f"another distckpt is writing {printable(str(destination))} right now",
+                hint="wait for it, or choose another directory",
+            ) from None
+        except OSError:
+            pass  # a file system without locks (some NFS and Lustre mounts); the final rename still lets only one win
+        try:
+            self.resumed = self._resume(fingerprint, files)
+            if not self.resumed:
+                self._start(fingerprint, files)
+        except OSError as error:
+            self.close()
+            raise os_trouble(error, self.folder, "preparing") from error
+
+    def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> list[dict[str, Any]]:
+        """The trustworthy lines of an earlier run's journal, empty if there is nothing to continue."""
+        path = self.folder / _JOURNAL
+        lines: list[dict[str, Any]] = []
+        keep = 0
+        try:
+            raw = path.read_bytes()
+        except FileNotFoundError:
+            return []
+        for text in raw.splitlines(keepends=True):
+            try:
+                document = json.loads(text) if text.endswith(b"\n") else None
+            except ValueError:
+                document = None
+            if not isinstance(document, dict):
+                break  # cut short by a crash; what it spoke of is done again
+            lines.append(document)
+            keep += len(text)
+        if not lines or lines[0] != {"version": _VERSION, "fingerprint": fingerprint}:
+            return []
+        for output in files:
+            file = self.folder / output.name
+            if file.is_symlink() or not file.is_file() or file.stat().st_size != output.size:
+                return []
+        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        os.ftruncate(self._journal, keep)
+        return lines[1:]
+
+    def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
+        for entry in os.scandir(self.folder):  # what an unrelated earlier run left
+            path = Path(entry.path)
+            shutil.rmtree(path) if entry.is_dir(follow_symlinks=False) else path.unlink()
+        for output in files:
+            path = self.folder / output.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                os.ftruncate(fd, output.size)
+                _write_all(fd, output.literal)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        self._journal = os.open(self.folder / _JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self.log({"version": _VERSION, "fingerprint": fingerprint})
+        _sync_folder(self.folder)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Appends a line to the journal and syncs it. The data it speaks of must have been synced before."""
+        try:
+            _write_all(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
+            os.fsync(self._journal)
+        except OSError as error:
+            raise os_trouble(error, self.folder / _JOURNAL, "writing") from error
+
+    def publish(self) -> None:
+        """Makes the result appear at the destination: complete, synced, in one rename.
+
+        Raises:
+            DestinationError: The destination is not empty any more, or the file system failed.
+        """
+        old = self.destination.with_name(f".{self.destination.name}.distckpt-old")
+        try:
+            self._clean_journal()
+            for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
+                _sync_folder(folder)
+            replaced = self._overwrite and self.destination.is_dir() and any(os.scandir(self.destination))
+            if replaced:
+                if old.exists():
+                    shutil.rmtree(old)
+                self.destination.rename(old)
+            try:
+                self.folder.rename(self.destination)  # onto nothing or an empty folder; never onto a full one
+            except OSError:
+                if replaced:
+                    old.rename(self.destination)
+                raise
+            _sync_folder(self.destination.parent)
+            if replaced:
+                shutil.rmtree(old)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise DestinationError(
+                    f"{printable(str(self.destination))} was filled by someone else meanwhile",
+                    details=[f"the complete result is in {printable(str(self.folder))}"],
+                ) from error
+            raise os_trouble(error, self.destination, "publishing") from error
+        finally:
+            self.close()
+
+    def _clean_journal(self) -> None:
+        if self._journal >= 0:
+            os.close(self._journal)
+            self._journal = -1
+        (self.folder / _JOURNAL).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Releases the lock; what was written stays for the next run."""
+        for fd in (self._journal, self._lock):
+            if fd >= 0:
+                os.close(fd)
+        self._journal = self._lock = -1
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,319 @@
+"""Finding the bytes of a tensor inside a `torch.save` record, without unpickling anything.
+
+A record is a zip archive whose members are stored, not compressed, so a tensor's elements are a plain range of the file:
+
+    record in a .distcp file or a .pt file
+    +-----------------+---------------+---------+-----------------------------+-------------------+
+    | archive/data.pkl| byteorder ... | header  | archive/data/0: the elements| central directory |
+    +-----------------+---------------+---------+-----------------------------+-------------------+
+                                                ^ offset, nbytes, and a CRC-32 in the directory
+
+Source of the layout: torch/serialization.py and caffe2/serialize/inline_container.cc (torch 1.6 and later).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters.dtypes import DType, dtype, from_storage
+from converters.errors import FormatError
+from converters.pickles import Global, Obj, PersId, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Read = Callable[[int, int], bytes]
+
+__all__ = ["Member", "Payload", "TensorLocator", "TensorRef", "read_directory", "read_pickle", "tensor_ref"]
+
+_EOCD = struct.Struct("<IHHHHIIH")
+_EOCD64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_TAIL = 2048  # a record with one tensor has a directory of about 700 bytes
+_HEAD = 1024  # and its elements begin at byte 704 or before
+_MAX_DIRECTORY = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file inside a zip archive.
+
+    Attributes:
+        name: Name without the archive's own top folder: `data/0`.
+        header: Byte of the local header, counted from the start of the archive.
+        size: Bytes.
+        crc: CRC-32 as the central directory states it.
+    """
+
+    name: str
+    header: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as a pickle describes it: which storage, and which of its elements.
+
+    Attributes:
+        storage: Key of the storage (`0` for member `data/0`).
+        dtype: Element type.
+        storage_numel: Elements in the storage.
+        offset: First element.
+        shape: Elements along each axis.
+        strides: Distance between neighbours along each axis, in elements.
+    """
+
+    storage: str
+    dtype: DType
+    storage_numel: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        expected = 1
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if n != 1 and stride != expected:
+                return False
+            expected *= n
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Where the elements of a stored chunk lie.
+
+    Attributes:
+        offset: First byte of the elements in the file.
+        nbytes: Bytes of the elements.
+        crc: CRC-32 of the member that holds them, None if the format has none.
+        crc_offset: First byte of that member in the file; before `offset` when the tensor is a view on a larger storage.
+        crc_nbytes: Bytes of that member.
+    """
+
+    offset: int
+    nbytes: int
+    crc: int | None
+    crc_offset: int
+    crc_nbytes: int
+
+
+def read_directory(read: Read, start: int, length: int, what: str) -> dict[str, Member]:
+    """The members of the zip archive in bytes `start` to `start + length` of a file.
+
+    Args:
+        read: Returns `n` bytes at an offset of the file; fewer only at its end.
+        start: First byte of the archive.
+        length: Bytes of the archive.
+        what: How to name it in an error.
+
+    Raises:
+        FormatError: Not a zip, compressed, damaged, or built to be read differently by different programs.
+    """
+    if length < _EOCD.size:
+        raise FormatError(f"{what} is {length} bytes, too short for a torch.save record")
+    tail_at = max(0, length - _TAIL)
+    tail = read(start + tail_at, length - tail_at)
+    if len(tail) != length - tail_at:
+        raise FormatError(f"{what} ends early: {length - tail_at - len(tail)} bytes are missing")
+    at = len(tail) - _EOCD.size
+    signature, disk, _, here, total, size, offset, comment = _EOCD.unpack_from(tail, at)
+    if signature != 0x06054B50 or comment:
+        raise FormatError(f"{what} is not a torch.save record: no zip directory at its end")
+    end = tail_at + at
+    locator = at - _LOCATOR64.size
+    if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
+        _, _, record, _ = _LOCATOR64.unpack_from(tail, locator)
+        raw = read(start + record, _EOCD64.size) if record + _EOCD64.size <= length else b""
+        if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06":
+            raise FormatError(f"{what} has a damaged zip64 directory")
+        _, _, _, _, _, _, here, total, size, offset = _EOCD64.unpack(raw)
+        end = record
+    if disk or here != total or offset + size != end or size > _MAX_DIRECTORY or total > size // _CENTRAL.size:
+        raise FormatError(f"{what} has a damaged zip directory (at {offset}, {size} bytes, of {length})")
+    directory = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else read(start + offset, size)
+    return _members(directory, total, offset, what)
+
+
+def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, Member]:
+    members: dict[str, Member] = {}
+    at, spans = 0, []
+    for _ in range(total):
+        if at + _CENTRAL.size > len(directory):
+            raise FormatError(f"{what} has a zip directory that ends early")
+        (signature, _, _, flags, method, _, _, crc, packed, size, n_name, n_extra, n_comment, disk, _, _, header) = (
+            _CENTRAL.unpack_from(directory, at)
+        )
+        name_at = at + _CENTRAL.size
+        raw = directory[name_at : name_at + n_name]
+        extra = directory[name_at + n_name : name_at + n_name + n_extra]
+        at = name_at + n_name + n_extra + n_comment
+        if signature != 0x02014B50 or at > len(directory) or disk or flags & 0x41:
+            raise FormatError(f"{what} has a damaged zip directory")
+        packed, size, header = _zip64(extra, packed, size, header)
+        name = raw.decode("utf-8", "backslashreplace")
+        if method != 0 or packed != size:
+            raise FormatError(f"{what}: member {name!r} is compressed; torch.save never does that")
+        top, _, bare = name.partition("/")
+        bare = bare or top
+        if bare in members or ".." in name.split("/") or "\0" in name or name.startswith("/"):
+            raise FormatError(f"{what}: zip member {name!r} is repeated or tries to leave the archive")
+        if header + _LOCAL.size + size > limit:
+            raise FormatError(f"{what}: member {name!r} ({size} bytes at {header}) does not fit in {limit} bytes")
+        members[bare] = Member(bare, header, size, crc)
+        spans.append((header, header + _LOCAL.size + n_name + size, name))
+    spans.sort()
+    for (_, stop, first), (begin, _, second) in itertools.pairwise(spans):
+        if begin < stop:
+            raise FormatError(f"{what}: zip members {first!r} and {second!r} overlap")
+    return members
+
+
+def _zip64(extra: bytes, packed: int, size: int, header: int) -> tuple[int, int, int]:
+    at = 0
+    while at + 4 <= len(extra):
+        tag, n = struct.unpack_from("<HH", extra, at)
+        if tag == 1:
+            values = (
+                list(struct.unpack_from(f"<{n // 8}Q", extra[: at + 4 + n], at + 4)) if at + 4 + n <= len(extra) else []
+            )
+            if size == 0xFFFFFFFF and values:
+                size = values.pop(0)
+            if packed == 0xFFFFFFFF and values:
+                packed = values.pop(0)
+            if header == 0xFFFFFFFF and values:
+                header = values.pop(0)
+        at += 4 + n
+    return packed, size, header
+
+
+def member_offset(read: Read, start: int, member: Member, what: str, head: bytes = b"") -> int:
+    """First byte of a member's contents in the file. `head` is what is already known of the archive's first bytes."""
+    raw = head[member.header : member.header + _LOCAL.size]
+    if len(raw) < _LOCAL.size:
+        raw = read(start + member.header, _LOCAL.size)
+    if len(raw) < _LOCAL.size or raw[:4] != b"PK\x03\x04":
+        raise FormatError(f"{what}: member {member.name!r} has no header where the zip directory says")
+    fields = _LOCAL.unpack(raw)
+    if fields[3] != 0 or fields[2] & 0x41:
+        raise FormatError(f"{what}: the header of member {member.name!r} contradicts the zip directory")
+    return start + member.header + _LOCAL.size + int(fields[9]) + int(fields[10])
+
+
+def read_pickle(read: Read, start: int, length: int, what: str, *, limit: int = 1 << 30) -> Any:
+    """The inert tree of a whole `torch.save` record's `data.pkl`; tensors in it are inert nodes, see `tensor_ref`."""
+    members = read_directory(read, start, length, what)
+    member = members.get("data.pkl")
+    if member is None:
+        raise FormatError(f"{what} is a zip archive without data.pkl, not a torch.save record")
+    if any(name == "constants.pkl" or name.startswith("code/") for name in members):
+        raise FormatError(f"{what} is a TorchScript archive, not a checkpoint")
+    if member.size > limit:
+        raise FormatError(f"{what}: data.pkl of {member.size} bytes is larger than the limit of {limit}")
+    raw = read(member_offset(read, start, member, what), member.size)
+    return parse(raw, what=f"{what}: data.pkl")
+
+
+def tensor_ref(node: Any, what: str) -> TensorRef | None:
+    """The tensor that an inert node stands for, or None if it is something else."""
+    if not isinstance(node, Obj):
+        return None
+    func, args = f"{node.func.module}.{node.func.name}", node.args
+    if func == "torch._utils._rebuild_parameter" and args:
+        return tensor_ref(args[0], what)
+    if func not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
+        return None
+    try:
+        storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
+        tag, kind, key, location, numel = storage.value if isinstance(storage, PersId) else (None,) * 5
+    except (TypeError, ValueError, IndexError) as error:
+        raise FormatError(f"{what} describes a tensor that makes no sense") from error
+    if tag != "storage" or not isinstance(kind, Global) or not isinstance(key, str) or location == "meta":
+        raise FormatError(f"{what} describes a tensor without data")
+    kind_type = from_storage(kind.name)
+    if kind_type is None and len(args) > 6 and isinstance(args[6], Global):  # untyped storage: v3 carries the type
+        kind_type = dtype(args[6].name)
+        numel = numel // kind_type.itemsize if isinstance(numel, int) else numel
+    if kind_type is None or not isinstance(numel, int):
+        raise FormatError(f"{what} describes a tensor of unknown type {kind.module}.{kind.name}")
+    numbers = (numel, offset, *shape, *strides)
+    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise FormatError(f"{what} describes a tensor with impossible sizes {shape}, strides {strides}")
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else offset - 1
+    if last >= numel:
+        raise FormatError(f"{what} describes a tensor of {list(shape)} beyond its storage of {numel} elements")
+    return TensorRef(key, kind_type, numel, offset, shape, strides)
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    if isinstance(node, Obj):  # torch.Size((2, 3))
+        node = node.args[0]
+    return tuple(node)
+
+
+class TensorLocator:
+    """Locates the one tensor of each record, remembering what was learned from equal pickles.
+
+    Most records of a checkpoint have the same `data.pkl` up to a handful of shapes, so what it says is kept by content.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, TensorRef] = {}
+
+    def locate(
+        self, read: Read, start: int, length: int, what: str, *, expect: DType, shape: tuple[int, ...]
+    ) -> Payload:
+        """Where the elements of the record's tensor lie, after checking that it is the tensor the metadata promises.
+
+        Args:
+            read: Returns bytes of the file.
+            start: First byte of the record.
+            length: Bytes of the record.
+            what: How to name the record in an error.
+            expect: Element type according to the metadata.
+            shape: Shape of the chunk according to the metadata.
+
+        Raises:
+            FormatError: The record is damaged or holds another tensor.
+        """
+        head = read(start, min(length, _HEAD))
+        members = read_directory(read, start, length, what)
+        pickle = members.get("data.pkl")
+        if pickle is None:
+            raise FormatError(f"{what} holds no tensor: there is no data.pkl in it")
+        at = member_offset(read, start, pickle, what, head) - start
+        raw = head[at : at + pickle.size] if at + pickle.size <= len(head) else read(start + at, pickle.size)
+        ref = self._known.get(raw)
+        if ref is None:
+            ref = tensor_ref(parse(raw, what=f"{what}: data.pkl"), what)
+            if ref is None:
+                raise FormatError(f"{what} holds an object, the metadata promises a tensor")
+            self._known[raw] = ref
+        if ref.dtype != expect or ref.shape != shape:
+            raise FormatError(
+                f"{what} holds a {ref.dtype} tensor of {list(ref.shape)}",
+                details=[f"the metadata promises {expect} of {list(shape)}"],
+            )
+        if not ref.contiguous:
+            raise FormatError(f"{what} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
+        data = members.get(f"data/{ref.storage}")
+        itemsize = ref.dtype.itemsize
+        if data is None or data.size != ref.storage_numel * itemsize:
+            found = "no such member" if data is None else f"{data.size} bytes"
+            raise FormatError(
+                f"{what}: data/{ref.storage} should have {ref.storage_numel * itemsize} bytes, found {found}"
+            )
+        order = members.get("byteorder")
+        if order is not None and read(member_offset(read, start, order, what, head), order.size) != b"little":
+            raise FormatError(f"{what} was written on a big-endian machine, which is not supported")
+        begin = member_offset(read, start, data, what, head)
+        return Payload(begin + ref.offset * itemsize, math.prod(shape) * itemsize, data.crc, begin, data.size)
