@@ -7,6 +7,7 @@ byte for byte), `fields`/`set_field`/`describe` look at and edit it. torch is ne
 from __future__ import annotations
 
 from converters.pickles.describe import describe
+from converters.pickles.emit import dumps
 from converters.pickles.limits import Limits
 from converters.pickles.machine import Machine
 from converters.pickles.nodes import (
@@ -31,6 +32,7 @@ __all__ = [
     "PickleFormatError",
     "UnsafePickle",
     "describe",
+    "dumps",
     "fields",
     "hostile",
     "pairs",

@@ -35,12 +35,22 @@ _U64: Final = Struct("<Q").unpack_from
 _F64: Final = Struct(">d").unpack_from
 
 _NAMES: Final = {ord(op.code): op.name for op in pickletools.opcodes}
+_WIDTHS: Final = {
+    ord(op.code): {-1: 0, -2: 1, -3: 4, -4: 4, -5: 8}.get(op.arg.n, op.arg.n) for op in pickletools.opcodes if op.arg
+}
+"""Bytes of each opcode's argument, or of the length that its argument begins with."""
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\Z", re.ASCII)
 _SCALARS: Final = frozenset({str, bytes, type(None), bool, Global, Obj, PersId})
 _KEYS: Final = _SCALARS | {int, float, tuple, frozenset}
 _DROPPABLE: Final = frozenset({str, bytes, type(None), bool, int, float, list, dict, tuple, set, frozenset, bytearray})
 _MISSING: Final = object()
 """Fills the memo below the first index of a pickler that does not count from 0 (Python 2 counts from 1)."""
+
+
+class _Char(str):
+    """Copying an instance of a subclass makes a new plain string, also of one character."""
+
+    __slots__ = ()
 
 
 class Machine:
@@ -64,6 +74,7 @@ class Machine:
         self.stack: list[Node] = []
         self.meta: list[list[Node]] = []
         self.memo: list[Node] = []
+        self.chars: set[str] = set()
         size = len(data) - start
         self.room = limits.memory(size)
         self.max_ops = limits.ops(size)
@@ -104,9 +115,8 @@ class Machine:
 
     def _what_ran_out(self) -> str:
         code = self.data[self.pos : self.pos + 1]
-        needed = pickletools.code2op[code.decode("latin-1")].arg if code else None
-        width = needed.n if needed is not None else 0
-        if not code or (width > 0 and self.pos + 1 + width > len(self.data)) or self.pos + 1 == len(self.data):
+        width = _WIDTHS.get(code[0], 0) if code else 0
+        if not code or self.pos + 1 + width > len(self.data):
             return "it ends before STOP"
         return "it uses a value that is not there"
 
@@ -272,8 +282,21 @@ class Machine:
             self._op_setitems(self.pos)
             self._op_build(self.pos)
             return -1
+        if size == 1:
+            text = self._distinct(text)
         self.stack.append(text)
         return start + size
+
+    def _distinct(self, text: str) -> str:
+        """A one-character string as an object of its own.
+
+        Sharing goes by identity, and Python keeps one object per character where the writer may have had two
+        (`str(0)` is new each time): `dumps` would then refer back instead of writing it again.
+        """
+        if text in self.chars:
+            return str(_Char(text))
+        self.chars.add(text)
+        return text
 
     def _in_top_state(self) -> bool:
         """Whether a string read now is a key of the state of the outermost object."""
@@ -292,7 +315,9 @@ class Machine:
         return self._text(pos + 9, _U64(self.data, pos + 1)[0])
 
     def _bytes(self, start: int, size: int) -> int:
-        self.stack.append(self._take(start, size))
+        raw = self._take(start, size)
+        # As in _distinct: slicing one byte gives a shared object, copying a bytearray never does.
+        self.stack.append(raw if size != 1 else bytes(bytearray(raw)))
         return start + size
 
     def _op_bytes8(self, pos: int) -> int:

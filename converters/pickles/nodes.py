@@ -119,15 +119,13 @@ class PersId:
         return f"<{describe(self, max_depth=1, max_nodes=16)}>"
 
 
-def _state_dicts(obj: Obj) -> list[dict[str, Node]]:
+def _state_dicts(obj: Obj) -> list[dict[Node, Node]]:
     """The dicts that hold attributes: `state`, or both halves of `(__dict__, slots)`."""
     state = obj.state
     if isinstance(state, dict):
         return [state]
-    if isinstance(state, tuple) and len(state) == 2:
-        halves = [half for half in state if isinstance(half, dict)]
-        if halves and all(half is None or isinstance(half, dict) for half in state):
-            return halves
+    if isinstance(state, tuple) and len(state) == 2 and all(half is None or isinstance(half, dict) for half in state):
+        return [half for half in state if half is not None]
     return []
 
 
