@@ -7,7 +7,9 @@ shapes can confirm is compared with them: `ModelArgs.contradictions`.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,6 @@ from converters.model_options import DEFAULTS, Facts, read_options
 from converters.model_shapes import measure
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from converters.catalog import Catalog
 
 __all__ = ["ModelArgs"]
@@ -26,13 +26,16 @@ __all__ = ["ModelArgs"]
 class ModelArgs:
     """What is known of a model; a field is None when nothing says.
 
-    Sizes are in elements. `vocab_size` is the number of real rows, `padded_vocab_size` the stored one. `activation` is
-    "silu", "gelu" (exact), "gelu_tanh", "quick_gelu", "relu2", "relu" or the name the configuration gave; `gated` says
-    whether it multiplies a second projection. `moe_layers` has one entry per decoder layer. `rope_scaling` is None,
-    "linear", "llama3" or "yarn"; the `rope_*` numbers belong to it. `tp` to `world_size` describe the job that saved.
-    `extras` holds options, by the name they were given, that change the forward pass and have no field here; an
-    exporter that does not know one must refuse. `source` says of every field that is set where it comes from:
-    "args.num_layers", "config.num_layers", "shape of TENSOR", or "default".
+    Sizes are in elements. `vocab_size` is the number of real rows, `padded_vocab_size` the stored one. `window_size` is
+    how many positions a query sees, its own included. `activation` is "silu", "gelu" (exact), "gelu_tanh",
+    "quick_gelu", "relu2", "relu" or the name that the configuration gave; `gated` says whether it multiplies a second
+    projection. `moe_layers` has one entry per decoder layer. `rope_scaling` is None, "linear", "llama3" or "yarn"; the
+    `rope_*` numbers belong to it. `tp` to `world_size` describe the job that saved.
+
+    `extras` holds options, under the name they were given, that change the forward pass and have no field here: an
+    exporter that does not know one must refuse. `notes` are sentences on options that do not mean what they say.
+    `source` says of every field that is set where it comes from: "args.num_layers", "config.num_layers",
+    "shape of TENSOR", or "default".
     """
 
     num_layers: int | None = None
@@ -101,6 +104,7 @@ class ModelArgs:
     world_size: int | None = None
     consumed_train_samples: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     source: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -113,11 +117,11 @@ class ModelArgs:
         facts.forget_unused()
         facts.measure(catalog)
         if catalog.args or catalog.config:
-            facts.add_defaults()
+            facts.add_defaults(catalog)
         known = {f.name for f in fields(cls)}
         values = {name: value for name, value in facts.values.items() if name in known and value is not None}
         source = {name: text for name, text in facts.source.items() if name in values}
-        return cls(**values, extras=facts.extras, source=source)
+        return cls(**values, extras=facts.extras, notes=tuple(facts.notes), source=source)
 
     def contradictions(self, catalog: Catalog) -> list[str]:
         """Each number that does not fit the tensors' shapes, as a sentence with both numbers; empty if all fit."""
@@ -145,7 +149,7 @@ def _model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The model's own section: `model:` of Bridge's run_config.yaml, `config:` of NeMo 2, the whole of NeMo 1."""
     for section in ("model", "config"):
         inner = config.get(section)
-        if isinstance(inner, dict):
+        if isinstance(inner, Mapping):
             return _model_config(inner)
     return config
 
@@ -173,11 +177,19 @@ class _Collected(Facts):
         if world and tp and pp:
             self.put("dp", world // (tp * pp * (cp or 1)), "args.world_size")
 
-    def add_defaults(self) -> None:
+    def add_defaults(self, catalog: Catalog) -> None:
         """What an option amounts to that the writing version did not have or did not write out."""
         for name, value in DEFAULTS.items():
             if not name.startswith("moe_") or "num_experts" in self.values:
                 self.put(name, value, "default")
+        if self.values.get("rope_scaling") == "yarn":
+            # core 0.14 named the option and fixed it at 4096; 0.12 and 0.13 took max_position_embeddings for it
+            written_by = catalog.producer[0] if catalog.producer else ""
+            longest = self.values.get("max_position_embeddings")
+            if longest == 4096 or not re.search(r"0\.1[1-3]\b", written_by):
+                self.put("rope_original_max_position_embeddings", 4096, "default")
+            elif not re.search(r"0\.14", written_by):
+                self.put("rope_original_max_position_embeddings", longest, "args.max_position_embeddings")
 
     def measure(self, catalog: Catalog) -> None:
         """Fills what nothing stated from the tensors."""

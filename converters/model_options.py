@@ -148,6 +148,7 @@ class Facts:
         self.values: dict[str, Any] = {}
         self.source: dict[str, str] = {}
         self.extras: dict[str, Any] = {}
+        self.notes: list[str] = []
 
     def put(self, name: str, value: Any, source: str) -> None:
         """Takes a value unless one is known."""
@@ -268,36 +269,54 @@ def _read_activation(facts: Facts, label: str, given: Mapping[str, Any]) -> None
 def _read_rope(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
     if given.get("use_rotary_position_embeddings") is True:  # Megatron-LM before 0.4
         facts.override("position_embedding_type", "rope", f"{label}.use_rotary_position_embeddings")
-    mla = _bool(given.get("multi_latent_attention"))
+    if _bool(given.get("multi_latent_attention")):
+        _read_mla_rope(facts, label, given)
+        return
     linear = _float(given.get("seq_len_interpolation_factor", given.get("rotary_seq_len_interpolation_factor")))
     kind, numbers, source = None, {}, ""
-    # MLA's own embedding looks at rope_type alone (multi_latent_attention.py, core 0.10 to 0.20)
-    if (given.get("rope_type", "yarn") if mla else given.get("position_embedding_type")) == "yarn":
-        kind, source = "yarn", "rope_type" if mla else "position_embedding_type"
-        numbers = {name: _first(given, f"yarn_{old}", old) for name, old in _YARN.items()}
-    elif mla:
-        scaled = (_float(given.get("rotary_scaling_factor")) or 1.0) > 1 and _float(given.get("mscale_all_dim"))
-        if scaled:  # the softmax scale then grows without any rotary scaling
-            facts.extras["mscale_all_dim"] = given.get("mscale_all_dim")
+    if given.get("position_embedding_type") == "yarn":
+        kind, source, numbers = "yarn", "position_embedding_type", _yarn(given)
     elif given.get("use_rope_scaling") is True or given.get("rope_scaling") is True:
         kind, source = "llama3", "use_rope_scaling" if "use_rope_scaling" in given else "rope_scaling"
         # rotary_pos_embedding.py fixes all but the factor
         numbers = {"rope_factor": _first(given, "rope_scaling_factor") or 8.0, **_LLAMA3}
+        if label == "args" and numbers["rope_factor"] != 8:
+            # GPTModel's default applies: no version of Megatron-LM's model builder (0.6 to 0.20) passes the argument on
+            facts.notes.append(f"Megatron-LM ignores rope_scaling_factor {numbers['rope_factor']:g} and scales by 8")
+            numbers["rope_factor"] = 8.0
     elif _float(given.get("scale_factor")) and given.get("old_context_len"):  # NeMo 2 Llama31Config
         kind, source = "llama3", "scale_factor"
-        names = {"rope_factor": "scale_factor", "rope_low_freq_factor": "low_freq_factor"}
-        names |= {"rope_high_freq_factor": "high_freq_factor"}
-        names |= {"rope_original_max_position_embeddings": "old_context_len"}
-        numbers = {name: _first(given, old) for name, old in names.items()}
-    if linear and linear != 1 and not mla:
-        if kind:
+        numbers = {name: _first(given, old) for name, old in _NEMO_LLAMA3.items()}
+    if linear and linear != 1:
+        if label == "args":
+            facts.notes.append(f"Megatron-LM ignores rotary_seq_len_interpolation_factor {linear:g}")
+        elif kind:
             facts.extras["seq_len_interpolation_factor"] = linear
         else:
             kind, source, numbers = "linear", "seq_len_interpolation_factor", {"rope_factor": linear}
-    facts.put("rope_scaling", kind, f"{label}.{source}")
+    _put_rope(facts, kind, numbers, f"{label}.{source}")
+
+
+def _read_mla_rope(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
+    """MLA looks at rope_type alone, whose default is yarn (multi_latent_attention.py, core 0.10 to 0.20)."""
+    numbers = _yarn(given)
+    if (given.get("rope_type") or "yarn") == "yarn":
+        if (_float(numbers["rope_factor"]) or 1.0) > 1:  # with a factor of 1, yarn is the plain embedding
+            _put_rope(facts, "yarn", numbers, f"{label}.rope_type")
+    elif (_float(numbers["rope_factor"]) or 1.0) > 1 and _float(given.get("mscale_all_dim")):
+        facts.extras["mscale_all_dim"] = given["mscale_all_dim"]  # scales the softmax without scaling the rotation
+
+
+def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's numbers; those that the command line cannot set are defaults of MLATransformerConfig."""
+    numbers = {name: _first(given, f"yarn_{old}", old) for name, (old, _) in _YARN.items()}
+    return {name: _YARN[name][1] if value is None else value for name, value in numbers.items()}
+
+
+def _put_rope(facts: Facts, kind: str | None, numbers: Mapping[str, Any], source: str) -> None:
+    facts.put("rope_scaling", kind, source)
     for name, value in numbers.items():
-        number = _int(value) if name.endswith("embeddings") else _float(value)
-        facts.put(name, number, f"{label}.{source}")
+        facts.put(name, _int(value) if name.endswith("embeddings") else _float(value), source)
 
 
 _LLAMA3 = {
@@ -305,13 +324,20 @@ _LLAMA3 = {
     "rope_high_freq_factor": 4.0,
     "rope_original_max_position_embeddings": 8192,
 }
-_YARN = {
-    "rope_factor": "rotary_scaling_factor",
-    "rope_original_max_position_embeddings": "original_max_position_embeddings",
-    "rope_beta_fast": "beta_fast",
-    "rope_beta_slow": "beta_slow",
-    "rope_mscale": "mscale",
-    "rope_mscale_all_dim": "mscale_all_dim",
+_NEMO_LLAMA3 = {
+    "rope_factor": "scale_factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_max_position_embeddings": "old_context_len",
+}
+# field -> option, default (core 0.14 transformer_config.py, MLATransformerConfig)
+_YARN: dict[str, tuple[str, Any]] = {
+    "rope_factor": ("rotary_scaling_factor", 40.0),
+    "rope_original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "rope_beta_fast": ("beta_fast", 32.0),
+    "rope_beta_slow": ("beta_slow", 1.0),
+    "rope_mscale": ("mscale", 1.0),
+    "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
 }
 
 
