@@ -180,6 +180,19 @@ class Staging:
         self.log({"version": _VERSION, "fingerprint": fingerprint})
         _sync_folder(self.folder)
 
+    def add(self, name: str, data: bytes) -> None:
+        """Writes a small file of the result and syncs it."""
+        path = self.folder / name
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise os_trouble(error, path, "writing") from error
+
     def log(self, line: dict[str, Any]) -> None:
         """Appends a line to the journal and syncs it. The data it speaks of must have been synced before."""
         try:

@@ -1,0 +1,299 @@
+"""From any readable checkpoint to a folder that `transformers` loads.
+
+    plan = plan_export(open_checkpoint("ckpt"), Path("out"), ExportOptions())
+    plan.job.bytes_written, plan.report()["targets"]      # what would happen
+    run_export(plan)                                      # makes it happen
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from converters import __version__
+from converters.engine import run
+from converters.errors import DestinationError, FormatError, RequestError
+from converters.events import Listener, Note, Phase, PlanReady, StopFlag
+from converters.formats.folder import read_small
+from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
+from converters.job import Job, check_stored
+from converters.model_args import ModelArgs
+from converters.models import by_name, check_hf_config, infer, map_to_hf
+from converters.names import fold, printable
+from converters.plan import Op, prove
+from converters.publish import Staging, check_destination, free_bytes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.catalog import Catalog
+    from converters.dtypes import DType
+    from converters.engine import Stats
+    from converters.formats.base import Reader
+    from converters.formats.safetensors import SafetensorsLayout
+    from converters.models import HfMapping, Model
+
+__all__ = ["ExportOptions", "ExportPlan", "plan_export", "run_export"]
+
+REPORT = "distckpt-report.json"
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What a person may ask of an export.
+
+    Attributes:
+        arch: Architecture by its Hugging Face `model_type`; None to infer it.
+        dtype: Element type of the weights; None keeps what is stored.
+        vocab_size: Rows of the vocabulary to keep; None takes it from the checkpoint or `hf_config`.
+        mtp: "keep", "drop" or "auto" (keep where the architecture has a place) for multi-token-prediction layers.
+        hf_config: A Hugging Face folder whose config.json, tokenizer and code files are taken over, after a cross-check.
+        max_shard_bytes: Largest shard.
+        max_memory: Bytes of buffers.
+        threads: Workers in this process.
+        overwrite: Replace an existing destination after success.
+    """
+
+    arch: str | None = None
+    dtype: DType | None = None
+    vocab_size: int | None = None
+    mtp: str = "auto"
+    hf_config: Path | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    max_memory: int = 64 * MIB
+    threads: int = 2
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """An export, proved to be complete, with nothing moved yet.
+
+    Attributes:
+        reader: The source.
+        destination: Where the folder will appear.
+        options: What was asked.
+        model: The architecture.
+        mapping: Which element goes where, and what is dropped.
+        layout: The shards.
+        job: The work.
+        extra_files: Small files of the result by name: config.json, tokenizer, report.
+        notes: Sentences a person should read.
+    """
+
+    reader: Reader
+    destination: Path
+    options: ExportOptions
+    model: Model
+    mapping: HfMapping
+    layout: SafetensorsLayout
+    job: Job
+    extra_files: Mapping[str, bytes | Path]
+    notes: tuple[str, ...] = field(default=())
+
+    def report(self) -> dict[str, Any]:
+        """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin."""
+        catalog, mapping = self.reader.catalog, self.mapping
+        origins: dict[str, dict[str, None]] = defaultdict(dict)
+        ops: dict[str, set[str]] = defaultdict(set)
+        for copy in mapping.copies:
+            origins[copy.target][copy.source] = None
+            if copy.op is not Op.COPY:
+                ops[copy.target].add(copy.op.value)
+            if catalog.tensors[copy.source].dtype != mapping.targets[copy.target].dtype:
+                ops[copy.target].add(f"cast to {mapping.targets[copy.target].dtype}")
+        used = {copy.source for copy in mapping.copies}
+        optimizer = [name for name, t in catalog.tensors.items() if t.kind == "optimizer"]
+        dropped = [{"tensor": d.source, "elements": str(d.box or "all"), "reason": d.reason} for d in mapping.drops]
+        return {
+            "schema": "distckpt.export-hf/1",
+            "distckpt": __version__,
+            "source": {
+                "path": str(catalog.path.name),
+                "format": catalog.format,
+                "written_by": catalog.flavour,
+                "iteration": catalog.iteration,
+            },
+            "architecture": self.model.name,
+            "source_tensors": {"weights": len(catalog.weights), "used": len(used), "optimizer": len(optimizer)},
+            "target_tensors": len(mapping.targets),
+            "parameters": sum(target.nbytes // target.dtype.itemsize for target in mapping.targets.values()),
+            "total_size": sum(target.nbytes for target in mapping.targets.values()),
+            "dropped": [
+                *dropped,
+                *({"tensor": text, "elements": "all", "reason": "optimizer state"} for text, _ in fold(optimizer)),
+                *({"tensor": text, "elements": "all", "reason": "not a tensor"} for text in _object_names(catalog)),
+            ],
+            "targets": {
+                name: {
+                    "file": self.job.files[self.job.places[name].file].name,
+                    "dtype": target.dtype.name,
+                    "shape": list(target.shape),
+                    "from": list(origins[name]),
+                    **({"ops": sorted(ops[name])} if ops[name] else {}),
+                }
+                for name, target in mapping.targets.items()
+            },
+            "notes": list(self.notes),
+        }
+
+
+def plan_export(reader: Reader, destination: Path, options: ExportOptions | None = None) -> ExportPlan:
+    """Decides everything about an export and proves it complete; writes nothing.
+
+    Args:
+        reader: The source.
+        destination: Where the result shall appear.
+        options: What is asked.
+
+    Raises:
+        RequestError: Unknown architecture, a contradiction, a tensor without a place.
+        IntegrityError: Needed data is missing in the source.
+        DestinationError: The destination cannot be written.
+    """
+    options = options or ExportOptions()
+    catalog = reader.catalog
+    check_destination(catalog.path, destination, overwrite=options.overwrite)
+    reference = _read_reference(options.hf_config)
+    args = ModelArgs.from_catalog(catalog)
+    _refuse_contradictions(args, catalog)
+    model = _choose(args, catalog, options, reference)
+    vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")
+    mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
+    sources = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+    prove({name: t.shape for name, t in sources.items()}, mapping.targets, mapping.copies, mapping.drops)
+    for name in {copy.source for copy in mapping.copies}:
+        check_stored(sources[name])
+    layout = plan_shards(mapping.targets, options.max_shard_bytes)
+    job = Job.build(
+        sources,
+        mapping.copies,
+        mapping.targets,
+        layout.places,
+        layout.files,
+        source_fingerprint=reader.fingerprint(),
+        max_memory=options.max_memory,
+        threads=options.threads,
+    )
+    notes = [*mapping.notes]
+    extra = _extra_files(mapping, layout, options, reference, notes)
+    plan = ExportPlan(reader, destination, options, model, mapping, layout, job, extra, tuple(notes))
+    return replace(plan, extra_files={**extra, REPORT: _json(plan.report())})
+
+
+def run_export(plan: ExportPlan, *, listener: Listener | None = None, stop: StopFlag | None = None) -> Stats:
+    """Carries out a plan; the destination appears complete, or not at all.
+
+    Raises:
+        DistckptError: See `converters.engine.run`; also when the disk has not enough room, before anything is written.
+    """
+    tell = listener or (lambda event: None)
+    _check_room(plan)
+    job = plan.job
+    tell(PlanReady("export", len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
+    for text in plan.notes:
+        tell(Note(text))
+    staging = Staging(plan.destination, job.fingerprint, job.files, overwrite=plan.options.overwrite)
+    try:
+        stats = run(job, plan.reader, staging, listener=listener, stop=stop)
+        tell(Phase("publishing"))
+        for name, content in plan.extra_files.items():
+            staging.add(name, content if isinstance(content, bytes) else read_small(content))
+        staging.publish()
+    finally:
+        staging.close()
+    return stats
+
+
+def _check_room(plan: ExportPlan) -> None:
+    free = free_bytes(plan.destination.parent)
+    staged = plan.destination.absolute().with_name(f".{plan.destination.name}.distckpt-partial")
+    held = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
+    if plan.job.bytes_written > free + held:
+        raise DestinationError(
+            f"not enough room for {printable(str(plan.destination))}",
+            details=[f"{plan.job.bytes_written:,} bytes are needed, {free:,} are free"],
+            hint="free some space, or choose a directory on another disk",
+        )
+
+
+def _refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:
+    found = args.contradictions(catalog)
+    if found:
+        raise RequestError(
+            "the checkpoint contradicts itself: its arguments do not fit its tensors",
+            details=[printable(text) for text in found[:8]],
+            hint="a config.json made from either would be wrong; was the checkpoint edited, or args taken from elsewhere?",
+        )
+
+
+def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any]) -> Model:
+    if options.arch:
+        return by_name(options.arch)
+    kind = reference.get("model_type")
+    return by_name(kind) if isinstance(kind, str) else infer(args, catalog)
+
+
+def _read_reference(folder: Path | None) -> Mapping[str, Any]:
+    if folder is None:
+        return {}
+    if not (folder / "config.json").is_file():
+        raise FormatError(
+            f"--hf-config {printable(str(folder))} has no config.json", hint="give a Hugging Face model folder"
+        )
+    try:
+        document = json.loads(read_small(folder / "config.json", 16 << 20))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{printable(str(folder / 'config.json'))} is not JSON: {printable(str(error))}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{printable(str(folder / 'config.json'))} is not a JSON object")
+    return document
+
+
+# weights in any form, and what describes their files: never taken over from the reference folder
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json")
+
+
+def _extra_files(
+    mapping: HfMapping,
+    layout: SafetensorsLayout,
+    options: ExportOptions,
+    reference: Mapping[str, Any],
+    notes: list[str],
+) -> dict[str, bytes | Path]:
+    files: dict[str, bytes | Path] = {}
+    config = dict(mapping.config)
+    if options.hf_config is not None:
+        contradictions = check_hf_config(dict(reference), mapping)
+        if contradictions:
+            raise RequestError(
+                f"{printable(str(options.hf_config / 'config.json'))} does not fit the checkpoint",
+                details=[printable(text) for text in contradictions[:8]],
+                hint="leave --hf-config out to have a config.json made from the checkpoint",
+            )
+        own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
+        config = {**reference, **own}
+        code = []
+        for path in sorted(options.hf_config.iterdir()):
+            if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
+                files[path.name] = path
+                code += [path.name] if path.suffix == ".py" else []
+        if code:
+            notes.append(f"code files were copied along and run only with trust_remote_code: {', '.join(code)}")
+    files["config.json"] = _json(config)
+    files.setdefault("generation_config.json", _json(mapping.generation_config))
+    if layout.index is not None:
+        files["model.safetensors.index.json"] = layout.index
+    return files
+
+
+def _json(document: Any) -> bytes:
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def _object_names(catalog: Catalog) -> list[str]:
+    return [text for text, _ in fold(dict.fromkeys(o.name for o in catalog.objects.values()))]

@@ -1,0 +1,49 @@
+"""What tests share: golden checkpoints, ground truth, and a plain way to read a tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from converters.catalog import TensorInfo
+from converters.formats.base import Reader
+
+GOLDEN = Path(__file__).parent / "golden"
+_UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}
+
+
+def read_tensor(reader: Reader, info: TensorInfo) -> np.ndarray:
+    """The elements of a tensor as unsigned integers of their size: a slow, obvious reference for the engine."""
+    out = np.full(info.shape, 0xA5, _UNSIGNED[info.dtype.itemsize])
+    count = np.zeros(info.shape, np.int64)
+    for chunk in info.chunks():
+        fd = os.open(reader.files[reader.file_of(chunk.record)], os.O_RDONLY)
+        try:
+            payload = reader.locate(chunk.record, lambda at, n, fd=fd: os.pread(fd, n, at))
+            raw = os.pread(fd, payload.nbytes, payload.offset)
+        finally:
+            os.close(fd)
+        flat = np.frombuffer(raw, out.dtype)[chunk.base : chunk.base + chunk.box.volume]
+        out[chunk.box.slices] = flat.reshape(chunk.box.shape)
+        count[chunk.box.slices] += 1
+    assert (count == 1).all(), f"{info.name}: not every element is stored once"
+    return out
+
+
+def load_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Tensors of a safetensors file as unsigned integers of their element size."""
+    raw = path.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + n])
+    sizes = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I64": 8}
+    out = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            out[name] = np.frombuffer(raw[8 + n + begin : 8 + n + end], _UNSIGNED[sizes[entry["dtype"]]]).reshape(
+                entry["shape"]
+            )
+    return out
