@@ -70,7 +70,9 @@ def parse_size(text: str, option: str = "size") -> int:
         bare = text.strip().rstrip("iI")
         hint = f"write {bare}B (powers of 1000) or {bare}iB (powers of 1024)"
         known = re.fullmatch(r"\d+(?:\.\d+)?\s*[kmgtpKMGTP]", bare)
-        raise UsageProblem(f"{option}: {text!r} is not a size", hint=hint if known else "write 8GB, 8GiB or plain bytes")
+        raise UsageProblem(
+            f"{option}: {text!r} is not a size", hint=hint if known else "write 8GB, 8GiB or plain bytes"
+        )
     exponent = " kmgtp".index((found[2] or " ").lower())
     return int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if exponent else int(float(found[1]))
 
@@ -99,9 +101,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     last = len(columns) - 1
     widths = [max(len(row[i]) for row in cells) for i in range(last)]
     heads = [
-        "  ".join(row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in range(last)) for row in cells
+        "  ".join(row[i].rjust(widths[i]) if right[i] else row[i].ljust(widths[i]) for i in range(last))
+        for row in cells
     ]
-    stacked = width is not None and width < _NARROW and any(sum(widths) + 2 * last + len(row[last]) > width for row in cells)
+    stacked = (
+        width is not None and width < _NARROW and any(sum(widths) + 2 * last + len(row[last]) > width for row in cells)
+    )
     if stacked:
         return [line for head, row in zip(heads, cells, strict=True) for line in (head.rstrip(), f"  {row[last]}")]
     return [f"{head}  {row[last]}".rstrip() for head, row in zip(heads, cells, strict=True)]

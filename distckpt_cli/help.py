@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from distckpt_cli.commands import COMMANDS, EXAMPLES
+from distckpt_cli.commands import COMMANDS, EXAMPLES, OPTIONAL_GLOBS
 from distckpt_cli.exits import EPILOG
 
 if TYPE_CHECKING:
@@ -65,6 +67,17 @@ def _examples(formatter: Any, lines: Sequence[str]) -> None:
 
 class PlainCommand(TyperCommand):
     """A command whose help shows examples first and groups its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses, after giving `--tensors` and its like the glob `*` where no glob follows."""
+        whole = OPTIONAL_GLOBS.get(self.name or "", ())
+        filled: list[str] = []
+        for word, following in itertools.zip_longest(args, args[1:], fillvalue=None):
+            filled.append(word or "")
+            # `--args CKPT`: what exists as a path is the checkpoint, not a glob
+            if word in whole and (following is None or following.startswith("-") or Path(following).exists()):
+                filled.append("*")
+        return super().parse_args(ctx, filled)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The words after the command in the usage line."""

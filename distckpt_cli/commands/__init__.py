@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "EXAMPLES", "Entry"]
+__all__ = ["COMMANDS", "EXAMPLES", "OPTIONAL_GLOBS", "Entry"]
 
 
 class Entry(NamedTuple):
@@ -43,3 +43,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "formats": ("distckpt formats",),
     "models": ("distckpt models --json",),
 }
+
+# options whose value may be left out, by command; then it is `*`
+OPTIONAL_GLOBS: dict[str, tuple[str, ...]] = {"inspect": ("--tensors", "--args", "--objects")}

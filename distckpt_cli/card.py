@@ -1,0 +1,148 @@
+"""The identity card of a checkpoint, for people and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from converters.dtypes import dtype
+from converters.names import fold
+from distckpt_cli.console import format_count, format_size
+
+if TYPE_CHECKING:
+    from converters.catalog import Catalog
+    from converters.identity import Identity, Layout
+    from converters.model_args import ModelArgs
+    from distckpt_cli.console import Console
+
+__all__ = ["card_document", "describe_layout", "describe_model", "print_card"]
+
+_SHOWN_PROBLEMS = 8
+
+
+def describe_layout(layout: Layout) -> str:
+    """The layout in one line: `tp 4  pp 2  dp 8 (64 ranks)`; a size of 1 is shown only for tp, pp and dp."""
+    shown: list[str] = []
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
+        size = getattr(layout, name)
+        if size is None or (size == 1 and name not in ("tp", "pp", "dp")):
+            continue
+        if name == "etp" and ((layout.ep or 1) == 1 or size == layout.tp):
+            continue  # it follows tp unless asked otherwise, and means nothing without experts
+        shown.append(f"{name} {size}")
+    text = "  ".join(shown) or "unknown"
+    return text + (f" ({layout.ranks} ranks)" if layout.ranks else "")
+
+
+def describe_model(model: ModelArgs, family: str | None) -> str:
+    """The model in one line: `llama-like, 32 layers, hidden 4096, 32 heads / 8 query groups, ffn 14336, ...`."""
+    parts = [f"{family}-like"] if family else []
+    if model.num_layers is not None:
+        parts.append(f"{model.num_layers} layers")
+    if model.hidden_size is not None:
+        parts.append(f"hidden {model.hidden_size}")
+    if model.num_attention_heads is not None:
+        groups = model.num_query_groups
+        several = groups is not None and groups != model.num_attention_heads
+        parts.append(f"{model.num_attention_heads} heads" + (f" / {groups} query groups" if several else ""))
+    if model.mla:
+        parts.append(f"latent attention (kv rank {model.kv_lora_rank})")
+    if model.ffn_hidden_size is not None:
+        parts.append(f"ffn {model.ffn_hidden_size}")
+    if model.num_experts:
+        top = f", top {model.moe_topk}" if model.moe_topk is not None else ""
+        size = f" of {model.moe_ffn_hidden_size}" if model.moe_ffn_hidden_size is not None else ""
+        parts.append(f"{model.num_experts} experts{size}{top}")
+    if model.mtp_num_layers:
+        parts.append(f"{model.mtp_num_layers} multi-token prediction layers")
+    if model.padded_vocab_size is not None:
+        padded = f" (padded {model.padded_vocab_size})" if model.vocab_size is not None else ""
+        parts.append(f"vocab {model.vocab_size or model.padded_vocab_size}{padded}")
+    if model.dtype is not None:
+        parts.append(dtype(model.dtype).short)
+    return ", ".join(parts) or "unknown"
+
+
+def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
+    """Prints the card: what it is, the model, how it was saved, components, problems."""
+    title = [
+        catalog.format
+        if catalog.flavour in ("Megatron-LM", "Megatron-Core")
+        else f"{catalog.format} ({catalog.flavour})"
+    ]
+    if catalog.iteration is not None:
+        title.append(f"iteration {catalog.iteration}")
+    if catalog.producer:
+        title.append(f"written by {catalog.producer[0]}")
+    console.fact(f"{catalog.path}  ", ", ".join(title), style="bold")
+    console.fact("model", describe_model(identity.model, identity.family))
+    saved = [describe_layout(identity.layout)]
+    if identity.sharing.parallel is not None:
+        saved.append("fully parallel save" if identity.sharing.parallel else "saved by the first data-parallel rank")
+    saved.append(f"optimizer: {identity.optimizer.name}")
+    console.fact("saved on", ", ".join(saved))
+    if identity.optimizer.name != "none":
+        console.fact("", identity.optimizer.permits)
+    size = f"{format_size(identity.disk_bytes)} in {identity.files:,} files"
+    console.fact("size", f"{size}, {format_count(identity.parameters)} parameters{_samples(identity)}")
+    _print_problems(console, identity)
+    console.out()
+    rows = [(c.name, f"{c.tensors:,}", ", ".join(c.dtypes) or "-", format_size(c.nbytes)) for c in identity.components]
+    # sizes stand under each other at the end of the line, so the last column is padded here
+    width = max((len(row[3]) for row in rows), default=0)
+    columns = ["COMPONENT", ">TENSORS", "DTYPE", "SIZE".rjust(width)]
+    console.table(columns, [(*row[:3], row[3].rjust(width)) for row in rows])
+
+
+def _samples(identity: Identity) -> str:
+    return f", {identity.consumed_samples:,} samples seen" if identity.consumed_samples else ""
+
+
+def _print_problems(console: Console, identity: Identity) -> None:
+    for problem in identity.problems[:_SHOWN_PROBLEMS]:
+        console.fact(problem.severity, problem.message, style="error" if problem.severity == "error" else "warning")
+        affected = [name for name, _ in fold(problem.tensors)]
+        if affected:
+            more = f" and {len(affected) - 1} more" if len(affected) > 1 else ""
+            console.fact("affects", affected[0] + more)
+    if len(identity.problems) > _SHOWN_PROBLEMS:
+        console.fact("", f"and {len(identity.problems) - _SHOWN_PROBLEMS} more problems; --json lists all")
+    for text in identity.contradictions:
+        console.fact("warning", text, style="warning")
+    if identity.optimizer.caution:
+        console.fact("warning", identity.optimizer.caution, style="warning")
+
+
+def card_document(catalog: Catalog, identity: Identity) -> dict[str, Any]:
+    """The card for programs: bytes as integers, null where nothing is known."""
+    model = {f.name: getattr(identity.model, f.name) for f in fields(identity.model) if f.name != "source"}
+    producer = {"version": catalog.producer[0], "reason": catalog.producer[1]} if catalog.producer else None
+    layout = asdict(identity.layout)
+    return {
+        "path": str(catalog.path),
+        "format": catalog.format,
+        "flavour": catalog.flavour,
+        "producer": producer,
+        "iteration": catalog.iteration,
+        "family": {"name": identity.family, "features": identity.family_reason},
+        "model": model,
+        "model_source": dict(identity.model.source),
+        "contradictions": list(identity.contradictions),
+        "layout": layout,
+        "fully_parallel_save": {"value": identity.sharing.parallel, "reason": identity.sharing.reason},
+        "optimizer": asdict(identity.optimizer),
+        "components": [
+            {"name": c.name, "tensors": c.tensors, "dtypes": list(c.dtypes), "bytes": c.nbytes}
+            for c in identity.components
+        ],
+        "parameters": identity.parameters,
+        "padding_elements": identity.padding,
+        "weight_dtypes": {k: {"tensors": n, "bytes": size} for k, (n, size) in identity.dtypes.items()},
+        "consumed_train_samples": identity.consumed_samples,
+        "bytes": identity.nbytes,
+        "disk_bytes": identity.disk_bytes,
+        "writers": list(identity.writers),
+        "files": [asdict(info) for info in catalog.files],
+        "problems": [asdict(problem) for problem in identity.problems],
+        "details": dict(catalog.details),
+    }

@@ -1,0 +1,281 @@
+"""What `inspect` lists: tensors, files, arguments, objects."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections import defaultdict
+from fnmatch import translate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.errors import RequestError
+from converters.identity import writer_of
+from converters.names import fold, match_glob, natural_key
+from converters.pickles import describe
+from distckpt_cli.console import format_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.catalog import Catalog, FileInfo, ObjectInfo, TensorInfo
+    from converters.formats.base import Reader
+    from converters.identity import Layout
+    from distckpt_cli.console import Console
+
+__all__ = [
+    "args_document",
+    "chosen_args",
+    "chosen_objects",
+    "chosen_tensors",
+    "print_args",
+    "print_files",
+    "print_objects",
+    "print_tensors",
+    "tensor_document",
+]
+
+_FOLDED = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
+
+
+def _choose(names: Iterable[str], pattern: str) -> list[str]:
+    """The names that a glob matches; it may hold `{0..31}` as the folded tables print it."""
+    if not _FOLDED.search(pattern):
+        return [name for name in names if match_glob(name, pattern)]
+    sets: list[set[int]] = []
+    expression = ""
+    for index, piece in enumerate(_FOLDED.split(pattern)):
+        if index % 2 == 0:
+            expression += translate(piece).removeprefix("(?s:").removesuffix(r")\Z")
+        else:
+            ranges = [[int(n) for n in part.split("..")] for part in piece.split(",")]
+            sets.append({n for span in ranges for n in range(span[0], min(span[-1], span[0] + 10**6) + 1)})
+            expression += r"(\d+)"
+    compiled = re.compile(rf"(?s:{expression})\Z")
+    hits = ((name, compiled.match(name)) for name in names)
+    return [
+        name
+        for name, hit in hits
+        if hit and all(int(n) in s for n, s in zip(hit.groups()[-len(sets) :], sets, strict=True))
+    ]
+
+
+def _nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
+    """No match: the error with the nearest pattern that has some."""
+    folded = [name for name, _ in fold(names)]
+    candidates = dict.fromkeys(folded)
+    for name in folded:
+        parts = name.split(".")
+        candidates.update(
+            dict.fromkeys(".".join(parts[:n]) + ".*" for n in range(1, len(parts)) if "{" not in parts[n - 1])
+        )
+    near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.5)
+    if near:
+        hint = f"did you mean '{near[0]}'?  ({len(_choose(names, near[0])):,} {what}s)"
+    else:
+        hint = (
+            f"'*{pattern}*' finds a part of a name"
+            if not set(pattern) & set("*?[")
+            else f"there are {len(names):,} {what}s"
+        )
+    return RequestError(f"no {what} matches {pattern!r}", hint=hint)
+
+
+def chosen_tensors(catalog: Catalog, pattern: str) -> list[TensorInfo]:
+    """Tensors whose canonical name, or whose key in the file, matches a glob.
+
+    Raises:
+        RequestError: None does.
+    """
+    names = set(_choose(catalog.tensors, pattern))
+    keys: dict[str, bool] = {}
+
+    def by_key(tensor: TensorInfo) -> bool:
+        return any(keys.setdefault(key, match_glob(key, pattern)) for key in tensor.keys)
+
+    chosen = [t for name, t in catalog.tensors.items() if name in names or by_key(t)]
+    if not chosen:
+        raise _nothing("tensor", pattern, list(catalog.tensors))
+    return chosen
+
+
+def print_tensors(console: Console, tensors: Sequence[TensorInfo], *, flat: bool) -> None:
+    """A table of tensors, layers and experts folded unless `flat`, and a line of totals."""
+    rows = [(t.name, [t]) for t in tensors] if flat else _folded(tensors)
+    lines = []
+    for name, members in rows:
+        counts = sorted({t.chunk_count for t in members})
+        shown = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+        shape = " x ".join(map(str, members[0].shape)) or "scalar"
+        lines.append((members[0].dtype.short, shape, shown, format_size(sum(t.nbytes for t in members)), name))
+    console.table(["DTYPE", ">SHAPE", ">CHUNKS", ">SIZE", "TENSOR"], lines)
+    hint = "" if len(rows) == len(tensors) else f"  ({len(rows):,} rows; --flat for one row each)"
+    noun = "tensor" if len(tensors) == 1 else "tensors"
+    console.out(f"{len(tensors):,} {noun}, {format_size(sum(t.nbytes for t in tensors))}{hint}")
+
+
+def _folded(tensors: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
+    named = {t.name: t for t in tensors}
+    order = {name: position for position, name in enumerate(named)}
+    groups: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for t in tensors:
+        groups[t.dtype.name, t.shape].append(t.name)  # a row has one type and one shape
+    rows = [(text, members) for names in groups.values() for text, members in fold(names)]
+    rows.sort(key=lambda row: min(order[name] for name in row[1]))
+    return [(text, [named[name] for name in members]) for text, members in rows]
+
+
+def tensor_document(reader: Reader, tensor: TensorInfo, *, chunks: bool) -> dict[str, Any]:
+    """A tensor for programs; offsets and shapes in elements, in the tensor's own coordinates."""
+    document: dict[str, Any] = {
+        "name": tensor.name,
+        "keys": list(tensor.keys),
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+        "kind": tensor.kind,
+        "opaque": tensor.opaque,
+        "chunk_count": tensor.chunk_count,
+    }
+    if chunks:
+        document["chunks"] = [
+            {
+                "offset": list(chunk.box.start),
+                "shape": list(chunk.box.shape),
+                "file": reader.files[reader.file_of(chunk.record)].name if chunk.record >= 0 else None,
+            }
+            for chunk in tensor.chunks()
+        ]
+    return document
+
+
+def print_files(console: Console, reader: Reader, layout: Layout) -> None:
+    """A table of files: which rank and writer wrote each, what it holds, and what is wrong with it."""
+    catalog = reader.catalog
+    holds = _holdings(reader)
+    placed = layout.place(0) is not None
+    columns = [">RANK", ">WRITER", *([">TP", ">PP", ">DP"] if placed else []), ">RECORDS", ">SIZE", "HOLDS", "FILE"]
+    rows = []
+    for info in sorted(catalog.files, key=lambda f: (f.role not in ("data", "unreferenced"), natural_key(f.name))):
+        writer = writer_of(info.name)
+        place = layout.place(writer[0]) if writer else None
+        at = [str(place.tp), str(place.pp), str(place.dp)] if place else ["-"] * 3
+        rows.append(
+            [
+                *(map(str, writer) if writer else ("-", "-")),
+                *(at if placed else ()),
+                f"{info.records:,}" if info.role == "data" else "-",
+                "-" if info.size is None else format_size(info.size),
+                _holds(info, holds.get(info.name, ())),
+                info.name,
+            ]
+        )
+    console.table(columns, rows)
+    console.out(f"{len(rows):,} files, {format_size(sum(f.size or 0 for f in catalog.files))}")
+    if any(writer_of(f.name) for f in catalog.files):
+        console.note(
+            "__R_W.distcp is file W that global rank R wrote; a rank splits its records among its writers by size"
+        )
+
+
+def _holds(info: FileInfo, kinds: Sequence[str]) -> str:
+    if info.size is None:
+        return "MISSING"
+    if info.role == "unreferenced":
+        return "UNREFERENCED: belongs to no record"
+    text = ", ".join(kinds) or info.role
+    return f"SHORT by {info.needed - info.size:,} bytes: {text}" if info.size < info.needed else text
+
+
+def _holdings(reader: Reader) -> dict[str, list[str]]:
+    """For each file, what it holds and how many bytes of that: `weights 1.50 GiB`."""
+    catalog = reader.catalog
+    words = {"weight": "weights", "optimizer": "optimizer", "other": "other tensors"}
+    sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    seen: set[str] = set()
+    for tensor in catalog.tensors.values():
+        for part in tensor.parts:
+            if part.array.key in seen:
+                continue
+            seen.add(part.array.key)
+            volumes = part.array.sizes.prod(axis=1, dtype=np.int64) * tensor.dtype.itemsize
+            for record, volume in zip(part.array.records.tolist(), volumes.tolist(), strict=True):
+                if record >= 0:
+                    sizes[reader.files[reader.file_of(record)].name][words[tensor.kind]] += volume
+    for item in catalog.objects.values():
+        sizes[item.file]["objects"] += item.length
+    return {name: [f"{word} {format_size(n)}" for word, n in kinds.items()] for name, kinds in sizes.items()}
+
+
+def chosen_args(catalog: Catalog, pattern: str) -> dict[str, Any]:
+    """Training arguments, or the configuration of a framework that stores one instead, whose names match a glob.
+
+    Raises:
+        RequestError: There are none, or none matches.
+    """
+    given: Mapping[str, Any] = catalog.args or dict(_flat(catalog.config))
+    if not given:
+        raise RequestError(
+            f"this {catalog.flavour} checkpoint stores no training arguments", hint="--json shows what the shapes tell"
+        )
+    names = _choose(sorted(given), pattern)
+    if not names:
+        raise _nothing("argument", pattern, sorted(given))
+    return {name: describe(given[name]) for name in names}
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def args_document(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for programs: values as plain data."""
+    return dict(args)
+
+
+def print_args(console: Console, args: Mapping[str, Any]) -> None:
+    """A table of arguments, by name."""
+    rows = [(name, value if isinstance(value, str) else json.dumps(value, default=str)) for name, value in args.items()]
+    console.table(["ARGUMENT", "VALUE"], rows)
+
+
+def chosen_objects(catalog: Catalog, pattern: str) -> list[ObjectInfo]:
+    """Stored objects whose name or key matches a glob.
+
+    Raises:
+        RequestError: None does, though there are some.
+    """
+    names = set(_choose([o.name for o in catalog.objects.values()], pattern)) | set(_choose(catalog.objects, pattern))
+    chosen = [o for key, o in catalog.objects.items() if o.name in names or key in names]
+    if not chosen and catalog.objects:
+        raise _nothing("object", pattern, sorted({o.name for o in catalog.objects.values()}))
+    return sorted(chosen, key=lambda o: (natural_key(o.name), o.offset))
+
+
+def print_objects(console: Console, objects: Sequence[ObjectInfo], *, flat: bool) -> None:
+    """A table of stored objects, one row for each grid unless `flat`."""
+    if flat:
+        rows = [(format_size(o.length), o.file or "MISSING", o.key) for o in objects]
+        console.table([">SIZE", "FILE", "OBJECT"], rows)
+    else:
+        grouped: dict[tuple[str, tuple[int, ...]], list[ObjectInfo]] = defaultdict(list)
+        for item in objects:
+            grouped[item.name, item.grid].append(item)
+        by_grid: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for name, grid in grouped:
+            by_grid[grid].append(name)
+        lines = []
+        for grid, names in by_grid.items():
+            for text, members in fold(names):
+                items = [o for name in members for o in grouped[name, grid]]
+                shape = " x ".join(map(str, grid))
+                lines.append((text, (f"{len(items):,}", shape, format_size(sum(o.length for o in items)), text)))
+        lines.sort(key=lambda line: natural_key(line[0]))
+        console.table([">COUNT", ">GRID", ">SIZE", "OBJECT"], [line for _, line in lines])
+    console.out(f"{len(objects):,} objects, {format_size(sum(o.length for o in objects))}")
