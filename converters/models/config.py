@@ -1,0 +1,131 @@
+"""Blocks of config.json that architectures share, and the needs that go with them.
+
+Where transformers 5 renamed a key, both spellings are written: 5.x reads the old one too, and 4.x and the inference
+servers of its time read nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from converters.models.model import SET, UNSET
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+__all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
+__all__ += ["attention", "decoder", "dense_layers", "mixture", "rope"]
+
+DECODER: dict[str, tuple[Any, ...]] = {
+    "num_layers": (SET,),
+    "hidden_size": (SET,),
+    "num_attention_heads": (SET,),
+    "max_position_embeddings": (SET,),
+    "norm_epsilon": (SET,),
+    "zero_centered_norm": (True, False),
+    "tied_embeddings": (True, False),
+}
+GROUPED_ATTENTION: dict[str, tuple[Any, ...]] = {
+    "mla": (False,),
+    "num_query_groups": (SET,),
+    "head_dim": (SET,),
+    "qk_layernorm": (False,),
+    "window_size": (UNSET,),
+}
+RMS: dict[str, tuple[Any, ...]] = {"normalization": ("RMSNorm",)}
+SWIGLU: dict[str, tuple[Any, ...]] = {"gated": (True,), "activation": ("silu",)}
+NO_BIAS: dict[str, tuple[Any, ...]] = {"add_bias_linear": (False,), "add_qkv_bias": (False,)}
+DENSE: dict[str, tuple[Any, ...]] = {"num_experts": (UNSET,), "ffn_hidden_size": (SET,)}
+ROPE: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("rope", "yarn"),
+    "rotary_base": (SET,),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "rope_scaling": (UNSET, "linear", "llama3", "yarn"),
+}
+# top-k over a softmax, nothing else
+PLAIN_ROUTER: dict[str, tuple[Any, ...]] = {
+    "num_experts": (SET,),
+    "moe_topk": (SET,),
+    "moe_ffn_hidden_size": (SET,),
+    "moe_layers": (SET,),
+    "moe_score_function": ("softmax",),
+    "moe_group_topk": (UNSET,),
+    "moe_scaling_factor": (UNSET, 1.0),
+    "moe_expert_bias": (False,),
+}
+
+
+def decoder(args: ModelArgs) -> dict[str, Any]:
+    """Sizes that every decoder has, under the names that all but GPT-2 use."""
+    return {
+        "hidden_size": args.hidden_size,
+        "intermediate_size": args.ffn_hidden_size or args.moe_ffn_hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": args.num_attention_heads,
+        "max_position_embeddings": args.max_position_embeddings,
+        "hidden_act": args.activation,
+        "attention_dropout": args.attention_dropout or 0.0,
+    }
+
+
+def attention(args: ModelArgs) -> dict[str, Any]:
+    """Query groups, with the head size explicit: consumers otherwise take hidden_size / heads for it."""
+    return {"num_key_value_heads": args.num_query_groups, "head_dim": args.head_dim}
+
+
+def rope(args: ModelArgs) -> dict[str, Any]:
+    """Rotary embedding: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5."""
+    scaling = _rope_scaling(args)
+    parameters = {"rope_theta": args.rotary_base, "rope_type": "default", **(scaling or {})}
+    # `type` is how remote code before transformers 4.43 (DeepSeek's own) spells it
+    legacy = {"type": scaling["rope_type"], **scaling} if scaling else None
+    return {"rope_theta": args.rotary_base, "rope_scaling": legacy, "rope_parameters": parameters}
+
+
+def _rope_scaling(args: ModelArgs) -> dict[str, Any] | None:
+    if args.rope_scaling == "linear":
+        return {"rope_type": "linear", "factor": args.rope_factor}
+    if args.rope_scaling == "llama3":
+        return {
+            "rope_type": "llama3",
+            "factor": args.rope_factor,
+            "low_freq_factor": args.rope_low_freq_factor,
+            "high_freq_factor": args.rope_high_freq_factor,
+            "original_max_position_embeddings": args.rope_original_max_position_embeddings,
+        }
+    if args.rope_scaling == "yarn":
+        return _yarn(args)
+    return None
+
+
+def _yarn(args: ModelArgs) -> dict[str, Any]:
+    factor, mscale, all_dim = args.rope_factor or 1.0, args.rope_mscale, args.rope_mscale_all_dim
+    out = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": args.rope_original_max_position_embeddings,
+        "beta_fast": args.rope_beta_fast,
+        "beta_slow": args.rope_beta_slow,
+        "mscale": mscale,
+        "mscale_all_dim": all_dim,
+    }
+    # transformers looks at mscale only if mscale_all_dim is not 0; Megatron always divides one by the other
+    if mscale is not None and mscale != 1 and not all_dim:
+        out["attention_factor"] = 0.1 * mscale * math.log(factor) + 1
+    return out
+
+
+def dense_layers(args: ModelArgs) -> list[int]:
+    """Numbers of the layers without experts."""
+    return [layer for layer, experts in enumerate(args.moe_layers or ()) if not experts]
+
+
+def mixture(args: ModelArgs) -> dict[str, Any]:
+    """The router keys that all mixture-of-experts architectures spell alike."""
+    return {
+        "num_experts_per_tok": args.moe_topk,
+        "router_aux_loss_coef": args.moe_aux_loss or 0.0,
+        "output_router_logits": False,
+    }

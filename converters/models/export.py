@@ -1,0 +1,207 @@
+"""A checkpoint as a Hugging Face folder: which tensors, from where, and its config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+from converters.models.rules import Emit
+from converters.plan import Drop
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.catalog import Catalog
+    from converters.dtypes import DType
+    from converters.model_args import ModelArgs
+    from converters.models.model import Model
+    from converters.plan import Copy, Target
+
+__all__ = ["HfMapping", "check_hf_config", "map_to_hf"]
+
+
+@dataclass(frozen=True)
+class HfMapping:
+    """What an export writes.
+
+    Attributes:
+        targets: The tensors, in the order of the files.
+        copies: What moves; `converters.plan.prove` shows that it is everything.
+        drops: What is left out of the model's own tensors, and why.
+        config: config.json.
+        generation_config: generation_config.json.
+        notes: What a person should know, as sentences.
+    """
+
+    targets: dict[str, Target]
+    copies: list[Copy]
+    drops: list[Drop]
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    notes: list[str]
+
+
+def map_to_hf(
+    catalog: Catalog,
+    args: ModelArgs,
+    model: Model,
+    *,
+    dtype: DType | None = None,
+    vocab_size: int | None = None,
+    mtp: str = "auto",
+) -> HfMapping:
+    """Maps the model's own tensors; optimizer state is the caller's to drop.
+
+    Args:
+        catalog: The checkpoint.
+        args: Facts of its model.
+        model: The architecture to write.
+        dtype: Type for the floating weights; None leaves each as stored. Router biases stay as they are.
+        vocab_size: Rows to export; None takes what the arguments say, else all stored rows.
+        mtp: Multi-token prediction layers: "keep", "drop", or "auto": keep where the architecture has a place.
+
+    Raises:
+        RequestError: The arguments contradict the tensors, the architecture cannot express the model, or a tensor that
+            it needs is missing.
+    """
+    wrong = args.contradictions(catalog)
+    if wrong:
+        raise RequestError("the checkpoint's arguments do not fit its tensors", details=wrong)
+    model.requires(args)
+    keep = _keeps_mtp(args, model, mtp)
+    vocab, notes = _vocabulary(args, vocab_size)
+    add_one = bool(args.zero_centered_norm) and not model.zero_centered
+    out = Emit(args, catalog.weights, vocab, dtype, add_one)
+    _emit_all(out, model, args.mtp_num_layers or 0 if keep else 0)
+    if args.mtp_num_layers and not keep:
+        names = [name for name in catalog.weights if name.startswith("mtp.")]
+        out.drops += [Drop(name, None, "multi-token prediction layers are not exported") for name in names]
+        notes.append(f"{args.mtp_num_layers} multi-token prediction layers are left out; the model's logits need none")
+    written = dtype.name if dtype else args.dtype or "float32"
+    if add_one and written != "float32":
+        notes.append(
+            f"norm weights are stored as gamma - 1; gamma is rounded to {written} (--dtype fp32 rounds nothing)"
+        )
+    shown = args if keep else replace(args, mtp_num_layers=None)
+    return HfMapping(
+        targets=out.targets,
+        copies=out.copies,
+        drops=out.drops,
+        config=model.config(shown, vocab_size=vocab, dtype=written),
+        generation_config=model.generation_config(shown),
+        notes=[*notes, *_doubts(args), *model.remarks(args)],
+    )
+
+
+def _emit_all(out: Emit, model: Model, mtp_layers: int) -> None:
+    args = out.args
+    experts = args.moe_layers or (False,) * (args.num_layers or 0)
+    for rule in model.before:
+        rule.emit(out, "", "")
+    for layer, has_experts in enumerate(experts):
+        source, target = f"decoder.layers.{layer}.", model.layers.format(layer)
+        for rule in (*model.layer, *(model.moe if has_experts else model.dense)):
+            rule.emit(out, source, target)
+    for rule in model.after:
+        rule.emit(out, "", "")
+    for depth in range(mtp_layers):
+        source, target = f"mtp.layers.{depth}.", model.layers.format(len(experts) + depth)
+        for rule in model.mtp:
+            rule.emit(out, source, target)
+        inner = f"{source}transformer_layer."
+        # built from the spec of the last decoder layer: multi_token_prediction.py, get_mtp_layer_spec
+        for rule in (*model.layer, *(model.moe if experts[-1] else model.dense)):
+            rule.emit(out, inner, target)
+
+
+def _keeps_mtp(args: ModelArgs, model: Model, mtp: str) -> bool:
+    if mtp not in ("keep", "drop", "auto"):
+        raise RequestError(f"unknown choice {mtp!r} for multi-token prediction", hint="keep, drop or auto")
+    if mtp == "keep" and args.mtp_num_layers and not model.mtp:
+        raise RequestError(
+            f"{model.architecture} has no place for multi-token prediction layers", hint="leave them out: --mtp drop"
+        )
+    return mtp != "drop" and bool(args.mtp_num_layers) and bool(model.mtp)
+
+
+def _vocabulary(args: ModelArgs, asked: int | None) -> tuple[int, list[str]]:
+    padded = args.padded_vocab_size
+    if padded is None:
+        raise RequestError("the checkpoint has no embedding.word_embeddings.weight")
+    if asked is not None:
+        if not 0 < asked <= padded:
+            raise RequestError(f"--vocab-size {asked} is not possible: the embedding has {padded} rows")
+        return asked, []
+    if args.vocab_size is not None:
+        return args.vocab_size, []
+    return padded, [
+        f"nothing says how many of the embedding's {padded} rows are padding, so all are exported "
+        f"(--vocab-size N keeps the first N)"
+    ]
+
+
+def _doubts(args: ModelArgs) -> list[str]:
+    out = list(args.notes)
+    source = args.source.get("max_position_embeddings", "")
+    if source.endswith("seq_length"):
+        out.append(f"max_position_embeddings {args.max_position_embeddings} is the training length: nothing says more")
+    return out
+
+
+# names of one fact in the config.json of different architectures
+_SAME = (
+    ("hidden_size", "n_embd"),
+    ("intermediate_size", "n_inner"),
+    ("num_hidden_layers", "n_layer"),
+    ("num_attention_heads", "n_head"),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok",),
+    ("num_key_value_heads",),
+    ("head_dim",),
+    ("vocab_size",),
+    ("moe_intermediate_size",),
+    ("shared_expert_intermediate_size",),
+    ("n_shared_experts",),
+    ("first_k_dense_replace",),
+    ("q_lora_rank",),
+    ("kv_lora_rank",),
+    ("qk_nope_head_dim",),
+    ("qk_rope_head_dim",),
+    ("v_head_dim",),
+    ("tie_word_embeddings",),
+    ("attention_bias",),
+    ("mlp_bias",),
+    ("model_type",),
+    ("rms_norm_eps", "layer_norm_epsilon"),
+    ("sliding_window",),
+    ("rope_theta",),
+)
+
+
+def check_hf_config(given: Mapping[str, Any], mapping: HfMapping) -> list[str]:
+    """Where a config.json that a person supplies does not describe the exported tensors; empty if it does.
+
+    Args:
+        given: Its content.
+        mapping: The export.
+    """
+    out = []
+    for names in _SAME:
+        ours, theirs = _lookup(mapping.config, names), _lookup(given, names)
+        if theirs is None or ours is None or ours[1] == theirs[1]:
+            continue
+        if names[0] == "sliding_window" and given.get("use_sliding_window") is False:
+            continue
+        out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
+    return out
+
+
+def _lookup(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any] | None:
+    for name in names:
+        if name in config and (config[name] is not None or name == "sliding_window"):
+            return name, config[name]
+    parameters = config.get("rope_parameters")
+    if names == ("rope_theta",) and isinstance(parameters, dict) and "rope_theta" in parameters:
+        return "rope_theta", parameters["rope_theta"]
+    return None

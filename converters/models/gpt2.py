@@ -1,0 +1,83 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere; transformers stores its matrices as (in, out)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config
+from converters.models.model import Model
+from converters.models.rules import FusedQKV, Rename, Vocab
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+
+def _norm(target: str, *sources: str) -> tuple[Rename, Rename]:
+    """A LayerNorm; `sources` end before `weight` and `bias`."""
+    weight = Rename(f"{target}.weight", tuple(s + "weight" for s in sources), norm=True)
+    return weight, Rename(f"{target}.bias", tuple(s + "bias" for s in sources))
+
+
+def _conv1d(target: str, source: str) -> tuple[Rename, Rename]:
+    weight = Rename(f"{target}.weight", (f"{source}.weight",), transpose=True)
+    return weight, Rename(f"{target}.bias", (f"{source}.bias",))
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        "n_embd": args.hidden_size,
+        "n_inner": args.ffn_hidden_size,
+        "n_layer": args.num_layers,
+        "n_head": args.num_attention_heads,
+        "n_positions": args.max_position_embeddings,
+        # Megatron's fused GELU, its default, is the tanh form
+        "activation_function": "gelu_new" if args.activation == "gelu_tanh" else "gelu",
+        "layer_norm_epsilon": args.norm_epsilon,
+        "attn_pdrop": args.attention_dropout or 0.0,
+        "embd_pdrop": args.hidden_dropout or 0.0,
+        "resid_pdrop": args.hidden_dropout or 0.0,
+    }
+
+
+def _misfits(args: ModelArgs) -> list[str]:
+    heads, dim = args.num_attention_heads or 0, args.head_dim or 0
+    out = []
+    if args.num_query_groups != heads:
+        out.append(f"{heads} heads share {args.num_query_groups} query groups")
+    if heads * dim != args.hidden_size:
+        out.append(f"{heads} heads of {dim} are not hidden_size {args.hidden_size}")
+    return out
+
+
+MODEL = Model(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.DENSE,
+        "normalization": ("LayerNorm",),
+        "position_embedding_type": ("learned_absolute",),
+        "gated": (False,),
+        "activation": ("gelu", "gelu_tanh"),
+        "add_bias_linear": (True,),
+    },
+    settings=_settings,
+    before=(
+        Vocab("transformer.wte.weight", "embedding.word_embeddings.weight"),
+        Rename("transformer.wpe.weight", ("embedding.position_embeddings.weight",)),
+    ),
+    layer=(
+        *_norm("ln_1", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        FusedQKV("attn.c_attn"),
+        *_conv1d("attn.c_proj", "self_attention.linear_proj"),
+        *_norm("ln_2", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ),
+    dense=(*_conv1d("mlp.c_fc", "mlp.linear_fc1"), *_conv1d("mlp.c_proj", "mlp.linear_fc2")),
+    after=(
+        *_norm("transformer.ln_f", "decoder.final_layernorm."),
+        Vocab("lm_head.weight", "output_layer.weight", untied=True),
+    ),
+    layers="transformer.h.{}.",
+    misfits=_misfits,
+)

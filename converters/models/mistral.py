@@ -1,0 +1,42 @@
+"""Mistral: Llama with a sliding window and without biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import SET, UNSET, Model
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **config.decoder(args),
+        **config.attention(args),
+        **config.rope(args),
+        "rms_norm_eps": args.norm_epsilon,
+        "sliding_window": args.window_size,
+    }
+
+
+MODEL = Model(
+    name="mistral",
+    architecture="MistralForCausalLM",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.RMS,
+        **config.SWIGLU,
+        **config.ROPE,
+        **config.DENSE,
+        **config.NO_BIAS,
+        "window_size": (SET, UNSET),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    after=llama.FINAL,
+)

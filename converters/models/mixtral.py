@@ -1,0 +1,63 @@
+"""Mixtral: Llama's attention, experts in every layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import SET, UNSET, Model
+from converters.models.rules import Experts, GateUp, Rename
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+_EXPERTS = (
+    Rename("block_sparse_moe.gate.weight", ("mlp.router.weight",)),
+    Experts(
+        "block_sparse_moe.experts.{}.",
+        (GateUp("w1", "w3", "linear_fc1"), Rename("w2.weight", ("linear_fc2.weight",))),
+    ),
+)
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **config.decoder(args),
+        **config.attention(args),
+        **config.rope(args),
+        **config.mixture(args),
+        "intermediate_size": args.moe_ffn_hidden_size,
+        "num_local_experts": args.num_experts,
+        "rms_norm_eps": args.norm_epsilon,
+        "sliding_window": args.window_size,
+    }
+
+
+def _misfits(args: ModelArgs) -> list[str]:
+    dense = config.dense_layers(args)
+    return [f"layer {dense[0]} has no experts"] if dense else []
+
+
+MODEL = Model(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.RMS,
+        **config.SWIGLU,
+        **config.ROPE,
+        **config.PLAIN_ROUTER,
+        **config.NO_BIAS,
+        "window_size": (SET, UNSET),
+        "moe_pre_softmax": (False,),
+        "moe_shared_expert_size": (UNSET,),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=(),
+    moe=_EXPERTS,
+    after=llama.FINAL,
+    misfits=_misfits,
+)

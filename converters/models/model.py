@@ -1,0 +1,131 @@
+"""What a table of a Hugging Face architecture consists of, and how it says what it cannot express."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from converters.model_args import ModelArgs
+    from converters.models.rules import Rule
+
+__all__ = ["SET", "UNSET", "Model"]
+
+
+class _Mark:
+    """Stands for any value, or for none, in `Model.needs`."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+SET = _Mark("a value")
+UNSET = _Mark("none")
+
+
+@dataclass(frozen=True)
+class Model:
+    """One architecture.
+
+    Attributes:
+        name: `model_type` of its config.json.
+        architecture: Its class in transformers, for `architectures`.
+        needs: Field of `ModelArgs` -> the values that the architecture can express (or `SET`, `UNSET`). This is both
+            what `requires` checks and how `infer` finds the architecture of a checkpoint.
+        settings: The architecture's own keys of config.json.
+        before: Rules for what precedes the layers.
+        layer: Rules for every layer.
+        dense: Rules for the layers without experts.
+        moe: Rules for the layers with experts.
+        after: Rules for what follows the layers.
+        mtp: Rules for a multi-token prediction layer, beside those of a layer; empty if there is no place for one.
+        layers: Prefix of a layer's names.
+        misfits: More that it cannot express, as sentences.
+        remarks: What a person should know about an export, as sentences.
+        zero_centered: Whether its norm weights are stored as gamma - 1, as Megatron may.
+    """
+
+    name: str
+    architecture: str
+    needs: Mapping[str, tuple[Any, ...]]
+    settings: Callable[[ModelArgs], dict[str, Any]]
+    before: tuple[Rule, ...]
+    layer: tuple[Rule, ...]
+    dense: tuple[Rule, ...]
+    after: tuple[Rule, ...]
+    moe: tuple[Rule, ...] = ()
+    mtp: tuple[Rule, ...] = ()
+    layers: str = "model.layers.{}."
+    misfits: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])
+    remarks: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])
+    zero_centered: bool = False
+
+    def unexpressible(self, args: ModelArgs) -> list[str]:
+        """What of a model this architecture cannot express, as sentences; empty if it fits."""
+        out = [text for name, allowed in self.needs.items() if (text := _misfit(name, getattr(args, name), allowed))]
+        out += [f"{name} = {value!r} changes the forward pass" for name, value in args.extras.items()]
+        return out if out else self.misfits(args)
+
+    def requires(self, args: ModelArgs) -> None:
+        """Checks that this architecture computes what the model computes.
+
+        Raises:
+            RequestError: It does not, or too little is known to say so.
+        """
+        reasons = self.unexpressible(args)
+        if reasons:
+            raise RequestError(
+                f"{self.architecture} cannot express this model",
+                details=reasons,
+                hint="leave out --arch to see which architecture fits",
+            )
+
+    def config(self, args: ModelArgs, *, vocab_size: int, dtype: str) -> dict[str, Any]:
+        """The whole of config.json.
+
+        Args:
+            args: Facts of the model.
+            vocab_size: Rows of the exported embedding.
+            dtype: Type of the exported weights, as torch names it.
+        """
+        # both spellings of the type: transformers 5 writes `dtype`, 4.x and the servers of its time read `torch_dtype`
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.name,
+            **self.settings(args),
+            "vocab_size": vocab_size,
+            "tie_word_embeddings": bool(args.tied_embeddings),
+            "initializer_range": 0.02 if args.init_method_std is None else args.init_method_std,
+            "use_cache": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "pad_token_id": None,
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
+
+    def generation_config(self, args: ModelArgs) -> dict[str, Any]:
+        """generation_config.json; Megatron stores nothing about sampling or special tokens."""
+        return {"_from_model_config": True}
+
+
+def _misfit(name: str, value: Any, allowed: tuple[Any, ...]) -> str | None:
+    for choice in allowed:
+        if choice is SET:
+            if value is not None:
+                return None
+        elif choice is UNSET:
+            if value is None:
+                return None
+        elif value == choice and type(value) is type(choice):
+            return None
+    if value is None:
+        return f"{name} is not known"
+    return f"{name} is {value}, but it takes {' or '.join(map(str, allowed))}"

@@ -1,0 +1,45 @@
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import Model
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+
+def qwen_settings(args: ModelArgs) -> dict[str, Any]:
+    """The keys that all Qwen architectures share."""
+    return {
+        **config.decoder(args),
+        **config.attention(args),
+        **config.rope(args),
+        "rms_norm_eps": args.norm_epsilon,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": args.num_layers,
+    }
+
+
+MODEL = Model(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.RMS,
+        **config.SWIGLU,
+        **config.ROPE,
+        **config.DENSE,
+        "add_bias_linear": (False,),
+        "add_qkv_bias": (True,),
+    },
+    settings=qwen_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    after=llama.FINAL,
+)

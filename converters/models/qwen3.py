@@ -1,0 +1,44 @@
+"""Qwen3: Llama with a norm on every query and key head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import Model
+from converters.models.qwen2 import qwen_settings
+from converters.models.rules import Rename
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+QWEN3_ATTENTION = (
+    *llama.LLAMA_ATTENTION,
+    Rename("self_attn.q_norm.weight", ("self_attention.q_layernorm.weight",), norm=True),
+    Rename("self_attn.k_norm.weight", ("self_attention.k_layernorm.weight",), norm=True),
+)
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {**qwen_settings(args), "attention_bias": False}
+
+
+MODEL = Model(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.RMS,
+        **config.SWIGLU,
+        **config.ROPE,
+        **config.DENSE,
+        **config.NO_BIAS,
+        "qk_layernorm": (True,),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=QWEN3_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    after=llama.FINAL,
+)

@@ -1,0 +1,41 @@
+"""Qwen3-MoE: Qwen3's attention over routed experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import UNSET, Model
+from converters.models.qwen2_moe import QWEN_EXPERTS, qwen_moe_settings
+from converters.models.qwen3 import QWEN3_ATTENTION
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {**qwen_moe_settings(args), "attention_bias": False}
+
+
+MODEL = Model(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.RMS,
+        **config.SWIGLU,
+        **config.ROPE,
+        **config.PLAIN_ROUTER,
+        **config.NO_BIAS,
+        "qk_layernorm": (True,),
+        "moe_pre_softmax": (True, False),
+        "moe_shared_expert_size": (UNSET,),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=QWEN3_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    moe=QWEN_EXPERTS,
+    after=llama.FINAL,
+)

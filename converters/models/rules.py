@@ -1,0 +1,254 @@
+"""The rules a model table is written in. Each says how some tensors of Megatron become tensors of Hugging Face.
+
+A rule is data; `emit` turns it into region copies for one place in the model (a layer, an expert). A rule with a `when`
+applies if that field of `ModelArgs` is set, and then its source must exist; a tensor that no rule takes is found by
+`converters.plan.prove`. The opposite conversion is `converters.plan.reversed_copy` of each copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from converters.box import Box
+from converters.errors import RequestError
+from converters.plan import Copy, Drop, Op, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from converters.catalog import TensorInfo
+    from converters.dtypes import DType
+    from converters.model_args import ModelArgs
+
+__all__ = ["QKV", "Emit", "Experts", "FusedQKV", "GateUp", "Rename", "Rule", "Vocab"]
+
+
+@dataclass
+class Emit:
+    """What the rules of one model produce.
+
+    Attributes:
+        args: Facts of the model.
+        weights: Megatron's tensors.
+        vocab: Rows of the vocabulary to export.
+        cast: Type for floating tensors; None leaves each as stored.
+        add_one: Whether norm weights are stored as gamma - 1 and the target wants gamma.
+        targets: Hugging Face tensors, in the order of its files.
+        copies: What moves.
+        drops: What is left out.
+    """
+
+    args: ModelArgs
+    weights: Mapping[str, TensorInfo]
+    vocab: int
+    cast: DType | None = None
+    add_one: bool = False
+    targets: dict[str, Target] = field(default_factory=dict)
+    copies: list[Copy] = field(default_factory=list)
+    drops: list[Drop] = field(default_factory=list)
+
+    def applies(self, when: str | None, unless: str | None = None) -> bool:
+        """Whether a rule's conditions hold."""
+        return (when is None or bool(getattr(self.args, when))) and not (unless and getattr(self.args, unless))
+
+    def source(self, prefix: str, *names: str) -> TensorInfo:
+        """The first tensor of these names that exists.
+
+        Raises:
+            RequestError: None exists.
+        """
+        for name in names:
+            found = self.weights.get(prefix + name)
+            if found is not None:
+                return found
+        wanted = " or ".join(prefix + name for name in names)
+        raise RequestError(f"the checkpoint has no tensor {wanted}", tensor=prefix + names[0])
+
+    def target(self, name: str, source: TensorInfo, shape: tuple[int, ...], *, keep_dtype: bool = False) -> None:
+        """Declares a tensor to be written, with the type of its source unless a cast was asked for."""
+        kept = keep_dtype or self.cast is None or not source.dtype.floating
+        self.targets[name] = Target(name, source.dtype if kept or self.cast is None else self.cast, shape)
+
+    def whole(self, name: str, source: TensorInfo, op: Op = Op.COPY, *, keep_dtype: bool = False) -> None:
+        """A target that is a whole source tensor, through an op."""
+        shape = source.shape[::-1] if op is Op.TRANSPOSE else source.shape
+        self.target(name, source, shape, keep_dtype=keep_dtype)
+        self.copies.append(Copy(source.name, Box.whole(source.shape), name, Box.whole(shape), op))
+
+    def rows(self, name: str, source: TensorInfo, pieces: list[tuple[int, int, int]]) -> None:
+        """A target made of row ranges `(source row, target row, rows)` of a matrix or vector."""
+        shape = (sum(n for _, _, n in pieces), *source.shape[1:])
+        self.target(name, source, shape)
+        zero, rest = (0,) * (len(shape) - 1), source.shape[1:]
+        for at, to, n in pieces:
+            self.copies.append(Copy(source.name, Box((at, *zero), (n, *rest)), name, Box((to, *zero), (n, *rest))))
+
+
+class Rule(Protocol):
+    """How some tensors under a prefix of Megatron's names become tensors under a prefix of Hugging Face's."""
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """Adds this rule's targets, copies and drops.
+
+        Args:
+            out: Where to.
+            source: Prefix of Megatron's names: `decoder.layers.7.`
+            target: Prefix of Hugging Face's: `model.layers.7.`
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Rename:
+    """One tensor under another name.
+
+    Attributes:
+        target: Hugging Face's name.
+        sources: Megatron's names; the first that exists is taken (layer specs spell norms differently).
+        norm: A norm's weight, which may be stored as gamma - 1.
+        transpose: For transformers' Conv1D, whose weights are (in, out).
+        fp32: Never cast: consumers expect float32 (router bias).
+        when: Field of `ModelArgs` that must be set.
+        unless: Field that must not be.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    norm: bool = False
+    transpose: bool = False
+    fp32: bool = False
+    when: str | None = None
+    unless: str | None = None
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        if not out.applies(self.when, self.unless):
+            return
+        tensor = out.source(source, *self.sources)
+        op = Op.TRANSPOSE if self.transpose else Op.ADD_ONE if self.norm and out.add_one else Op.COPY
+        out.whole(target + self.target, tensor, op, keep_dtype=self.fp32)
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """A matrix with one row per token: Megatron pads it to a multiple of `make_vocab_size_divisible_by * tp` rows."""
+
+    target: str
+    source: str
+    untied: bool = False
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        if self.untied and out.args.tied_embeddings:
+            return
+        tensor = out.source(source, self.source)
+        rows = tensor.shape[0]
+        out.rows(target + self.target, tensor, [(0, 0, out.vocab)])
+        if out.vocab < rows:
+            padding = Box((out.vocab, *(0,) * (len(tensor.shape) - 1)), (rows - out.vocab, *tensor.shape[1:]))
+            out.drops.append(Drop(tensor.name, padding, "padding rows of the vocabulary"))
+
+
+def _qkv_rows(args: ModelArgs) -> Iterator[tuple[int, int, int, int]]:
+    """Row ranges of a fused QKV projection: `(part, source row, row within the part, rows)`, part 0, 1, 2 is q, k, v.
+
+    Megatron keeps the queries of a group beside their key and value, so that splitting rows over tensor parallel ranks
+    splits groups. With 4 heads in 2 groups of head_dim rows each:
+
+        linear_qkv  | q0 | q1 | k0 | v0 | q2 | q3 | k1 | v1 |
+                    '--- group 0 ------''---- group 1 ------'
+        q_proj      | q0 | q1 | q2 | q3 |
+        k_proj      | k0 | k1 |
+        v_proj      | v0 | v1 |
+
+    Source: megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors (0.6 to 0.20).
+    """
+    heads, groups, dim = args.num_attention_heads, args.num_query_groups, args.head_dim
+    if heads is None or groups is None or dim is None:
+        raise RequestError("the numbers of heads and query groups are not known, so QKV cannot be taken apart")
+    queries = heads // groups * dim
+    for group in range(groups):
+        at = group * (queries + 2 * dim)
+        yield 0, at, group * queries, queries
+        yield 1, at + queries, group * dim, dim
+        yield 2, at + queries + dim, group * dim, dim
+
+
+@dataclass(frozen=True)
+class QKV:
+    """A fused QKV projection as three, weight and (with `add_qkv_bias`) bias."""
+
+    targets: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    source: str = "self_attention.linear_qkv"
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        for leaf in (".weight", ".bias") if out.args.add_qkv_bias else (".weight",):
+            tensor = out.source(source, self.source + leaf)
+            pieces: tuple[list[tuple[int, int, int]], ...] = ([], [], [])
+            for part, at, to, rows in _qkv_rows(out.args):
+                pieces[part].append((at, to, rows))
+            for name, piece in zip(self.targets, pieces, strict=True):
+                out.rows(target + name + leaf, tensor, piece)
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """A fused QKV projection as GPT-2's Conv1D: (in, out) with all queries, then all keys, then all values."""
+
+    target: str
+    source: str = "self_attention.linear_qkv"
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        weight, bias = (out.source(source, self.source + leaf) for leaf in (".weight", ".bias"))
+        width = weight.shape[0] // 3
+        name, inner = target + self.target + ".weight", weight.shape[1]
+        out.target(name, weight, weight.shape[::-1])
+        pieces = [(at, part * width + to, rows) for part, at, to, rows in _qkv_rows(out.args)]
+        for at, to, rows in pieces:
+            box = Box((at, 0), (rows, inner))
+            out.copies.append(Copy(weight.name, box, name, Box((0, to), (inner, rows)), Op.TRANSPOSE))
+        out.rows(target + self.target + ".bias", bias, pieces)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """The first projection of a gated MLP as two, weight and (with `add_bias_linear`) bias.
+
+    In a checkpoint the halves are whole, whatever the layout that saved it; in a rank's memory at tp 2 they are not:
+
+        linear_fc1, stored   | gate (ffn rows)  | up (ffn rows)  |
+        rank 0 | rank 1      | gate 0 | up 0 |  | gate 1 | up 1  |
+
+    Source: megatron/core/transformer/mlp.py, apply_swiglu_sharded_factory (0.4 to 0.20).
+    """
+
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    source: str = "mlp.linear_fc1"
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        for leaf in (".weight", ".bias") if out.args.add_bias_linear else (".weight",):
+            tensor = out.source(source, self.source + leaf)
+            half = tensor.shape[0] // 2
+            out.rows(target + self.gate + leaf, tensor, [(0, 0, half)])
+            out.rows(target + self.up + leaf, tensor, [(half, 0, tensor.shape[0] - half)])
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The same rules for each expert; names contain its number in both worlds."""
+
+    target: str
+    rules: tuple[Rule, ...]
+    source: str = "mlp.experts.{}."
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        for expert in range(out.args.num_experts or 0):
+            inner, outer = source + self.source.format(expert), target + self.target.format(expert)
+            for rule in self.rules:
+                rule.emit(out, inner, outer)
