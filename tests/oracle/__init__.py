@@ -1,0 +1,1 @@
+"""The real megatron-core on a CPU, in child processes: writes checkpoints, and loads ours back."""
