@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["Job", "OutputFile", "Place", "Task", "Tile"]
 
 MIB = 1 << 20
+_TILE = 8 * MIB
+_SMALLEST_TILE = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +271,12 @@ def _tile_size(
     max_memory: int,
     threads: int,
 ) -> tuple[int, int]:
-    buffers, smallest = _buffers(sources, copies, targets), 64 << 10
-    threads = max(1, min(threads, max_memory // (buffers * smallest)))
-    tile = min(8 * MIB, max_memory // (threads * buffers) // 4096 * 4096)
-    if tile < smallest:
+    # the tile does not depend on the number of workers, so that a run may be continued with another number
+    buffers = _buffers(sources, copies, targets)
+    tile = min(_TILE, max_memory // buffers // 4096 * 4096)
+    if tile < _SMALLEST_TILE:
         raise RequestError(
-            f"--max-memory of {max_memory} bytes is too small: one worker needs {buffers * smallest} bytes of buffers"
+            f"--max-memory of {max_memory:,} bytes is too small: one worker needs {buffers * _SMALLEST_TILE:,} bytes",
+            hint="give at least 1MiB; 64MiB is the default",
         )
-    return tile, threads
+    return tile, max(1, min(threads, max_memory // (buffers * tile)))

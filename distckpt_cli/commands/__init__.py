@@ -23,6 +23,7 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "inspect": Entry("inspect:inspect", "Look", "Show what a checkpoint is: model, layout, components, tensors"),
+    "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
     "formats": Entry("about:formats", "About", "List the storage formats that can be read"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that can be exported"),
 }
@@ -32,6 +33,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt inspect ckpt/iter_0050000",
         "distckpt inspect ckpt/iter_0050000 --tensors 'decoder.layers.0.*'",
         "distckpt inspect ckpt/iter_0050000 --json | jq .model",
+        "distckpt export-hf ckpt/iter_0050000 llama-hf",
     ),
     "inspect": (
         "distckpt inspect ckpt/iter_0050000",
@@ -39,6 +41,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt inspect ckpt --files",
         "distckpt inspect ckpt --args '*lr*'",
         "distckpt inspect ckpt -q | grep router",
+    ),
+    "export-hf": (
+        "distckpt export-hf ckpt/iter_0050000 llama-hf",
+        "distckpt export-hf ckpt llama-hf --hf-config /models/Llama-3.1-8B",
+        "distckpt export-hf ckpt llama-hf --dtype fp16 --max-shard-size 2GB",
+        "distckpt export-hf ckpt llama-hf --dry-run --json | jq .dropped",
     ),
     "formats": ("distckpt formats",),
     "models": ("distckpt models --json",),
