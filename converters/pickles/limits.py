@@ -17,8 +17,8 @@ class Limits:
 
     data_bytes: int = 1 << 30
     """Size of the pickle."""
-    base_ops: int = 10_000_000
-    """Opcodes allowed whatever the size (about four seconds)."""
+    base_ops: int = 6_000_000
+    """Opcodes allowed whatever the size (about two seconds)."""
     ops_per_byte: float = 0.0
     """More opcodes allowed per byte, for files that are large for a good reason."""
     base_bytes: int = 96 << 20
@@ -32,7 +32,7 @@ class Limits:
     """Elements in a tuple that is a dict key."""
     tuple_keys: int = 4096
     """Dict keys that are tuples: their hashes can be made to collide, so the cost may be quadratic."""
-    number_keys: int = 131_072
+    number_keys: int = 65_536
     """Dict keys that are numbers, for the same reason; strings and bytes have a secret hash."""
     int_bytes: int = 64
     """Width of an integer."""

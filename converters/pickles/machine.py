@@ -43,6 +43,11 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\
 _SCALARS: Final = frozenset({str, bytes, type(None), bool, Global, Obj, PersId})
 _KEYS: Final = _SCALARS | {int, float, tuple, frozenset}
 _DROPPABLE: Final = frozenset({str, bytes, type(None), bool, int, float, list, dict, tuple, set, frozenset, bytearray})
+_TRICKS: Final = frozenset({
+    "__builtins__", "__class__", "__code__", "__del__", "__getattr__", "__getattribute__", "__globals__", "__reduce__",
+    "__reduce_ex__", "__setstate__", "__subclasshook__",
+})  # fmt: skip
+"""Attributes that would turn an object into something else; pydantic's `__dict__` is not among them."""
 _MISSING: Final = object()
 """Fills the memo below the first index of a pickler that does not count from 0 (Python 2 counts from 1)."""
 
@@ -465,6 +470,9 @@ class Machine:
         if kind in _SCALARS:
             return
         if kind in (int, float):
+            # Within 64 bits at most nine integers share a hash; beyond, any number of them.
+            if kind is int and not -(1 << 63) <= key < 1 << 63:
+                self.unsafe(pos, "a dictionary key of more than 64 bits")
             self.number_keys -= 1
         elif kind in (tuple, frozenset):
             self.tuple_keys -= 1
@@ -503,7 +511,7 @@ class Machine:
                 hint="do not load the file with anything else; ask whoever wrote it",
             )
         self.stack.append(found)
-        self.room -= 72
+        self.room -= 216
 
     def _op_global_text(self, pos: int) -> int:
         middle = self.data.find(b"\n", pos + 1, pos + 2 + 4 * self.limits.name_chars)
@@ -557,6 +565,9 @@ class Machine:
             self.unsafe(pos, f"attributes set on a {type(target).__name__}")
         if target.state is not None:
             self.unsafe(pos, "attributes set twice on one object")
+        for half in state if type(state) is tuple else (state,):
+            if type(half) is dict and not _TRICKS.isdisjoint(half):
+                self.unsafe(pos, f"an object that replaces its own {min(_TRICKS & half.keys())}")
         target.state = state
         return pos + 1
 

@@ -98,7 +98,7 @@ class Obj:
     def __repr__(self) -> str:
         from converters.pickles.describe import describe
 
-        return f"<{describe(self, max_depth=1, max_nodes=16)}>"
+        return f"<{describe(self, max_depth=2, max_nodes=16)}>"
 
 
 class PersId:
@@ -116,7 +116,7 @@ class PersId:
     def __repr__(self) -> str:
         from converters.pickles.describe import describe
 
-        return f"<{describe(self, max_depth=1, max_nodes=16)}>"
+        return f"<{describe(self, max_depth=2, max_nodes=16)}>"
 
 
 def _state_dicts(obj: Obj) -> list[dict[Node, Node]]:
