@@ -41,7 +41,7 @@ _PERMITS = {
     "fully_reshardable": "Megatron-Core 0.15 or later reshards it to any tp, pp, ep, dp",
     "fully_sharded_model_space": "Megatron-Core 0.8 to 0.15 reshards it to any tp, pp, ep, dp; later ones cannot read it",
     "dp_reshardable": "Megatron changes only dp, with the same buckets; not tp, pp or ep",
-    "fully_sharded_bucket_space": "Megatron-Core 0.6 to 0.14 changes only dp, with the same buckets; later ones cannot read it",
+    "fully_sharded_bucket_space": "Megatron-Core 0.6 to 0.14 changes only dp, with the same buckets; later ones cannot",
     "dp_zero_gather_scatter": "Megatron changes only dp; not tp, pp or ep",
     "fsdp_dtensor": "Megatron-FSDP changes the number of ranks",
     "unknown": "not known",
