@@ -82,6 +82,7 @@ LATENT = {
     "moe_layer_freq": [0, 1, 1],
     "moe_shared_expert_intermediate_size": 20,
 }
+LAYER_NORM = {"normalization": "LayerNorm", "swiglu": False, "bias_gelu_fusion": False, "add_bias_linear": True}
 FAMILIES = {
     "llama": {},
     "mistral": {"window_size": (7, 0)},
@@ -104,6 +105,16 @@ FAMILIES = {
         "position_embedding_type": "learned_absolute",
         "untie_embeddings_and_output_weights": False,
     },
+    "gpt_neox": LAYER_NORM | {"group_query_attention": False, "rotary_percent": 0.5},
+    "starcoder2": LAYER_NORM,
+    "nemotron": LAYER_NORM
+    | {
+        "squared_relu": True,
+        "add_bias_linear": False,
+        "layernorm_zero_centered_gamma": True,
+        "rotary_percent": 0.5,
+    },
+    "granitemoeshared": EXPERTS | {"moe_shared_expert_intermediate_size": 14},
 }
 
 

@@ -107,6 +107,10 @@ GOLDEN = [
     ("gpt_adam_tp2pp2", "gpt", "gpt2"),
     ("gpt_untied_weights_tp2pp2", "gpt_untied", "gpt2"),
     ("gpt_tanh_weights_tp2", "gpt_tanh", "gpt2"),
+    ("gptneox_weights_tp2", "gptneox", "gpt_neox"),
+    ("starcoder2_weights_tp2pp2", "starcoder2", "starcoder2"),
+    ("nemotron_weights_tp2", "nemotron", "nemotron"),
+    ("moe_shared_weights_ep2pp2", "moe_shared", "granitemoeshared"),
 ]
 
 

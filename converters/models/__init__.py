@@ -13,13 +13,17 @@ from converters.models import (
     deepseek_v2,
     deepseek_v3,
     gpt2,
+    gpt_neox,
+    granitemoeshared,
     llama,
     mistral,
     mixtral,
+    nemotron,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    starcoder2,
 )
 from converters.models.export import HfMapping, check_hf_config, map_to_hf
 from converters.models.model import Model
@@ -30,7 +34,22 @@ if TYPE_CHECKING:
 
 __all__ = ["KNOWN", "HfMapping", "Model", "by_name", "check_hf_config", "infer", "map_to_hf"]
 
-_TABLES = (llama, mistral, qwen2, qwen3, qwen2_moe, qwen3_moe, mixtral, deepseek_v2, deepseek_v3, gpt2)
+_TABLES = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen2_moe,
+    qwen3_moe,
+    mixtral,
+    granitemoeshared,
+    deepseek_v2,
+    deepseek_v3,
+    gpt2,
+    gpt_neox,
+    starcoder2,
+    nemotron,
+)
 KNOWN: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
 
 
@@ -61,7 +80,7 @@ def infer(args: ModelArgs, catalog: Catalog) -> Model:
     for model in KNOWN:
         if not reasons[model.name]:
             return model
-    close = sorted(reversed(KNOWN), key=lambda model: len(reasons[model.name]))[:3]
+    close = sorted(KNOWN, key=lambda model: (len(reasons[model.name]), -KNOWN.index(model)))[:3]
     raise RequestError(
         "no known architecture computes what this model computes",
         details=[f"not {model.name}: {'; '.join(reasons[model.name][:4])}" for model in close],

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from converters.model_args import ModelArgs
 
 
-def _norm(target: str, *sources: str) -> tuple[Rename, Rename]:
+def layer_norm(target: str, *sources: str) -> tuple[Rename, Rename]:
     """A LayerNorm; `sources` end before `weight` and `bias`."""
     weight = Rename(f"{target}.weight", tuple(s + "weight" for s in sources), norm=True)
     return weight, Rename(f"{target}.bias", tuple(s + "bias" for s in sources))
@@ -39,7 +39,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _misfits(args: ModelArgs) -> list[str]:
+def one_head_width(args: ModelArgs) -> list[str]:
+    """What an attention without query groups and without a head size of its own cannot express."""
     heads, dim = args.num_attention_heads or 0, args.head_dim or 0
     out = []
     if args.num_query_groups != heads:
@@ -68,16 +69,16 @@ MODEL = Model(
         Rename("transformer.wpe.weight", ("embedding.position_embeddings.weight",)),
     ),
     layer=(
-        *_norm("ln_1", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        *layer_norm("ln_1", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
         FusedQKV("attn.c_attn"),
         *_conv1d("attn.c_proj", "self_attention.linear_proj"),
-        *_norm("ln_2", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+        *layer_norm("ln_2", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ),
     dense=(*_conv1d("mlp.c_fc", "mlp.linear_fc1"), *_conv1d("mlp.c_proj", "mlp.linear_fc2")),
     after=(
-        *_norm("transformer.ln_f", "decoder.final_layernorm."),
+        *layer_norm("transformer.ln_f", "decoder.final_layernorm."),
         Vocab("lm_head.weight", "output_layer.weight", untied=True),
     ),
     layers="transformer.h.{}.",
-    misfits=_misfits,
+    misfits=one_head_width,
 )

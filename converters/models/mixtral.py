@@ -33,7 +33,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _misfits(args: ModelArgs) -> list[str]:
+def every_layer_mixed(args: ModelArgs) -> list[str]:
+    """What an architecture with experts in every layer cannot express."""
     dense = config.dense_layers(args)
     return [f"layer {dense[0]} has no experts"] if dense else []
 
@@ -59,5 +60,5 @@ MODEL = Model(
     dense=(),
     moe=_EXPERTS,
     after=llama.FINAL,
-    misfits=_misfits,
+    misfits=every_layer_mixed,
 )

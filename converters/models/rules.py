@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.model_args import ModelArgs
 
-__all__ = ["QKV", "Emit", "Experts", "FusedQKV", "GateUp", "Rename", "Rule", "Vocab"]
+__all__ = ["QKV", "Emit", "Experts", "FusedQKV", "GateUp", "Rename", "Rule", "StackedExperts", "Vocab"]
 
 
 @dataclass
@@ -252,3 +252,21 @@ class Experts:
             inner, outer = source + self.source.format(expert), target + self.target.format(expert)
             for rule in self.rules:
                 rule.emit(out, inner, outer)
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """One matrix of every expert, stacked in one tensor (experts, rows, columns)."""
+
+    target: str
+    source: str
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        name, count = target + self.target, out.args.num_experts or 0
+        for expert in range(count):
+            tensor = out.source(source, f"mlp.experts.{expert}.{self.source}")
+            if not expert:
+                out.target(name, tensor, (count, *tensor.shape))
+            box = Box((expert, *(0,) * len(tensor.shape)), (1, *tensor.shape))
+            out.copies.append(Copy(tensor.name, Box.whole(tensor.shape), name, box))

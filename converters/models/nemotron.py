@@ -1,0 +1,51 @@
+"""Nemotron 3 and 4, Minitron: squared ReLU, and a LayerNorm whose weight is stored as gamma - 1, as Megatron's is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.gpt_neox import linear, partial_rope
+from converters.models.model import SET, UNSET, Model
+from converters.models.starcoder2 import LAYER_NORM_ATTENTION, LAYER_NORM_FINAL, same_bias
+
+if TYPE_CHECKING:
+    from converters.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **config.decoder(args),
+        **config.attention(args),
+        **partial_rope(args),
+        "norm_eps": args.norm_epsilon,
+        "attention_bias": bool(args.add_bias_linear),
+        "mlp_bias": bool(args.add_bias_linear),
+    }
+
+
+MODEL = Model(
+    name="nemotron",
+    architecture="NemotronForCausalLM",
+    needs={
+        **config.DECODER,
+        **config.GROUPED_ATTENTION,
+        **config.ROPE,
+        **config.DENSE,
+        "normalization": ("LayerNorm",),
+        "zero_centered_norm": (True,),
+        "rotary_percent": (SET,),
+        "rope_scaling": (UNSET,),
+        "gated": (False,),
+        "activation": ("relu2",),
+        "add_bias_linear": (True, False),
+        "add_qkv_bias": (True, False),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=LAYER_NORM_ATTENTION,
+    dense=(*linear("mlp.up_proj", "mlp.linear_fc1"), *linear("mlp.down_proj", "mlp.linear_fc2")),
+    after=LAYER_NORM_FINAL,
+    misfits=same_bias,
+    zero_centered=True,
+)
