@@ -113,8 +113,7 @@ class Identity:
     """Everything the card says.
 
     Attributes:
-        family: Architecture it resembles ("llama", "qwen3_moe"), None if it resembles none.
-        family_reason: The features that say so.
+        features: What the tensors show of the architecture: "experts", "query and key norms".
         model: Facts of the model; fields are None where nothing says.
         contradictions: Statements of the arguments that the tensors' shapes refute.
         layout: What the saving job was split into.
@@ -131,8 +130,7 @@ class Identity:
         writers: Global ranks that wrote data.
     """
 
-    family: str | None
-    family_reason: str
+    features: tuple[str, ...]
     model: ModelArgs
     contradictions: tuple[str, ...]
     layout: Layout
@@ -156,12 +154,10 @@ def identify(catalog: Catalog) -> Identity:
     layout = _layout(catalog, model)
     components = _components(catalog)
     parameters, padding = _parameters(catalog, model)
-    family, reason = _family(catalog.weights)
     data = [f for f in catalog.files if f.role == "data"]
     writers = sorted({found[0] for f in data if (found := writer_of(f.name)) is not None})
     return Identity(
-        family=family,
-        family_reason=reason,
+        features=_features(catalog.weights),
         model=model,
         contradictions=tuple(model.contradictions(catalog)),
         layout=layout,
@@ -310,13 +306,13 @@ def _parameters(catalog: Catalog, model: ModelArgs) -> tuple[int, int | None]:
     return total - padding, padding if known else None
 
 
-def _features(weights: Mapping[str, TensorInfo]) -> dict[str, bool]:
+def _features(weights: Mapping[str, TensorInfo]) -> tuple[str, ...]:
     def has(*endings: str) -> bool:
         return any(name.endswith(endings) for name in weights)
 
     fc1 = next((t for n, t in weights.items() if n.endswith(".linear_fc1.weight") and len(t.shape) == 2), None)
     fc2 = weights.get(fc1.name.replace("linear_fc1", "linear_fc2")) if fc1 is not None else None
-    return {
+    found = {
         "state-space layers": any(".mixer." in name for name in weights),
         "multi-head latent attention": has(".linear_kv_down_proj.weight", ".linear_kv_up_proj.weight"),
         "experts": any(".experts." in name and "shared" not in name for name in weights),
@@ -330,31 +326,4 @@ def _features(weights: Mapping[str, TensorInfo]) -> dict[str, bool]:
         "learned positions": "embedding.position_embeddings.weight" in weights,
         "gated mlp": fc1 is not None and fc2 is not None and fc1.shape[0] == 2 * fc2.shape[1],
     }
-
-
-# what an architecture has, and what it must not have; the first that fits is named
-_FAMILIES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
-    ("mamba hybrid", ("state-space layers",), ()),
-    ("deepseek_v3", ("multi-head latent attention", "experts", "expert bias"), ()),
-    ("deepseek_v2", ("multi-head latent attention", "experts"), ()),
-    ("qwen3_moe", ("experts", "query and key norms", "gated mlp"), ("shared experts", "biased qkv", "biased norms")),
-    ("qwen2_moe", ("experts", "gated shared experts", "biased qkv"), ("biased norms",)),
-    ("mixtral", ("experts", "gated mlp"), ("shared experts", "biased qkv", "query and key norms", "biased norms")),
-    ("gpt2", ("learned positions", "biased layers", "biased norms"), ("experts", "gated mlp")),
-    ("qwen3", ("query and key norms", "gated mlp"), ("biased qkv", "experts", "biased norms")),
-    ("qwen2", ("biased qkv", "gated mlp"), ("biased layers", "experts", "biased norms")),
-    (
-        "llama",
-        ("gated mlp",),
-        ("biased qkv", "biased layers", "experts", "biased norms", "multi-head latent attention"),
-    ),
-]
-
-
-def _family(weights: Mapping[str, TensorInfo]) -> tuple[str | None, str]:
-    features = _features(weights)
-    present = ", ".join(name for name, there in features.items() if there)
-    for family, needed, excluded in _FAMILIES:
-        if all(features[f] for f in needed) and not any(features[f] for f in excluded):
-            return family, present
-    return None, present
+    return tuple(name for name, there in found.items() if there)

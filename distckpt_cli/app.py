@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from typer.main import get_command
 
+from converters import __version__
 from converters.errors import DistckptError, Interrupted
 from distckpt_cli.console import Console, UsageProblem, drop_stdout
 from distckpt_cli.exits import ExitCode
@@ -31,12 +32,7 @@ app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            print(f"distckpt {version('distckpt')}")
-        except PackageNotFoundError:  # run from a source tree
-            print("distckpt (not installed)")
+        print(f"distckpt {__version__}")
         raise typer.Exit(ExitCode.OK)
 
 

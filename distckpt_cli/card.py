@@ -6,6 +6,7 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
+from converters.errors import RequestError
 from converters.names import fold
 from distckpt_cli.console import format_count, format_size
 
@@ -13,9 +14,10 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.identity import Identity, Layout
     from converters.model_args import ModelArgs
+    from converters.models import Model
     from distckpt_cli.console import Console
 
-__all__ = ["card_document", "describe_layout", "describe_model", "print_card"]
+__all__ = ["card_document", "describe_layout", "describe_model", "find_architecture", "print_card"]
 
 _SHOWN_PROBLEMS = 8
 
@@ -34,9 +36,19 @@ def describe_layout(layout: Layout) -> str:
     return text + (f" ({layout.ranks} ranks)" if layout.ranks else "")
 
 
-def describe_model(model: ModelArgs, family: str | None) -> str:
-    """The model in one line: `llama-like, 32 layers, hidden 4096, 32 heads / 8 query groups, ffn 14336, ...`."""
-    parts = [f"{family}-like"] if family else []
+def find_architecture(catalog: Catalog, identity: Identity) -> tuple[Model | None, list[str]]:
+    """The Hugging Face architecture of the model; or None, and why no known one fits."""
+    from converters.models import infer
+
+    try:
+        return infer(identity.model, catalog), []
+    except RequestError as error:
+        return None, [error.message, *error.details]
+
+
+def describe_model(model: ModelArgs, architecture: Model | None) -> str:
+    """The model in one line: `llama, 32 layers, hidden 4096, 32 heads / 8 query groups, ffn 14336, ...`."""
+    parts = [architecture.name] if architecture else []
     if model.num_layers is not None:
         parts.append(f"{model.num_layers} layers")
     if model.hidden_size is not None:
@@ -75,7 +87,10 @@ def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
     if catalog.producer:
         title.append(f"written by {catalog.producer[0]}")
     console.fact(f"{catalog.path}  ", ", ".join(title), style="bold")
-    console.fact("model", describe_model(identity.model, identity.family))
+    architecture, _ = find_architecture(catalog, identity)
+    console.fact("model", describe_model(identity.model, architecture))
+    if architecture is None and identity.features:
+        console.fact("", f"no known architecture; it has {', '.join(identity.features)}")
     saved = [describe_layout(identity.layout)]
     if identity.sharing.parallel is not None:
         saved.append("fully parallel save" if identity.sharing.parallel else "saved by the first data-parallel rank")
@@ -117,18 +132,21 @@ def card_document(catalog: Catalog, identity: Identity) -> dict[str, Any]:
     """The card for programs: bytes as integers, null where nothing is known."""
     model = {f.name: getattr(identity.model, f.name) for f in fields(identity.model) if f.name != "source"}
     producer = {"version": catalog.producer[0], "reason": catalog.producer[1]} if catalog.producer else None
-    layout = asdict(identity.layout)
+    architecture, reasons = find_architecture(catalog, identity)
+    found = {"name": architecture.name, "class": architecture.architecture} if architecture else None
     return {
         "path": str(catalog.path),
         "format": catalog.format,
         "flavour": catalog.flavour,
         "producer": producer,
         "iteration": catalog.iteration,
-        "family": {"name": identity.family, "features": identity.family_reason},
+        "architecture": found,
+        "no_architecture": reasons,
+        "features": list(identity.features),
         "model": model,
         "model_source": dict(identity.model.source),
         "contradictions": list(identity.contradictions),
-        "layout": layout,
+        "layout": asdict(identity.layout),
         "fully_parallel_save": {"value": identity.sharing.parallel, "reason": identity.sharing.reason},
         "optimizer": asdict(identity.optimizer),
         "components": [

@@ -164,8 +164,13 @@ class Console:
     def fact(self, label: str, text: str, *, style: str | None = None) -> None:
         """A labelled line of a card, wrapped under its label on a narrow terminal."""
         lines = self._wrap(printable(text), _LABEL)
-        head = label.ljust(_LABEL)
-        self.out((self.style(head, style) if style else head) + lines[0])
+        head = printable(label).ljust(_LABEL)
+        shown = self.style(head, style) if style else head
+        if self.width is not None and len(head) > _LABEL and len(head) + len(lines[0]) > self.width:
+            self.out(shown.rstrip())  # a path that leaves no room beside it
+            lines.insert(0, "")
+        else:
+            self.out(shown + lines[0])
         self.lines(" " * _LABEL + line for line in lines[1:])
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:

@@ -20,12 +20,11 @@ def formats(as_json: Json = False) -> None:
 
 def models(as_json: Json = False) -> None:
     """List the Hugging Face architectures that can be exported."""
-    import converters.models as library
+    from converters.models import KNOWN
 
-    registry = getattr(library, "REGISTRY", {})
-    names = sorted(str(getattr(entry, "name", entry)) for entry in registry)
+    rows = [(model.name, model.architecture) for model in KNOWN]
     console = Console(json_asked=as_json)
     if as_json:
-        console.document("distckpt.models/1", {"models": names})
+        console.document("distckpt.models/1", {"models": [{"name": n, "architecture": a} for n, a in rows]})
     else:
-        console.lines(names)
+        console.table(["MODEL", "ARCHITECTURE"], rows)
