@@ -179,8 +179,9 @@ class _Collected(Facts):
 
     def add_defaults(self, catalog: Catalog) -> None:
         """What an option amounts to that the writing version did not have or did not write out."""
+        stated = not self.source.get("num_experts", "shape").startswith("shape")
         for name, value in DEFAULTS.items():
-            if not name.startswith("moe_") or "num_experts" in self.values:
+            if stated or not name.startswith("moe_"):
                 self.put(name, value, "default")
         if self.values.get("rope_scaling") == "yarn":
             # core 0.14 named the option and fixed it at 4096; 0.12 and 0.13 took max_position_embeddings for it

@@ -103,7 +103,6 @@ DEFAULTS: dict[str, Any] = {
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
     "rotary_interleaved": False,
-    "moe_topk": 2,
     "moe_score_function": "softmax",
     "moe_pre_softmax": False,
     "moe_shared_expert_gate": False,
