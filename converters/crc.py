@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-__all__ = ["RecordSums", "combine"]
+__all__ = ["RecordSums", "Segment", "combine", "crc_of_zeros"]
 
 _POLYNOMIAL = 0xEDB88320  # reflected, as zlib and zip use it
 
@@ -48,6 +48,11 @@ def combine(first: int, second: int, nbytes: int) -> int:
     if not nbytes:
         return first
     return (_multiply(_shift(nbytes), first) if first else 0) ^ second
+
+
+def crc_of_zeros(nbytes: int) -> int:
+    """CRC-32 of `nbytes` zero bytes, without having them."""
+    return _multiply(_shift(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF if nbytes else 0
 
 
 Segment = tuple[int, int, int]

@@ -13,24 +13,26 @@ import time
 from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
-from converters.crc import RecordSums
-from converters.errors import IntegrityError, Interrupted
+from converters.crc import RecordSums, crc_of_zeros
+from converters.errors import DistckptError, IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
 from converters.job import check_stored
 from converters.names import printable
 from converters.publish import os_trouble
-from converters.worker import Worker
+from converters.worker import Worker, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from converters.catalog import Chunk
+    from converters.crc import Segment
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.job import Job, Task
     from converters.publish import Staging
     from converters.records import Payload
+    from converters.worker import Segments
 
 __all__ = ["Stats", "run"]
 
@@ -104,7 +106,9 @@ class _Run:
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
         self.finished: list[Task] = []  # since the last safe point
-        self.fresh: list[tuple[int, int, int, int]] = []  # segments since the last safe point
+        self.fresh: Segments = []  # checksums of what was read since then
+        self.fresh_written: Segments = []  # and of what was written into sealed records
+        self.written = RecordSums()
         self.fingerprint = reader.fingerprint()
 
     def run(self) -> Stats:
@@ -136,6 +140,7 @@ class _Run:
             )
         self.listener(Phase("checking"))
         self._complete_sums()
+        self._seal()
         if self.reader.fingerprint() != self.fingerprint:
             raise IntegrityError("the source changed while it was being read; nothing was published")
         self.stats.seconds = time.monotonic() - begin
@@ -149,7 +154,7 @@ class _Run:
                     segments = worker.do(task)
                     if segments is None:
                         return
-                    self.done(task, segments)
+                    self.done(task, segments, worker.written)
             finally:
                 worker.close()
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
@@ -160,8 +165,10 @@ class _Run:
         done: set[int] = set()
         for line in self.staging.resumed:
             done.update(line["tasks"])
-            for record, start, nbytes, crc in line["sums"]:
-                self.sums.add(record, (start, nbytes, crc))
+            for record, *segment in line["sums"]:
+                self.sums.add(record, tuple(segment))
+            for record, *segment in line["written"]:
+                self.written.add(record, tuple(segment))
         todo = [task for task in self.job.tasks if task.number not in done]
         kept = [task for task in self.job.tasks if task.number in done]
         if kept:
@@ -188,13 +195,13 @@ class _Run:
     def _safe_point(self) -> None:
         """Syncs what finished tasks wrote, then says so in the journal."""
         with self.lock:
-            tasks, segments = self.finished, self.fresh
-            self.finished, self.fresh = [], []
+            tasks, segments, written = self.finished, self.fresh, self.fresh_written
+            self.finished, self.fresh, self.fresh_written = [], [], []
         if not tasks:
             return
         for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
             self._sync(self.staging.folder / self.job.files[number].name)
-        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments})
+        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments, "written": written})
 
     def _sync(self, path: Path) -> None:
         try:
@@ -241,12 +248,47 @@ class _Run:
             if self.failure is None:
                 self.failure = error
 
-    def done(self, task: Task, segments: list[tuple[int, int, int, int]]) -> None:
+    def wrote(self, record: int, segment: Segment, log: Segments) -> None:
+        """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""
+        self.written.add(record, segment)
+        log.append((record, *segment))
+
+    def _seal(self) -> None:
+        """Puts behind every record what ends it; needs the checksum of all that was written into it."""
+        seals = self.job.seals
+        if seals is None:
+            return
+        for record, start, nbytes in seals.fills():
+            self.written.add(record, (start, nbytes, crc_of_zeros(nbytes)))
+        by_file: dict[int, list[tuple[int, bytes]]] = {}
+        for record in sorted(self.written.pieces):
+            crc = self.written.whole(record, seals.nbytes(record))
+            if crc is None:
+                raise DistckptError(
+                    f"record {record} was not filled: {self.written.gaps(record, seals.nbytes(record))}"
+                )
+            file, offset, data = seals.seal(record, crc)
+            by_file.setdefault(file, []).append((offset, data))
+        for number, pieces in by_file.items():
+            path = self.staging.folder / self.job.files[number].name
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                try:
+                    for offset, data in pieces:
+                        write_at(fd, memoryview(data), offset)
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+            except OSError as error:
+                raise os_trouble(error, path, "writing") from error
+
+    def done(self, task: Task, segments: Segments, written: Segments) -> None:
         """Notes a finished task."""
         files = []
         with self.lock:
             self.finished.append(task)
             self.fresh += segments
+            self.fresh_written += written
             self.stats.bytes_written += task.nbytes
             for number in task.files:
                 self.left[number] -= 1

@@ -1,15 +1,14 @@
 """From any readable checkpoint to a folder that `transformers` loads.
 
-    plan = plan_export(open_checkpoint("ckpt"), Path("out"), ExportOptions())
-    plan.job.bytes_written, plan.report()["targets"]      # what would happen
-    run_export(plan)                                      # makes it happen
+plan = plan_export(open_checkpoint("ckpt"), Path("out"), ExportOptions())
+plan.job.bytes_written, plan.report()["targets"]      # what would happen
+run_export(plan)                                      # makes it happen
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from converters.errors import DestinationError, FormatError, RequestError
 from converters.events import Listener, Note, Phase, PlanReady, StopFlag
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
-from converters.job import Job, check_stored
+from converters.job import CopyRoutes, Job, check_stored
 from converters.model_args import ModelArgs
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
@@ -27,6 +26,7 @@ from converters.plan import Op, prove
 from converters.publish import Staging, check_destination, free_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from converters.catalog import Catalog
@@ -130,7 +130,7 @@ class ExportPlan:
             ],
             "targets": {
                 name: {
-                    "file": self.job.files[self.job.places[name].file].name,
+                    "file": self.job.files[self.layout.places[name].file].name,
                     "dtype": target.dtype.name,
                     "shape": list(target.shape),
                     "from": list(origins[name]),
@@ -171,9 +171,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     layout = plan_shards(mapping.targets, options.max_shard_bytes)
     job = Job.build(
         sources,
-        mapping.copies,
-        mapping.targets,
-        layout.places,
+        CopyRoutes.of(mapping.copies, mapping.targets, layout.places),
         layout.files,
         source_fingerprint=reader.fingerprint(),
         max_memory=options.max_memory,
@@ -276,7 +274,7 @@ def _extra_files(
                 hint="leave --hf-config out to have a config.json made from the checkpoint",
             )
         own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
-        config = {**reference, **own}
+        config = dict(reference) | own
         code = []
         for path in sorted(options.hf_config.iterdir()):
             if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):

@@ -16,18 +16,19 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from converters.box import Box, contiguous_tiles
 from converters.errors import IntegrityError, RequestError
 from converters.plan import Copy, Op, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from converters.catalog import TensorInfo
+    from converters.dtypes import DType
 
-__all__ = ["Job", "OutputFile", "Place", "Task", "Tile"]
+__all__ = ["CopyRoutes", "Job", "Move", "OutputFile", "Place", "Routes", "Seals", "Task", "Tile"]
 
 MIB = 1 << 20
 _TILE = 8 * MIB
@@ -66,6 +67,117 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """Where some elements of a tile go.
+
+    Attributes:
+        part: The elements, in the source's coordinates.
+        file: Position of the output file.
+        offset: First byte there of the array that receives them.
+        shape: Shape of that array, stored in C order.
+        landing: The elements in its coordinates.
+        dtype: Its element type.
+        op: What happens on the way.
+        record: Number of the output record whose checksum they belong to; -1 for none.
+    """
+
+    part: Box
+    file: int
+    offset: int
+    shape: tuple[int, ...]
+    landing: Box
+    dtype: DType
+    op: Op = Op.COPY
+    record: int = -1
+
+
+class Routes(Protocol):
+    """Where the elements of every source tensor go."""
+
+    def sources(self) -> Sequence[str]:
+        """The source tensors to be read, in the order that fills the output files one after the other."""
+        ...
+
+    def reached(self, source: str, box: Box) -> Iterable[Move]:
+        """The places that take elements of a box of a source tensor."""
+        ...
+
+    def itemsizes(self, source: str) -> Iterable[int]:
+        """Element sizes of the arrays that a source tensor goes to."""
+        ...
+
+    def digest(self) -> str:
+        """Changes when any of it changes."""
+        ...
+
+
+class Seals(Protocol):
+    """Output records that end with their own checksum (torch.save archives)."""
+
+    def fills(self) -> Iterable[tuple[int, int, int]]:
+        """`(record, first byte, bytes)` of payload that no source fills: it stays zero."""
+        ...
+
+    def nbytes(self, record: int) -> int:
+        """Payload bytes of a record."""
+        ...
+
+    def seal(self, record: int, crc: int) -> tuple[int, int, bytes]:
+        """`(file, offset, bytes)` of what follows a record's payload, given the payload's CRC-32."""
+        ...
+
+
+@dataclass(frozen=True)
+class CopyRoutes:
+    """Routes given as region copies between named tensors.
+
+    Attributes:
+        copies: For each source tensor, where its elements go.
+        targets: Every target tensor.
+        places: Where each target lies.
+    """
+
+    copies: Mapping[str, Sequence[Copy]]
+    targets: Mapping[str, Target]
+    places: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy], targets: Mapping[str, Target], places: Mapping[str, Place]) -> CopyRoutes:
+        """Groups copies by source and orders the sources by where their first element lands."""
+        by_source: dict[str, list[Copy]] = defaultdict(list)
+        for copy in copies:
+            by_source[copy.source].append(copy)
+        first = {name: min(_position(places[c.target]) for c in mine) for name, mine in by_source.items()}
+        return cls({name: by_source[name] for name in sorted(first, key=first.__getitem__)}, targets, places)
+
+    def sources(self) -> Sequence[str]:
+        """See `Routes`."""
+        return list(self.copies)
+
+    def reached(self, source: str, box: Box) -> Iterator[Move]:
+        """See `Routes`."""
+        for copy in self.copies[source]:
+            part = copy.source_box.intersect(box) if box.shape else box
+            if part is not None:
+                target, place = self.targets[copy.target], self.places[copy.target]
+                yield Move(part, place.file, place.offset, target.shape, landing(copy, part), target.dtype, copy.op)
+
+    def itemsizes(self, source: str) -> Iterable[int]:
+        """See `Routes`."""
+        return (self.targets[copy.target].dtype.itemsize for copy in self.copies[source])
+
+    def digest(self) -> str:
+        """See `Routes`."""
+        digest = hashlib.sha256()
+        for mine in self.copies.values():
+            for copy in mine:
+                digest.update(f"{copy.source}{copy.source_box}{copy.target}{copy.target_box}{copy.op.value};".encode())
+        for name, place in self.places.items():
+            digest.update(f"{name}@{place.file}+{place.offset}:{self.targets[name].dtype};".encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class Task:
     """Tiles that one worker does in one go: one large tile, or several small tensors.
 
@@ -88,67 +200,51 @@ class Job:
 
     Attributes:
         sources: The source tensors that are read, in the order in which they are read.
-        copies: For each of them, where its elements go.
-        targets: Every target tensor.
-        places: Where each target lies.
+        routes: Where their elements go.
         files: The output files.
-        fingerprint: Digest of the source, the copies and the layout of the output; what a resume must agree with.
+        fingerprint: Digest of the source, the routes and the layout of the output; what a resume must agree with.
         tile_bytes: Size of a tile.
         threads: Workers in this process.
+        peak_memory: Bytes of buffers that all workers hold together.
+        seals: The output records that end with a checksum of their own, if the format has such.
     """
 
     sources: Mapping[str, TensorInfo]
-    copies: Mapping[str, Sequence[Copy]]
-    targets: Mapping[str, Target]
-    places: Mapping[str, Place]
+    routes: Routes
     files: Sequence[OutputFile]
     fingerprint: str
     tile_bytes: int
     threads: int
+    peak_memory: int
+    seals: Seals | None = None
     _tasks: list[Task] = field(default_factory=list)
 
     @classmethod
     def build(
         cls,
         sources: Mapping[str, TensorInfo],
-        copies: Sequence[Copy],
-        targets: Mapping[str, Target],
-        places: Mapping[str, Place],
+        routes: Routes,
         files: Sequence[OutputFile],
         *,
         source_fingerprint: str,
         max_memory: int = 64 * MIB,
         threads: int = 2,
+        seals: Seals | None = None,
     ) -> Job:
         """Orders the work by output file and cuts it into tiles that fit in `max_memory` bytes of buffers.
 
         Raises:
             RequestError: `max_memory` is too small to hold a tile for one worker.
         """
-        by_source: dict[str, list[Copy]] = defaultdict(list)
-        for copy in copies:
-            by_source[copy.source].append(copy)
-        order = sorted(by_source, key=lambda name: min(_position(places[c.target]) for c in by_source[name]))
-        tile, threads = _tile_size(sources, by_source, targets, max_memory, threads)
-        digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}".encode())
+        order = routes.sources()
+        buffers = _buffers(sources, order, routes)
+        tile, threads = _tile_size(buffers, max_memory, threads)
+        digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}:{routes.digest()}".encode())
         for output in files:
             digest.update(f"{output.name}:{output.size}:".encode())
             digest.update(hashlib.sha256(output.literal).digest())
-        for name in order:
-            for copy in by_source[name]:
-                digest.update(f"{copy.source}{copy.source_box}{copy.target}{copy.target_box}{copy.op.value};".encode())
-        for name, place in places.items():
-            digest.update(f"{name}@{place.file}+{place.offset}:{targets[name].dtype};".encode())
-        return cls(
-            {name: sources[name] for name in order},
-            {name: by_source[name] for name in order},
-            targets,
-            places,
-            files,
-            digest.hexdigest(),
-            tile,
-            threads,
-        )
+        used = {name: sources[name] for name in order}
+        return cls(used, routes, files, digest.hexdigest(), tile, threads, threads * tile * buffers, seals)
 
     @property
     def tasks(self) -> list[Task]:
@@ -167,11 +263,6 @@ class Job:
         """Bytes of all output files."""
         return sum(output.size for output in self.files)
 
-    @property
-    def peak_memory(self) -> int:
-        """Bytes of buffers that all workers hold together."""
-        return self.threads * self.tile_bytes * _buffers(self.sources, self.copies, self.targets)
-
     def _make_tasks(self) -> Iterator[Task]:
         waiting: list[Tile] = []
         files: set[int] = set()
@@ -179,7 +270,7 @@ class Job:
         for name, source in self.sources.items():
             itemsize = source.dtype.itemsize
             for box in contiguous_tiles(Box.whole(source.shape), max(1, self.tile_bytes // itemsize)):
-                reached = self.reached(name, box)
+                reached = [(m.file, m.part.volume * m.dtype.itemsize) for m in self.routes.reached(name, box)]
                 if not reached:
                     continue  # wholly dropped, padding rows for example
                 size = box.volume * itemsize
@@ -188,20 +279,10 @@ class Job:
                     waiting, files, held, written, number = [], set(), 0, 0, number + 1
                 waiting.append(Tile(name, box))
                 held += size
-                for copy, part in reached:
-                    files.add(self.places[copy.target].file)
-                    written += part.volume * self.targets[copy.target].dtype.itemsize
+                files.update(file for file, _ in reached)
+                written += sum(nbytes for _, nbytes in reached)
         if waiting:
             yield Task(number, tuple(waiting), frozenset(files), written)
-
-    def reached(self, source: str, box: Box) -> list[tuple[Copy, Box]]:
-        """The copies that take elements of a tile, each with those elements in the source's coordinates."""
-        found = []
-        for copy in self.copies[source]:
-            part = copy.source_box.intersect(box) if box.shape else box
-            if part is not None:
-                found.append((copy, part))
-        return found
 
 
 def landing(copy: Copy, part: Box) -> Box:
@@ -253,26 +334,17 @@ def _position(place: Place) -> tuple[int, int]:
     return place.file, place.offset
 
 
-def _buffers(
-    sources: Mapping[str, TensorInfo], copies: Mapping[str, Sequence[Copy]], targets: Mapping[str, Target]
-) -> int:
-    """Tile-sized buffers one worker needs: the tile, a scratch of the same size, and more when a cast widens elements."""
+def _buffers(sources: Mapping[str, TensorInfo], order: Iterable[str], routes: Routes) -> int:
+    """Tile-sized buffers one worker needs: the tile, a scratch of the same size, more when a cast widens elements."""
     widest = 1
-    for name, mine in copies.items():
+    for name in order:
         size = sources[name].dtype.itemsize
-        widest = max(widest, *(-(-targets[copy.target].dtype.itemsize // size) for copy in mine))
+        widest = max(widest, *(-(-wide // size) for wide in routes.itemsizes(name)))
     return 1 + widest
 
 
-def _tile_size(
-    sources: Mapping[str, TensorInfo],
-    copies: Mapping[str, Sequence[Copy]],
-    targets: Mapping[str, Target],
-    max_memory: int,
-    threads: int,
-) -> tuple[int, int]:
+def _tile_size(buffers: int, max_memory: int, threads: int) -> tuple[int, int]:
     # the tile does not depend on the number of workers, so that a run may be continued with another number
-    buffers = _buffers(sources, copies, targets)
     tile = min(_TILE, max_memory // buffers // 4096 * 4096)
     if tile < _SMALLEST_TILE:
         raise RequestError(

@@ -13,7 +13,6 @@ import numpy as np
 from converters.box import Box, runs
 from converters.errors import FormatError
 from converters.formats.folder import open_source
-from converters.job import landing
 from converters.names import printable
 from converters.plan import Op
 from converters.publish import os_trouble
@@ -25,18 +24,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.catalog import Chunk
-    from converters.crc import RecordSums
+    from converters.crc import RecordSums, Segment
     from converters.dtypes import DType
     from converters.engine import Stats
     from converters.formats.base import Reader
-    from converters.job import Job, Task, Tile
-    from converters.plan import Copy
+    from converters.job import Job, Move, Task, Tile
     from converters.publish import Staging
     from converters.records import Payload
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Worker"]
+__all__ = ["Segments", "Worker", "write_at"]
 
 _OPEN_FILES = 128
 _DROP_BYTES = 1 << 20  # smaller ranges are not worth a system call
@@ -64,10 +62,15 @@ class Shared(Protocol):
     def chunks_of(self, source: str) -> list[Chunk]: ...
     def payload(self, record: int, locate: Callable[[], Payload]) -> Payload: ...
     def check_sum(self, record: int, payload: Payload) -> None: ...
+    def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
 
 
 class Worker:
-    """Buffers and open files of one thread. Nothing here grows with the model."""
+    """Buffers and open files of one thread. Nothing here grows with the model.
+
+    Attributes:
+        written: Checksums of what the current task wrote into sealed records.
+    """
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -76,6 +79,7 @@ class Worker:
         self._sources = _OpenFiles(open_source)
         self._outputs = _OpenFiles(_open_output)
         self._segments: Segments = []
+        self.written: Segments = []
 
     def close(self) -> None:
         """Closes all files."""
@@ -84,13 +88,13 @@ class Worker:
 
     def do(self, task: Task) -> Segments | None:
         """Does a task; returns the checksums of what was read, or None if it was asked to stop before the end."""
-        self._segments = []
+        self._segments, self.written = [], []
         for tile in task.tiles:
             if self._shared.should_stop():
                 return None
             elements = self._gather(tile)
-            for copy, part in self._shared.job.reached(tile.source, tile.box):
-                self._scatter(tile, elements, copy, part)
+            for move in self._shared.job.routes.reached(tile.source, tile.box):
+                self._scatter(tile, elements, move)
         return self._segments
 
     # ------------------------------------------------------------------ reading
@@ -180,31 +184,32 @@ class Worker:
 
     # ------------------------------------------------------------------ writing
 
-    def _scatter(self, tile: Tile, elements: NDArray[Any], copy: Copy, part: Box) -> None:
-        job = self._shared.job
-        target, place = job.targets[copy.target], job.places[copy.target]
-        values = elements[part.relative_to(tile.box.start).slices]
-        if copy.op is Op.TRANSPOSE:
+    def _scatter(self, tile: Tile, elements: NDArray[Any], move: Move) -> None:
+        values = elements[move.part.relative_to(tile.box.start).slices]
+        if move.op is Op.TRANSPOSE:
             values = values.T
-        source_type = job.sources[tile.source].dtype
-        if target.dtype != source_type or copy.op in (Op.ADD_ONE, Op.SUBTRACT_ONE):
-            values = self._convert(values, source_type, target.dtype, copy.op)
+        source_type = self._shared.job.sources[tile.source].dtype
+        if move.dtype != source_type or move.op in (Op.ADD_ONE, Op.SUBTRACT_ONE):
+            values = self._convert(values, source_type, move.dtype, move.op)
         elif not values.flags.c_contiguous:
             self._scratch = _at_least(self._scratch, values.nbytes)
             packed = self._scratch[: values.nbytes].view(values.dtype).reshape(values.shape)
             np.copyto(packed, values)
             values = packed
-        size = target.dtype.itemsize
-        first, length, outer = runs(landing(copy, part), target.shape)
-        begin, data, at = place.offset + first * size, values.reshape(-1).view(np.uint8).data, 0
-        path = self._shared.staging.folder / job.files[place.file].name
+        size = move.dtype.itemsize
+        first, length, outer = runs(move.landing, move.shape)
+        data, at = values.reshape(-1).view(np.uint8).data, 0
+        path = self._shared.staging.folder / self._shared.job.files[move.file].name
         try:
             fd = self._outputs.get(path)
             for skip in _offsets(outer):
-                _write(fd, data[at : at + length * size], begin + skip * size)
+                piece, inside = data[at : at + length * size], (first + skip) * size
+                write_at(fd, piece, move.offset + inside)
+                if move.record >= 0:
+                    self._shared.wrote(move.record, (inside, len(piece), zlib.crc32(piece)), self.written)
                 at += length * size
             if not outer and len(data) >= _DROP_BYTES:  # also starts the write-back, so that the last sync is short
-                os.posix_fadvise(fd, begin, len(data), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(fd, move.offset + first * size, len(data), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise os_trouble(error, path, "writing") from error
 
@@ -259,7 +264,8 @@ def _open_output(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _write(fd: int, data: memoryview, offset: int) -> None:
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data` at an offset."""
     while data:
         n = os.pwrite(fd, data, offset)
         data, offset = data[n:], offset + n

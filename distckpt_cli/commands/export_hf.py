@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,16 +135,25 @@ def _summary(plan: ExportPlan) -> str:
 
 
 def _dropped(plan: ExportPlan) -> list[str]:
+    """One line for each reason; names only where there are few, the report has them all."""
     from converters.names import fold
 
-    report = plan.report()
-    reasons = Counter(entry["reason"] for entry in report["dropped"])
+    catalog = plan.reader.catalog
+    reasons: dict[str, list[str]] = {}
+    for drop in plan.mapping.drops:
+        reasons.setdefault(drop.reason, []).append(drop.source)
     lines = []
-    for reason, count in reasons.items():
-        names = [entry["tensor"] for entry in report["dropped"] if entry["reason"] == reason]
+    for reason, names in reasons.items():
         shown = [text for text, _ in fold(names)]
-        more = f" and {len(shown) - 2} more" if len(shown) > 2 else ""
-        lines.append(f"{', '.join(shown[:2])}{more}: {reason}" if count else reason)
+        lines.append(f"{reason} ({', '.join(shown[:2])}{f' and {len(shown) - 2} more' if len(shown) > 2 else ''})")
+    optimizer = [t for t in catalog.tensors.values() if t.kind == "optimizer"]
+    if optimizer:
+        lines.append(f"optimizer state ({len(optimizer)} tensors, {format_size(sum(t.nbytes for t in optimizer))})")
+    if catalog.objects:
+        kinds = sorted({o.name.rpartition(".")[2] for o in catalog.objects.values()})
+        lines.append(
+            f"{len(catalog.objects)} stored objects ({', '.join(kinds[:3])}{', ...' if len(kinds) > 3 else ''})"
+        )
     return lines
 
 
@@ -206,6 +214,8 @@ def _show_result(console: Console, plan: ExportPlan, stats: Stats, dst: str) -> 
     kept = f" ({format_size(stats.bytes_kept)} kept from before)" if stats.bytes_kept else ""
     shards = f"{len(job.files)} file{'s' if len(job.files) > 1 else ''}"
     console.fact("wrote", f"{dst}  {format_size(job.bytes_written)} in {shards}{kept}, {stats.seconds:.1f} s, {rate}/s")
-    console.fact("checked", f"{stats.records_checked} source records against their checksums; report in distckpt-report.json")
+    console.fact(
+        "checked", f"{stats.records_checked} source records against their checksums; report in distckpt-report.json"
+    )
     code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({dst!r})"
     console.next_step(f"python -c {shlex.quote(code)}")
