@@ -111,7 +111,8 @@ class RecordLayout:
         version = b"3\n"
         self._version.crc = zlib.crc32(version)
         combined = 0
-        for member in (*self._head, self._data, self._version):
+        summed = [member for member in (*self._head, self._data, self._version) if member.size]
+        for member in summed:
             combined = (combined ^ (member.crc + 0x9E3779B9 + (combined << 6) + (combined >> 2))) & _MASK64
         identity = f"{_NAMES_HASH:020d}{combined:020d}".encode()
         self._identity.crc = zlib.crc32(identity)
