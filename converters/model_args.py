@@ -183,8 +183,9 @@ class _Collected(Facts):
         for name, value in DEFAULTS.items():
             if stated or not name.startswith("moe_"):
                 self.put(name, value, "default")
-        if self.values.get("rope_scaling") == "yarn":
-            # core 0.14 named the option and fixed it at 4096; 0.12 and 0.13 took max_position_embeddings for it
+        if self.values.get("rope_scaling") == "yarn" and self.values.get("mla"):
+            # core 0.14 named the option and fixed it at 4096; 0.12 and 0.13 took max_position_embeddings for it; where
+            # only "0.13 or 0.14" is known, it stays open
             written_by = catalog.producer[0] if catalog.producer else ""
             longest = self.values.get("max_position_embeddings")
             if longest == 4096 or not re.search(r"0\.1[1-3]\b", written_by):

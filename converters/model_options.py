@@ -186,6 +186,11 @@ def read_options(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
     _read_window(facts, label, given)
     layers = facts.values.get("num_layers")
     if facts.values.get("num_experts") and layers:
+        capacity = _float(given.get("moe_expert_capacity_factor"))
+        if capacity is not None:
+            facts.notes.append(
+                f"trained with an expert capacity factor of {capacity:g}: Megatron drops tokens beyond it"
+            )
         facts.put("moe_layers", _moe_layers(given.get("moe_layer_freq", 1), layers), f"{label}.moe_layer_freq")
 
 
@@ -275,6 +280,8 @@ def _read_rope(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
     kind, numbers, source = None, {}, ""
     if given.get("position_embedding_type") == "yarn":
         kind, source, numbers = "yarn", "position_embedding_type", _yarn(given)
+        if given.get("yarn_correction_range_round_to_int") is False:
+            facts.extras["yarn_correction_range_round_to_int"] = False
     elif given.get("use_rope_scaling") is True or given.get("rope_scaling") is True:
         kind, source = "llama3", "use_rope_scaling" if "use_rope_scaling" in given else "rope_scaling"
         # rotary_pos_embedding.py fixes all but the factor

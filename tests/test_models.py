@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
 from converters import models
 from converters.model_args import ModelArgs
@@ -142,6 +143,21 @@ def test_logits_are_megatrons(checkpoint, config, family, tmp_path):
     rows = logits.shape[-1]
     assert rows == facts.vocab_size
     assert (logits - golden["logits"][..., :rows].float()).abs().max() <= 1e-5
+
+
+def test_transformers_reads_the_multi_token_prediction_layer(tmp_path):
+    catalog, facts, arrays = cases.golden_case("deepseek_mtp_adam_ep2pp2", "deepseek_mtp")
+    mapping = models.map_to_hf(catalog, facts, models.by_name("deepseek_v3"), dtype=cases.FP32)
+    logits_of(tmp_path, mapping, arrays, torch.zeros((1, 4), dtype=torch.long))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    # transformers 5.23 looks for them at layer 61 only, where the released model has its own
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2.*"]
+    loaded = MtpModel.from_pretrained(model)  # raises if a weight is missing
+    joined = arrays["mtp.layers.0.eh_proj.weight"]
+    assert np.array_equal(loaded.layers[0].eh_proj.weight.detach().numpy(), joined)
+    assert np.array_equal(
+        loaded.layers[0].post_norm.weight.detach().numpy(), arrays["mtp.layers.0.final_layernorm.weight"]
+    )
 
 
 def test_a_wrong_table_moves_the_logits(tmp_path):

@@ -183,14 +183,18 @@ def test_a_supplied_config_is_compared_with_the_tensors():
         _, _, mapping, _ = export(family)
         assert models.check_hf_config(mapping.config, mapping) == []
     _, _, mapping, _ = export("qwen2_moe")
-    wrong = mapping.config | {"num_experts": 8, "vocab_size": 64, "tie_word_embeddings": True, "rope_theta": 1e6}
+    wrong = mapping.config | {"num_experts": 8, "vocab_size": 64, "tie_word_embeddings": True}
     found = models.check_hf_config(wrong, mapping)
     assert "config.json says vocab_size 64, but the checkpoint gives 50" in found
-    assert len(found) == 4
-    new = {key: value for key, value in mapping.config.items() if key != "rope_theta"}
-    assert models.check_hf_config(new | {"rope_parameters": {"rope_theta": 1e6}}, mapping)[0].startswith(
-        "config.json says rope"
-    )
+    assert len(found) == 3
+    bare = {k: v for k, v in mapping.config.items() if k not in ("rope_theta", "rope_scaling", "rope_parameters")}
+    assert models.check_hf_config(bare, mapping) == []
+    for rope in ({"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6}}):
+        assert models.check_hf_config(bare | rope, mapping) == [
+            "config.json says rope_theta 1000000.0, but the checkpoint gives 10000.0"
+        ]
+    scaled = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert len(models.check_hf_config(bare | scaled, mapping)) == 2
 
 
 def changed_ops(mapping, before, after):

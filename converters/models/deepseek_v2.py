@@ -106,8 +106,6 @@ def deepseek_misfits(args: ModelArgs, best_of_group: int) -> list[str]:
     if args.moe_group_topk and args.moe_topk and args.moe_topk // args.moe_group_topk != best_of_group:
         summed = args.moe_topk // args.moe_group_topk
         out.append(f"groups are ranked by their best {summed} experts, in transformers by the best {best_of_group}")
-    if args.rope_scaling == "yarn" and args.rope_original_max_position_embeddings is None:
-        out.append("the length that yarn extends is not known: it differs between Megatron-Core 0.13 and 0.14")
     return out
 
 

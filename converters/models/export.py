@@ -151,36 +151,48 @@ def _doubts(args: ModelArgs) -> list[str]:
 
 # names of one fact in the config.json of different architectures
 _SAME = (
+    ("model_type",),
+    ("num_hidden_layers", "n_layer"),
     ("hidden_size", "n_embd"),
     ("intermediate_size", "n_inner"),
-    ("num_hidden_layers", "n_layer"),
+    ("vocab_size",),
+    ("tie_word_embeddings",),
     ("num_attention_heads", "n_head"),
-    ("num_experts", "num_local_experts", "n_routed_experts"),
-    ("num_experts_per_tok",),
     ("num_key_value_heads",),
     ("head_dim",),
-    ("vocab_size",),
-    ("moe_intermediate_size",),
-    ("shared_expert_intermediate_size",),
-    ("n_shared_experts",),
-    ("first_k_dense_replace",),
     ("q_lora_rank",),
     ("kv_lora_rank",),
     ("qk_nope_head_dim",),
     ("qk_rope_head_dim",),
     ("v_head_dim",),
-    ("tie_word_embeddings",),
+    ("hidden_act", "activation_function"),
+    ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
     ("attention_bias",),
     ("mlp_bias",),
-    ("model_type",),
-    ("rms_norm_eps", "layer_norm_epsilon"),
+    ("use_bias",),
     ("sliding_window",),
-    ("rope_theta",),
+    ("use_parallel_residual",),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("num_experts_per_tok",),
+    ("moe_intermediate_size",),
+    ("shared_expert_intermediate_size",),
+    ("n_shared_experts",),
+    ("first_k_dense_replace",),
+    ("mlp_only_layers",),
+    ("norm_topk_prob",),
+    ("routed_scaling_factor",),
+    ("n_group",),
+    ("topk_group",),
 )
+# two names of one function
+_SPELLINGS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+_ROPE = ("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 def check_hf_config(given: Mapping[str, Any], mapping: HfMapping) -> list[str]:
-    """Where a config.json that a person supplies does not describe the exported tensors; empty if it does.
+    """Where a config.json that a person supplies does not describe the exported model; empty if it does.
+
+    Only what it states is compared: transformers leaves out what equals a default.
 
     Args:
         given: Its content.
@@ -189,19 +201,35 @@ def check_hf_config(given: Mapping[str, Any], mapping: HfMapping) -> list[str]:
     out = []
     for names in _SAME:
         ours, theirs = _lookup(mapping.config, names), _lookup(given, names)
-        if theirs is None or ours is None or ours[1] == theirs[1]:
-            continue
         if names[0] == "sliding_window" and given.get("use_sliding_window") is False:
             continue
-        out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
-    return out
+        if ours is not None and theirs is not None and not _equal(ours[1], theirs[1]):
+            out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
+    own, stated = _rope_facts(mapping.config), _rope_facts(given)
+    differ = [name for name in _ROPE if own and stated and own.get(name) != stated.get(name)]
+    return out + [f"config.json says {n} {stated.get(n)}, but the checkpoint gives {own.get(n)}" for n in differ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return _SPELLINGS.get(one, one) == _SPELLINGS.get(other, other)
+    return bool(one == other)
 
 
 def _lookup(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any] | None:
     for name in names:
         if name in config and (config[name] is not None or name == "sliding_window"):
             return name, config[name]
-    parameters = config.get("rope_parameters")
-    if names == ("rope_theta",) and isinstance(parameters, dict) and "rope_theta" in parameters:
-        return "rope_theta", parameters["rope_theta"]
     return None
+
+
+def _rope_facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary embedding as a config.json states it, in the spelling of transformers 4 or 5; empty if it does not."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        return {}
+    theta = parameters.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
+    if theta is None:
+        return {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    return {**parameters, "rope_theta": theta, "rope_type": kind}

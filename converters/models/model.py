@@ -71,6 +71,8 @@ class Model:
         """What of a model this architecture cannot express, as sentences; empty if it fits."""
         out = [text for name, allowed in self.needs.items() if (text := _misfit(name, getattr(args, name), allowed))]
         out += [f"{name} = {value!r} changes the forward pass" for name, value in args.extras.items()]
+        if args.rope_scaling == "yarn" and args.rope_original_max_position_embeddings is None:
+            out.append("the length that yarn extends (original_max_position_embeddings) is not known")
         return out if out else self.misfits(args)
 
     def requires(self, args: ModelArgs) -> None:
