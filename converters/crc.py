@@ -94,11 +94,14 @@ class RecordSums:
             piece = self.pieces.get(record, {}).get(0)
         return piece[2] if piece is not None and piece[1] == nbytes else None
 
-    def forget(self, record: int) -> None:
-        """Drops what is known of a record that has been checked."""
+    def take(self, record: int, nbytes: int) -> int | None:
+        """As `whole`, but a sum is given only once, and the record forgotten: of two threads, one gets to compare it."""
         with self._lock:
-            self.pieces.pop(record, None)
-            self._ends.pop(record, None)
+            piece = self.pieces.get(record, {}).get(0)
+            if piece is None or piece[1] != nbytes:
+                return None
+            del self.pieces[record], self._ends[record]
+            return piece[2]
 
     def gaps(self, record: int, nbytes: int) -> list[tuple[int, int]]:
         """`(first byte, bytes)` of what has not been read of a record of `nbytes` bytes."""

@@ -242,6 +242,11 @@ class _Run:
         """Whether workers should stop before the next tile."""
         return self.failure is not None or (self.stop is not None and self.stop.is_set())
 
+    def count_read(self, nbytes: int) -> None:
+        """Notes bytes that a worker has read."""
+        with self.lock:
+            self.stats.bytes_read += nbytes
+
     def fail(self, error: BaseException) -> None:
         """Keeps the first failure; the others follow from it."""
         with self.lock:
@@ -302,7 +307,7 @@ class _Run:
         """Compares a record's checksum if all of it has been read, and forgets the record."""
         if payload.crc is None:
             return
-        found = self.sums.whole(record, payload.crc_nbytes)
+        found = self.sums.take(record, payload.crc_nbytes)
         if found is None:
             return
         if found != payload.crc:
@@ -321,7 +326,6 @@ class _Run:
             self.stats.records_checked += 1
             self.owner.pop(record, None)
             self.payloads.pop(record, None)
-        self.sums.forget(record)
 
     def _complete_sums(self) -> None:
         """Reads what is still unread of records that were read in part, so that every record used is checked."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from converters.box import Box, runs
 from converters.errors import FormatError
-from converters.formats.folder import open_source
+from converters.formats.folder import close_source, open_source, read_at
 from converters.names import printable
 from converters.plan import Op
 from converters.publish import os_trouble
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from converters.catalog import Chunk
     from converters.crc import RecordSums, Segment
     from converters.dtypes import DType
-    from converters.engine import Stats
     from converters.formats.base import Reader
     from converters.job import Job, Move, Task, Tile
     from converters.publish import Staging
@@ -55,10 +54,10 @@ class Shared(Protocol):
     job: Job
     reader: Reader
     staging: Staging
-    stats: Stats
     sums: RecordSums
 
     def should_stop(self) -> bool: ...
+    def count_read(self, nbytes: int) -> None: ...
     def chunks_of(self, source: str) -> list[Chunk]: ...
     def payload(self, record: int, locate: Callable[[], Payload]) -> Payload: ...
     def check_sum(self, record: int, payload: Payload) -> None: ...
@@ -76,15 +75,22 @@ class Worker:
         self._shared = shared
         self._tile = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
-        self._sources = _OpenFiles(open_source)
-        self._outputs = _OpenFiles(_open_output)
+        self._sources = _OpenFiles(open_source, close_source)
+        self._outputs = _OpenFiles(_open_output, os.close)
         self._segments: Segments = []
         self.written: Segments = []
 
     def close(self) -> None:
-        """Closes all files."""
+        """Closes all files.
+
+        Raises:
+            DestinationError: An output could not be closed; some file systems say only then that writing failed.
+        """
         self._sources.close()
-        self._outputs.close()
+        try:
+            self._outputs.close()
+        except OSError as error:
+            raise os_trouble(error, self._shared.staging.folder, "writing to") from error
 
     def do(self, task: Task) -> Segments | None:
         """Does a task; returns the checksums of what was read, or None if it was asked to stop before the end."""
@@ -108,7 +114,7 @@ class Worker:
     def _reader(self, path: Path) -> Callable[[int, int], bytes]:
         def read(offset: int, length: int) -> bytes:
             try:
-                return os.pread(self._sources.get(path), length, offset)
+                return read_at(self._sources.get(path), offset, length)
             except OSError as error:
                 raise _unreadable(path, error) from error
 
@@ -168,7 +174,7 @@ class Worker:
                 os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise _unreadable(path, error) from error
-        self._shared.stats.bytes_read += len(view)
+        self._shared.count_read(len(view))
         if payload.crc is not None:
             segment = (offset - payload.crc_offset, len(view), zlib.crc32(view))
             self._shared.sums.add(record, segment)
@@ -239,8 +245,8 @@ class Worker:
 class _OpenFiles:
     """A few open file descriptors, least recently used closed first."""
 
-    def __init__(self, opener: Callable[[Path], int]) -> None:
-        self._opener = opener
+    def __init__(self, opener: Callable[[Path], int], closer: Callable[[int], None]) -> None:
+        self._opener, self._closer = opener, closer
         self._open: OrderedDict[Path, int] = OrderedDict()
 
     def get(self, path: Path) -> int:
@@ -248,16 +254,22 @@ class _OpenFiles:
         fd = self._open.get(path)
         if fd is None:
             if len(self._open) >= _OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
+                self._closer(self._open.popitem(last=False)[1])
             fd = self._open[path] = self._opener(path)
         else:
             self._open.move_to_end(path)
         return fd
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all, then raises the first trouble there was."""
+        trouble: OSError | None = None
         while self._open:
-            os.close(self._open.popitem()[1])
+            try:
+                self._closer(self._open.popitem()[1])
+            except OSError as error:
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
 
 
 def _open_output(path: Path) -> int:

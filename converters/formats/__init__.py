@@ -26,11 +26,15 @@ def open_checkpoint(path: str | Path) -> Reader:
     Raises:
         FormatError: Nothing there, unfinished, unsafe, or in a format we do not know.
     """
-    folder = resolve_folder(path)
-    for reader in REGISTRY:
-        if reader.detect(folder):
-            return reader.open(folder)
-    raise _unreadable(folder)
+    try:
+        folder = resolve_folder(path)
+        for reader in REGISTRY:
+            if reader.detect(folder):
+                return reader.open(folder)
+        raise _unreadable(folder)
+    except OSError as error:  # a failing disk, a folder that may not be listed
+        what = printable(str(error.filename or path))
+        raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
 
 
 def _unreadable(folder: Path) -> FormatError:

@@ -6,6 +6,7 @@ path that leads nowhere is answered with what is there instead.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 from converters.errors import FormatError
 from converters.names import printable
 
-__all__ = ["TRACKER", "iterations", "open_source", "read_small", "resolve_folder"]
+__all__ = ["TRACKER", "close_source", "iterations", "open_source", "read_at", "read_small", "resolve_folder"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
@@ -50,16 +51,38 @@ def read_small(path: Path, limit: int = _SMALL) -> bytes:
         FormatError: Missing, unreadable, or larger than `limit` bytes.
     """
     fd = open_source(path)
-    with os.fdopen(fd, "rb") as file:
+    try:
         size = os.fstat(fd).st_size
         if size > limit:
             raise FormatError(f"{printable(path.name)} is {size} bytes, more than the {limit} it may have")
-        return file.read()
+        return read_at(fd, 0, size)
+    except OSError as error:
+        raise FormatError(f"reading {printable(str(path))} failed: {error.strerror}") from error
+    finally:
+        close_source(fd)
+
+
+def read_at(fd: int, offset: int, length: int) -> bytes:
+    """`length` bytes at `offset`, fewer only at the end of the file: network file systems may return them in pieces."""
+    pieces, left = [], length
+    while left:
+        piece = os.pread(fd, left, offset + length - left)
+        if not piece:
+            break
+        pieces.append(piece)
+        left -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def close_source(fd: int) -> None:
+    """Closes a file that was only read; that it fails (a network file system, gone) changes nothing about what was read."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def iterations(root: Path) -> list[str]:
     """Names of the iteration folders in a training root, oldest first."""
-    found = [entry.name for entry in os.scandir(root) if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+    found = [path.name for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
     return sorted(found, key=lambda name: (name == "release", len(name), name))
 
 
@@ -73,6 +96,8 @@ def resolve_folder(path: str | Path) -> Path:
         FormatError: Nothing there, or more than one checkpoint and no tracker file to choose.
     """
     given = Path(path).expanduser()
+    if given.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
+        given = given.absolute() if not given.name else given.resolve()
     try:
         mode = given.stat().st_mode
     except FileNotFoundError:
@@ -81,6 +106,7 @@ def resolve_folder(path: str | Path) -> Path:
         raise FormatError(f"cannot read {printable(str(given))}: {error.strerror}") from error
     if not stat.S_ISDIR(mode):
         if _is_data_folder(given.parent):
+            _refuse_unfinished(given.parent)
             return given.parent
         raise FormatError(
             f"{printable(str(given))} is a file, not a checkpoint folder",
@@ -110,9 +136,7 @@ def _descend(folder: Path) -> Path:
             details=[f"from {names[0]} to {names[-1]}"],
             hint=f"name one: {printable(str(folder / names[-1]))}",
         )
-    candidates = [folder / name for name in names] or [
-        Path(entry.path) for entry in sorted(os.scandir(folder), key=lambda e: e.name) if entry.is_dir()
-    ]
+    candidates = [folder / name for name in names] or [path for path in sorted(folder.iterdir()) if path.is_dir()]
     found = [
         inner
         for inner in candidates
@@ -129,7 +153,8 @@ def _is_data_folder(folder: Path) -> bool:
     if (folder / ".metadata").exists() or (folder / "metadata.json").exists():
         return True
     try:
-        return any(entry.name.endswith(".distcp") or entry.name.startswith("mp_rank_") for entry in os.scandir(folder))
+        with os.scandir(folder) as entries:
+            return any(entry.name.endswith(".distcp") or entry.name.startswith("mp_rank_") for entry in entries)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
@@ -155,12 +180,13 @@ def _by_tracker(root: Path) -> Path:
 
 def _refuse_unfinished(folder: Path) -> None:
     # NeMo puts NAME-unfinished beside a checkpoint while it is being written (lightning/pytorch/callbacks)
-    marker = folder.with_name(folder.name + "-unfinished")
-    if marker.exists():
-        raise FormatError(
-            f"{printable(folder.name)} is unfinished: NeMo's marker {printable(marker.name)} still lies beside it",
-            hint="wait until the save is complete, or use an earlier checkpoint",
-        )
+    for outer in (folder, folder.parent) if folder.name in _DATA_FOLDERS else (folder,):
+        marker = outer.with_name(f"{outer.name}-unfinished") if outer.name not in ("", "..") else None
+        if marker is not None and marker.exists():
+            raise FormatError(
+                f"{printable(outer.name)} is unfinished: NeMo's marker {printable(marker.name)} still lies beside it",
+                hint="wait until the save is complete, or use an earlier checkpoint",
+            )
 
 
 def _nowhere(path: Path) -> FormatError:
@@ -168,7 +194,7 @@ def _nowhere(path: Path) -> FormatError:
     near: list[str] = []
     if parent.is_dir():
         try:
-            near = difflib.get_close_matches(path.name, [entry.name for entry in os.scandir(parent)], n=1)
+            near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
         except OSError:
             near = []
     hint = f"did you mean {printable(str(parent / near[0]))}?" if near else None
@@ -176,7 +202,7 @@ def _nowhere(path: Path) -> FormatError:
 
 
 def _unknown(folder: Path, found: list[Path]) -> FormatError:
-    names = sorted(entry.name for entry in os.scandir(folder))
+    names = sorted(entry.name for entry in folder.iterdir())
     if not names:
         return FormatError(f"{printable(str(folder))} is empty")
     if found:
