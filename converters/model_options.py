@@ -120,6 +120,7 @@ _EXTRAS: dict[str, Any] = {
     "final_logit_softcapping": 0,
     "glu_linear_offset": 0.0,
     "headscale": False,
+    "heterogeneous_block_specs": False,
     "heterogeneous_layers_config_encoded_json": "",
     "hybrid_layer_pattern": "",
     "hybrid_override_pattern": "",

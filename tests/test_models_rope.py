@@ -1,4 +1,4 @@
-"""Scaled rotary embeddings: transformers computes from our config.json the angles that Megatron-Core computes, bit for bit."""
+"""Scaled rotary embeddings: transformers computes from our config.json the angles that Megatron-Core computes."""
 
 import json
 import subprocess
@@ -94,5 +94,5 @@ def test_angles_are_megatrons(name, megatron):
     else:
         frequencies, scale = ROPE_INIT_FUNCTIONS[hf.rope_parameters["rope_type"]](hf, "cpu")
     angles = torch.outer(torch.arange(100.0), frequencies).numpy()
-    assert np.array_equal(angles, megatron[f"{name}.angles"])
+    np.testing.assert_allclose(angles, megatron[f"{name}.angles"], rtol=1e-6)  # equal bits here; other CPUs may round
     assert scale == pytest.approx(float(megatron[f"{name}.scale"]), rel=1e-12)
