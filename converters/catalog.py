@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
 
-__all__ = ["Catalog", "Chunk", "FileInfo", "ObjectInfo", "Part", "Problem", "StoredArray", "TensorInfo"]
+__all__ = [
+    "Catalog",
+    "Chunk",
+    "FileInfo",
+    "FlatPart",
+    "ObjectInfo",
+    "Part",
+    "Problem",
+    "StoredArray",
+    "TensorInfo",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +100,18 @@ class Part:
     shift: tuple[int, ...] | None = None
     block: tuple[int, ...] | None = None
 
+    def rows(self) -> NDArray[np.int64]:
+        """Positions in `array` of the chunks that may hold elements of this part."""
+        return self.array.rows(() if self.block else self.prefix)
+
+    @property
+    def count(self) -> int:
+        """Number of stored chunks."""
+        return len(self.array.rows(self.prefix))
+
     def chunks(self) -> Iterator[Chunk]:
         """The chunks of this part, in the coordinates of the tensor."""
-        for row in self.array.rows(() if self.block else self.prefix).tolist():
+        for row in self.rows().tolist():
             start, size = self.array.starts[row].tolist(), self.array.sizes[row].tolist()
             record = int(self.array.records[row])
             for box, base in self._flattened(start, size) if self.block else self._plain(start, size):
@@ -120,6 +139,53 @@ class Part:
                 yield inner, first + base * inner.volume
 
 
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """Where some of a tensor's elements are stored: ranges of a one-dimensional key that holds many tensors.
+
+        key      |  fc2  |   fc1 gate   |    fc1 up    | ... |      a bucket of the distributed optimizer
+        records  +---------------+---------------+-------------+   cut anywhere, also inside a piece
+                         ^ first of the gate's box
+
+    Attributes:
+        array: The stored key.
+        pieces: Boxes of the tensor, and the element of the key where each begins; from there on it lies in C order.
+    """
+
+    prefix: ClassVar[tuple[int, ...]] = ()
+    block: ClassVar[None] = None
+
+    array: StoredArray
+    pieces: tuple[tuple[Box, int], ...]
+
+    def rows(self) -> NDArray[np.int64]:
+        """Positions in `array` of the chunks that hold elements of this part."""
+        found = [np.arange(*self._span(first, box.volume)) for box, first in self.pieces]
+        return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
+
+    @property
+    def count(self) -> int:
+        """Number of stored chunks."""
+        return len(self.rows())
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The chunks of this part, in the coordinates of the tensor."""
+        for box, first in self.pieces:
+            for row in range(*self._span(first, box.volume)):
+                start, size = int(self.array.starts[row, 0]), int(self.array.sizes[row, 0])
+                low, high = max(first, start), min(first + box.volume, start + size)
+                base, record = low - start, int(self.array.records[row])
+                for inner in flat_range(box.shape, low - first, high - low):
+                    yield Chunk(inner.shifted(box.start), record, base)
+                    base += inner.volume
+
+    def _span(self, first: int, length: int) -> tuple[int, int]:
+        """First and one past the last chunk that reach into a range; empty chunks at its edges may be among them."""
+        starts = self.array.starts[:, 0]
+        low = int(np.searchsorted(starts, first, side="right")) - 1
+        return max(low, 0), int(np.searchsorted(starts, first + length, side="left"))
+
+
 def _strides(shape: tuple[int, ...]) -> list[int]:
     out = [1]
     for n in reversed(shape[1:]):
@@ -144,7 +210,7 @@ class TensorInfo:
     dtype: DType
     shape: tuple[int, ...]
     kind: str
-    parts: tuple[Part, ...]
+    parts: tuple[Part | FlatPart, ...]
     opaque: str | None = None
 
     @property
@@ -165,7 +231,7 @@ class TensorInfo:
     @property
     def chunk_count(self) -> int:
         """Number of stored pieces."""
-        return sum(len(part.array.rows(part.prefix)) for part in self.parts)
+        return sum(part.count for part in self.parts)
 
     def chunks(self) -> list[Chunk]:
         """The stored pieces, in the tensor's coordinates."""

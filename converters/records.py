@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
     Read = Callable[[int, int], bytes]
 
-__all__ = ["Member", "Payload", "TensorLocator", "TensorRef", "read_directory", "read_pickle", "tensor_ref"]
+__all__ = [
+    "Member",
+    "Payload",
+    "TensorLocator",
+    "TensorRef",
+    "locate_tensor",
+    "read_directory",
+    "read_pickle",
+    "tensor_ref",
+]
 
 _EOCD = struct.Struct("<IHHHHIIH")
 _EOCD64 = struct.Struct("<IQHHIIQQQQ")
@@ -95,7 +104,7 @@ class Payload:
     Attributes:
         offset: First byte of the elements in the file.
         nbytes: Bytes of the elements.
-        crc: CRC-32 of the member that holds them, None if the format has none.
+        crc: CRC-32 of the member that holds them, None if the format has none or it was saved without.
         crc_offset: First byte of that member in the file; before `offset` when the tensor is a view on a larger storage.
         crc_nbytes: Bytes of that member.
     """
@@ -303,17 +312,39 @@ class TensorLocator:
                 f"{what} holds a {ref.dtype} tensor of {list(ref.shape)}",
                 details=[f"the metadata promises {expect} of {list(shape)}"],
             )
-        if not ref.contiguous:
-            raise FormatError(f"{what} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
-        data = members.get(f"data/{ref.storage}")
-        itemsize = ref.dtype.itemsize
-        if data is None or data.size != ref.storage_numel * itemsize:
-            found = "no such member" if data is None else f"{data.size} bytes"
-            raise FormatError(
-                f"{what}: data/{ref.storage} should have {ref.storage_numel * itemsize} bytes, found {found}"
-            )
-        order = members.get("byteorder")
-        if order is not None and read(member_offset(read, start, order, what, head), order.size) != b"little":
-            raise FormatError(f"{what} was written on a big-endian machine, which is not supported")
-        begin = member_offset(read, start, data, what, head)
-        return Payload(begin + ref.offset * itemsize, math.prod(shape) * itemsize, data.crc, begin, data.size)
+        return _payload(read, start, members, ref, what, head)
+
+
+def locate_tensor(read: Read, start: int, length: int, ref: TensorRef, what: str) -> Payload:
+    """Where the elements of one of many tensors in a record lie (an object that was saved with tensors in it).
+
+    Args:
+        read: Returns bytes of the file.
+        start: First byte of the record.
+        length: Bytes of the record.
+        ref: The tensor, as `tensor_ref` found it in the record's pickle.
+        what: How to name the record in an error.
+
+    Raises:
+        FormatError: The record is damaged.
+    """
+    return _payload(read, start, read_directory(read, start, length, what), ref, what)
+
+
+def _payload(
+    read: Read, start: int, members: dict[str, Member], ref: TensorRef, what: str, head: bytes = b""
+) -> Payload:
+    if not ref.contiguous:
+        raise FormatError(f"{what} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
+    data = members.get(f"data/{ref.storage}")
+    itemsize = ref.dtype.itemsize
+    if data is None or data.size != ref.storage_numel * itemsize:
+        found = "no such member" if data is None else f"{data.size} bytes"
+        raise FormatError(f"{what}: data/{ref.storage} should have {ref.storage_numel * itemsize} bytes, found {found}")
+    order = members.get("byteorder")
+    if order is not None and read(member_offset(read, start, order, what, head), order.size) != b"little":
+        raise FormatError(f"{what} was written on a big-endian machine, which is not supported")
+    begin = member_offset(read, start, data, what, head)
+    # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
+    crc = data.crc if data.crc or members["data.pkl"].crc else None
+    return Payload(begin + ref.offset * itemsize, math.prod(ref.shape) * itemsize, crc, begin, data.size)

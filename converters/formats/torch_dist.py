@@ -12,6 +12,7 @@ Sources: megatron/core/dist_checkpointing (tags core_v0.6.0 to core_v0.19.0), to
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -23,11 +24,11 @@ from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, Problem, Sto
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.dcp_metadata import DcpMetadata, StoredTensor, read_metadata
-from converters.formats.folder import open_source, read_small
+from converters.formats.folder import close_source, open_source, read_at, read_small
 from converters.formats.megatron import common_facts, find_flavour, find_producer
 from converters.formats.tiling import tiling_problem
 from converters.names import natural_key, parse_key, printable
-from converters.records import Payload, TensorLocator, read_pickle
+from converters.records import Payload, TensorLocator, TensorRef, locate_tensor, read_pickle
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,6 +54,7 @@ class TorchDistReader:
         self._digest = digest
         self._locator = TensorLocator()
         self._sizes = _file_sizes(folder)
+        self._inside: dict[tuple[str, TensorRef], int] = {}  # record numbers of tensors inside objects
         self._number_records()
         self.catalog = self._catalog(folder)
 
@@ -60,11 +62,9 @@ class TorchDistReader:
     def detect(cls, folder: Path) -> bool:
         """Whether the folder has DCP metadata or data files, and does not claim another backend."""
         backend = _backend(folder)
-        return backend in (None, "torch_dist") and (
-            (folder / ".metadata").exists()
-            or backend == "torch_dist"
-            or any(entry.name.endswith(".distcp") for entry in os.scandir(folder))
-        )
+        if backend is not None:
+            return backend == "torch_dist"
+        return (folder / ".metadata").exists() or any(p.suffix == ".distcp" for p in folder.iterdir())
 
     @classmethod
     def open(cls, folder: Path) -> TorchDistReader:
@@ -80,16 +80,41 @@ class TorchDistReader:
 
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
+        if record >= len(self._record_file):
+            return self._metadata.objects[self._tensor_inside(record)[0]].file
         return int(self._record_file[record])
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where in its file the elements of a record lie; the record is checked against the metadata."""
+        if record >= len(self._record_file):
+            key, ref = self._tensor_inside(record)
+            stored = self._metadata.objects[key]
+            what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+            return locate_tensor(read, stored.offset, stored.length, ref, what)
         tensor = self._owner(record)
         row = record - self._first[tensor.key]
         start, length = int(self._record_start[record]), int(self._record_length[record])
         what = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
         shape = tuple(tensor.sizes[row].tolist())
         return self._locator.locate(read, start, length, what, expect=dtype(tensor.dtype), shape=shape)
+
+    def object_value(self, key: str) -> Any:
+        """The inert tree of a stored object, None if there is none; Megatron's list of one around it is taken off."""
+        return self._object_value(key)
+
+    def object_array(self, key: str, ref: TensorRef) -> StoredArray:
+        """A tensor inside a stored object as an array of one chunk, with a record number of its own.
+
+        Args:
+            key: The object's key.
+            ref: The tensor, as `tensor_ref` makes it of a node in the object's value.
+        """
+        number = self._inside.setdefault((key, ref), len(self._record_file) + len(self._inside))
+        starts, sizes = np.zeros((1, len(ref.shape)), np.int64), np.array([ref.shape], np.int64)
+        return StoredArray(key, ref.shape, starts, sizes, np.array([number], np.int64))
+
+    def _tensor_inside(self, record: int) -> tuple[str, TensorRef]:
+        return next(itertools.islice(self._inside, record - len(self._record_file), None))
 
     def fingerprint(self) -> str:
         """Digest of `.metadata` and of the size and time of every data file."""
@@ -166,9 +191,9 @@ class TorchDistReader:
         if path.exists():
             fd = open_source(path)
             try:
-                return read_pickle(lambda at, n: os.pread(fd, n, at), 0, os.fstat(fd).st_size, "common.pt")
+                return read_pickle(lambda at, n: read_at(fd, at, n), 0, os.fstat(fd).st_size, "common.pt")
             finally:
-                os.close(fd)
+                close_source(fd)
         return self._object_value(_COMMON_OBJECT)
 
     def _object_value(self, key: str) -> Any:
@@ -179,9 +204,9 @@ class TorchDistReader:
         fd = open_source(self.files[stored.file])
         try:
             what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
-            value = read_pickle(lambda at, n: os.pread(fd, n, at), stored.offset, stored.length, what)
+            value = read_pickle(lambda at, n: read_at(fd, at, n), stored.offset, stored.length, what)
         finally:
-            os.close(fd)
+            close_source(fd)
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def _check_files(
@@ -231,7 +256,7 @@ class TorchDistReader:
         ends = self._record_start + self._record_length
         for name, tensor in tensors.items():
             for part in tensor.parts:
-                rows = part.array.records[part.array.rows(() if part.block else part.prefix)]
+                rows = part.array.records[part.rows()]
                 for position in {int(p) for p in np.unique(self._record_file[rows[rows >= 0]])} & bad.keys():
                     size = bad[position][1]
                     mine = rows[(rows >= 0)]
@@ -339,7 +364,8 @@ def _backend(folder: Path) -> str | None:
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
-    return {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
 
 
 _ROLES = {
