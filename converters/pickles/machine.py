@@ -16,14 +16,15 @@ import re
 from itertools import repeat
 from struct import Struct
 from struct import error as StructError
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from converters.pickles.nodes import Global, Node, Obj, PersId, PickleFormatError, UnsafePickle
+from converters.pickles.nodes import Global, Node, Obj, PersId, PickleFormatError, Run, Slot, UnsafePickle
 from converters.pickles.policy import hostile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from converters.pickles.columns import Columns
     from converters.pickles.limits import Limits
 
 __all__ = ["Machine"]
@@ -40,7 +41,7 @@ _WIDTHS: Final = {
 }
 """Bytes of each opcode's argument, or of the length that its argument begins with."""
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\Z", re.ASCII)
-_SCALARS: Final = frozenset({str, bytes, type(None), bool, Global, Obj, PersId})
+_SCALARS: Final = frozenset({str, bytes, type(None), bool, Global, Obj, PersId, Run, Slot})
 _KEYS: Final = _SCALARS | {int, float, tuple, frozenset}
 _DROPPABLE: Final = frozenset({str, bytes, type(None), bool, int, float, list, dict, tuple, set, frozenset, bytearray})
 _TRICKS: Final = frozenset({
@@ -48,8 +49,9 @@ _TRICKS: Final = frozenset({
     "__reduce_ex__", "__setstate__", "__subclasshook__",
 })  # fmt: skip
 """Attributes that would turn an object into something else; pydantic's `__dict__` is not among them."""
-_MISSING: Final = object()
-"""Fills the memo below the first index of a pickler that does not count from 0 (Python 2 counts from 1)."""
+MISSING: Final = object()
+"""Fills the memo where there is no value: below the first index of a pickler that does not count from 0 (Python 2
+counts from 1), and where `Columns` read items without making them."""
 
 
 class _Char(str):
@@ -67,14 +69,25 @@ class Machine:
         what: Names the bytes in errors: "common.pt: data.pkl".
         start: Where the pickle begins.
         stop_key: Stop when this key of the top-level object's state is reached, as if the state ended there.
+        columns: Reads runs of like items much faster, into arrays; None to make every item.
     """
 
-    def __init__(self, data: bytes, limits: Limits, what: str, *, start: int = 0, stop_key: str | None = None) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        limits: Limits,
+        what: str,
+        *,
+        start: int = 0,
+        stop_key: str | None = None,
+        columns: Columns | None = None,
+    ) -> None:
         self.data = data
         self.limits = limits
         self.what = what
         self.pos = start
         self.stop_key = stop_key
+        self.columns = columns
         self.stopped_at: int | None = None
         self.stack: list[Node] = []
         self.meta: list[list[Node]] = []
@@ -118,6 +131,20 @@ class Machine:
             self.fail(self.pos - 1, "it stops with values left over or missing")
         return self.stack[0]
 
+    def run_item(self, memo: Any) -> list[Node] | None:
+        """Execute opcodes without PROTO, with a memo that may be any sequence with `append`.
+
+        Returns:
+            The values they leave, None if they do not stand on their own.
+        """
+        self.memo = memo
+        self.pos = 0
+        try:
+            self._loop()
+        except (PickleFormatError, IndexError, StructError):
+            return None
+        return None if self.meta else self.stack
+
     def _what_ran_out(self) -> str:
         code = self.data[self.pos : self.pos + 1]
         width = _WIDTHS.get(code[0], 0) if code else 0
@@ -140,11 +167,11 @@ class Machine:
                     pos += 1
                 elif op == 0x6A:  # LONG_BINGET
                     value = memo[_U32(data, pos + 1)[0]]
-                    stack.append(value if value is not _MISSING else self.missing(pos))
+                    stack.append(value if value is not MISSING else self.missing(pos))
                     pos += 5
                 elif op == 0x68:  # BINGET
                     value = memo[data[pos + 1]]
-                    stack.append(value if value is not _MISSING else self.missing(pos))
+                    stack.append(value if value is not MISSING else self.missing(pos))
                     pos += 2
                 elif op == 0x4B:  # BININT1
                     stack.append(data[pos + 1])
@@ -220,9 +247,12 @@ class Machine:
         code = self.data[pos]
         self.fail(pos, f"opcode {_NAMES.get(code, hex(code))} is not one that Python writes for this protocol")
 
-    def missing(self, pos: int) -> NoReturn:
-        """A GET of a memo entry that was never written."""
-        self.fail(pos, "it uses a memo entry that was not written")
+    def missing(self, pos: int) -> Node:
+        """A GET of a memo entry that has no value (yet)."""
+        if self.columns is not None:
+            index = self.data[pos + 1] if self.data[pos] == 0x68 else _U32(self.data, pos + 1)[0]
+            return self.columns.make(self, index)
+        return self.fail(pos, "it uses a memo entry that was not written")
 
     def out_of_room(self, pos: int) -> NoReturn:
         """The objects, or the memo, exceed what a pickle of this size may cost."""
@@ -233,8 +263,10 @@ class Machine:
     def put(self, index: int, value: Node, pos: int) -> None:
         """Store a memo entry under an explicit index (protocols 2 and 3)."""
         memo = self.memo
+        if self.columns is not None:
+            self.columns.give_up()
         if index == len(memo) + 1 and not memo:
-            memo.append(_MISSING)
+            memo.append(MISSING)
         if index != len(memo):
             self.unsafe(pos, f"memo entry {index} written out of sequence")
         memo.append(value)
@@ -249,7 +281,7 @@ class Machine:
             self.unsafe(pos, f"nesting deeper than {self.limits.marks}")
         self.stack = []
         self.room -= 64
-        return pos + 1
+        return pos + 1 if self.columns is None else self.columns.after_mark(self, pos + 1)
 
     def pop_mark(self) -> list[Node]:
         """Everything above the last MARK, which is removed."""
@@ -569,7 +601,7 @@ class Machine:
             if type(half) is dict and not _TRICKS.isdisjoint(half):
                 self.unsafe(pos, f"an object that replaces its own {min(_TRICKS & half.keys())}")
         target.state = state
-        return pos + 1
+        return pos + 1 if self.columns is None else self.columns.after_build(self, pos + 1)
 
     def _op_persid(self, pos: int) -> int:
         self.stack[-1] = PersId(self.stack[-1])

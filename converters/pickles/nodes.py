@@ -119,6 +119,36 @@ class PersId:
         return f"<{describe(self, max_depth=2, max_nodes=16)}>"
 
 
+class Slot:
+    """In the tree of a repeated item: the place of a value that differs from item to item (see `columns`).
+
+    Args:
+        index: Which column.
+        is_ref: Whether the column holds memo indexes instead of integers.
+    """
+
+    __slots__ = ("index", "is_ref")
+
+    def __init__(self, index: int, is_ref: bool) -> None:
+        self.index = index
+        self.is_ref = is_ref
+
+
+class Run:
+    """In a list or a dict: stands for many items that were read as columns (see `columns`).
+
+    Args:
+        number: Counts the runs of one pickle.
+        count: Items it stands for.
+    """
+
+    __slots__ = ("count", "number")
+
+    def __init__(self, number: int, count: int) -> None:
+        self.number = number
+        self.count = count
+
+
 def _state_dicts(obj: Obj) -> list[dict[Node, Node]]:
     """The dicts that hold attributes: `state`, or both halves of `(__dict__, slots)`."""
     state = obj.state
