@@ -16,9 +16,9 @@ from converters.optimizer_layout import OptimizerLayout, optimizer_layout
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.catalog import Catalog, Problem, TensorInfo
+    from converters.catalog import Catalog, ObjectInfo, Problem, TensorInfo
 
-__all__ = ["Component", "Identity", "Layout", "RankPlace", "Sharing", "identify", "writer_of"]
+__all__ = ["Component", "Identity", "RankPlace", "SavedLayout", "Sharing", "identify", "is_optimizer", "writer_of"]
 
 _DISTCP = re.compile(r"(?:.*/)?(?P<prefix>.*?)__(?P<rank>\d+)_(?P<writer>\d+)\.distcp")
 _RNG = re.compile(r"rng_state/shard_[\d.]+_(\d+)\.(\d+)(?:\.(\d+))?")
@@ -35,7 +35,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SavedLayout:
     """How the job that saved was split; None where nothing says.
 
     Attributes:
@@ -118,7 +118,7 @@ class Identity:
         contradictions: Statements of the arguments that the tensors' shapes refute.
         layout: What the saving job was split into.
         sharing: Fully parallel save or not.
-        optimizer: Layout of the optimizer state and what it permits.
+        optimizer: SavedLayout of the optimizer state and what it permits.
         components: Parts with sizes, in the order of the model.
         parameters: Elements of all weights without vocabulary padding and buffers.
         padding: Elements of vocabulary padding left out of `parameters`; None if unknown.
@@ -133,7 +133,7 @@ class Identity:
     features: tuple[str, ...]
     model: ModelArgs
     contradictions: tuple[str, ...]
-    layout: Layout
+    layout: SavedLayout
     sharing: Sharing
     optimizer: OptimizerLayout
     components: tuple[Component, ...]
@@ -185,20 +185,20 @@ def writer_of(name: str) -> tuple[int, int] | None:
     return (int(found["rank"]), int(found["writer"])) if found else None
 
 
-def _layout(catalog: Catalog, model: ModelArgs) -> Layout:
+def _layout(catalog: Catalog, model: ModelArgs) -> SavedLayout:
     mapping = catalog.args.get("use_tp_pp_dp_mapping") is True
     if model.tp is not None and model.pp is not None:
         source = model.source.get("tp", "")
         where = "training arguments" if source.startswith("args") else "model configuration"
         sizes = (model.tp, model.pp, model.vpp, model.ep, model.etp, model.cp, model.dp, model.world_size)
-        return Layout(*sizes, source=where, pp_before_dp=mapping)
+        return SavedLayout(*sizes, source=where, pp_before_dp=mapping)
     for key in catalog.objects:
         found = _RNG.fullmatch(key)
         if found:
             dp = int(found[3]) if found[3] else None  # the third axis is only there with expert parallelism
-            return Layout(tp=int(found[2]), pp=int(found[1]), dp=dp, source="grid of the random states")
+            return SavedLayout(tp=int(found[2]), pp=int(found[1]), dp=dp, source="grid of the random states")
     tp = _tp_from_chunks(catalog.weights)
-    return Layout(tp=tp, source="chunks of the attention projections") if tp else Layout()
+    return SavedLayout(tp=tp, source="chunks of the attention projections") if tp else SavedLayout()
 
 
 def _tp_from_chunks(weights: Mapping[str, TensorInfo]) -> int | None:
@@ -209,7 +209,7 @@ def _tp_from_chunks(weights: Mapping[str, TensorInfo]) -> int | None:
     return None
 
 
-def _sharing(catalog: Catalog, layout: Layout, writers: list[int]) -> Sharing:
+def _sharing(catalog: Catalog, layout: SavedLayout, writers: list[int]) -> Sharing:
     replicas = layout.dp * (layout.cp or 1) if layout.dp is not None else None
     if replicas == 1:
         return Sharing(None, "one data-parallel rank has nobody to share with")
@@ -267,6 +267,11 @@ def _part_of(tensor: TensorInfo) -> str:
     return next(name for name, pattern in _PARTS if pattern.match(tensor.name))
 
 
+def is_optimizer(item: ObjectInfo) -> bool:
+    """Whether an object is part of a distributed optimizer's state."""
+    return ".distributed.dp_group_idx_" in item.name
+
+
 def _components(catalog: Catalog) -> tuple[Component, ...]:
     counts: dict[str, int] = defaultdict(int)
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -275,7 +280,7 @@ def _components(catalog: Catalog) -> tuple[Component, ...]:
         counts[part] += 1
         sizes[part][tensor.dtype.short] += tensor.nbytes
     for item in catalog.objects.values():
-        part = "optimizer" if ".distributed.dp_group_idx_" in item.name else "other state"
+        part = "optimizer" if is_optimizer(item) else "other state"
         counts[part] += 1
         sizes[part][""] += item.length  # an object has no element type
     out = []

@@ -86,7 +86,13 @@ def _run(args: list[str]) -> int:
     asked = _Asked.of(args)
     try:
         result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False)
-        return result if isinstance(result, int) else ExitCode.OK if args else ExitCode.USAGE
+        if not args:
+            return ExitCode.USAGE  # help was shown, but nothing was asked
+        return result if isinstance(result, int) else ExitCode.OK
+    except SystemExit as error:  # Typer leaves this way when stdout's reader is gone, and after completion
+        if isinstance(error.__context__, BrokenPipeError):
+            raise error.__context__ from None
+        return error.code if isinstance(error.code, int) else ExitCode.OK
     except DistckptError as error:
         return _fail(error, asked)
     except (KeyboardInterrupt, typer.Abort):

@@ -12,7 +12,7 @@ from distckpt_cli.console import format_count, format_size
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog
-    from converters.identity import Identity, Layout
+    from converters.identity import Identity, SavedLayout
     from converters.model_args import ModelArgs
     from converters.models import Model
     from distckpt_cli.console import Console
@@ -22,7 +22,7 @@ __all__ = ["card_document", "describe_layout", "describe_model", "find_architect
 _SHOWN_PROBLEMS = 8
 
 
-def describe_layout(layout: Layout) -> str:
+def describe_layout(layout: SavedLayout) -> str:
     """The layout in one line: `tp 4  pp 2  dp 8 (64 ranks)`; a size of 1 is shown only for tp, pp and dp."""
     shown: list[str] = []
     for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp"):
@@ -66,7 +66,7 @@ def describe_model(model: ModelArgs, architecture: Model | None) -> str:
         size = f" of {model.moe_ffn_hidden_size}" if model.moe_ffn_hidden_size is not None else ""
         parts.append(f"{model.num_experts} experts{size}{top}")
     if model.mtp_num_layers:
-        parts.append(f"{model.mtp_num_layers} multi-token prediction layers")
+        parts.append(f"multi-token prediction ({model.mtp_num_layers} layer{'s' if model.mtp_num_layers > 1 else ''})")
     if model.padded_vocab_size is not None:
         padded = f" (padded {model.padded_vocab_size})" if model.vocab_size is not None else ""
         parts.append(f"vocab {model.vocab_size or model.padded_vocab_size}{padded}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.errors import RequestError
-from converters.identity import writer_of
+from converters.identity import is_optimizer, writer_of
 from converters.names import fold, match_glob, natural_key
 from converters.pickles import describe
 from distckpt_cli.console import format_size
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, FileInfo, ObjectInfo, TensorInfo
     from converters.formats.base import Reader
-    from converters.identity import Layout
+    from converters.identity import SavedLayout
     from distckpt_cli.console import Console
 
 __all__ = [
@@ -73,7 +73,8 @@ def _nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
         )
     near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.5)
     if near:
-        hint = f"did you mean '{near[0]}'?  ({len(_choose(names, near[0])):,} {what}s)"
+        count = len(_choose(names, near[0]))
+        hint = f"did you mean '{near[0]}'?  ({count:,} {what}{'s' if count > 1 else ''})"
     else:
         hint = (
             f"'*{pattern}*' finds a part of a name"
@@ -114,6 +115,9 @@ def print_tensors(console: Console, tensors: Sequence[TensorInfo], *, flat: bool
     hint = "" if len(rows) == len(tensors) else f"  ({len(rows):,} rows; --flat for one row each)"
     noun = "tensor" if len(tensors) == 1 else "tensors"
     console.out(f"{len(tensors):,} {noun}, {format_size(sum(t.nbytes for t in tensors))}{hint}")
+    opaque = [t for t in tensors if t.opaque]
+    if opaque:
+        console.note(f"{len(opaque):,} of them hold no single parameter: {opaque[0].opaque}")
 
 
 def _folded(tensors: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
@@ -151,7 +155,7 @@ def tensor_document(reader: Reader, tensor: TensorInfo, *, chunks: bool) -> dict
     return document
 
 
-def print_files(console: Console, reader: Reader, layout: Layout) -> None:
+def print_files(console: Console, reader: Reader, layout: SavedLayout) -> None:
     """A table of files: which rank and writer wrote each, what it holds, and what is wrong with it."""
     catalog = reader.catalog
     holds = _holdings(reader)
@@ -205,8 +209,11 @@ def _holdings(reader: Reader) -> dict[str, list[str]]:
                 if record >= 0:
                     sizes[reader.files[reader.file_of(record)].name][words[tensor.kind]] += volume
     for item in catalog.objects.values():
-        sizes[item.file]["objects"] += item.length
-    return {name: [f"{word} {format_size(n)}" for word, n in kinds.items()] for name, kinds in sizes.items()}
+        sizes[item.file]["optimizer" if is_optimizer(item) else "objects"] += item.length
+    order = [*words.values(), "objects"]
+    return {
+        name: [f"{word} {format_size(kinds[word])}" for word in order if word in kinds] for name, kinds in sizes.items()
+    }
 
 
 def chosen_args(catalog: Catalog, pattern: str) -> dict[str, Any]:

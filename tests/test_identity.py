@@ -12,7 +12,7 @@ from support import GOLDEN
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
 from converters.formats import open_checkpoint
-from converters.identity import Layout, RankPlace, identify, writer_of
+from converters.identity import RankPlace, SavedLayout, identify, writer_of
 
 # name -> (tp, pp, ep, dp, ranks), optimizer layout, states
 KNOWN = {
@@ -133,7 +133,7 @@ def test_tensor_parallel_size_from_chunks_alone():
 
 def test_nothing_known():
     identity = identify(made(tensor("a", ())))
-    assert identity.layout == Layout()
+    assert identity.layout == SavedLayout()
     assert identity.optimizer.name == "none"
     assert identity.sharing.parallel is None
     assert identity.padding is None
@@ -143,10 +143,10 @@ def test_nothing_known():
 @pytest.mark.parametrize(
     ("layout", "places"),
     [
-        (Layout(tp=2, pp=2, dp=2), {0: (0, 0, 0, 0), 1: (1, 0, 0, 0), 2: (0, 0, 1, 0), 5: (1, 0, 0, 1), 8: None}),
-        (Layout(tp=2, pp=1, cp=2, dp=2), {1: (1, 0, 0, 0), 2: (0, 1, 0, 0), 4: (0, 0, 1, 0), 7: (1, 1, 1, 0)}),
-        (Layout(tp=1, pp=2, dp=2, pp_before_dp=True), {1: (0, 0, 0, 1), 2: (0, 0, 1, 0)}),
-        (Layout(tp=2, pp=2), {0: None}),
+        (SavedLayout(tp=2, pp=2, dp=2), {0: (0, 0, 0, 0), 1: (1, 0, 0, 0), 2: (0, 0, 1, 0), 5: (1, 0, 0, 1), 8: None}),
+        (SavedLayout(tp=2, pp=1, cp=2, dp=2), {1: (1, 0, 0, 0), 2: (0, 1, 0, 0), 4: (0, 0, 1, 0), 7: (1, 1, 1, 0)}),
+        (SavedLayout(tp=1, pp=2, dp=2, pp_before_dp=True), {1: (0, 0, 0, 1), 2: (0, 0, 1, 0)}),
+        (SavedLayout(tp=2, pp=2), {0: None}),
     ],
 )
 def test_where_a_rank_stands(layout, places):

@@ -1,0 +1,67 @@
+"""How the tests of the command line run it: in this process, in a child, or on a terminal of a given width."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+
+class Ran(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment without what would change the output."""
+    hidden = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "RANK", "PYTHONPATH")
+    kept = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("DISTCKPT_")}
+    return kept | {"PYTHONPATH": str(ROOT)} | more
+
+
+def child(*args: str, cwd: Path = HERE / "golden", **env: str) -> Ran:
+    """Runs `distckpt ARGS` as a process whose output is a pipe."""
+    done = subprocess.run(
+        [sys.executable, "-m", "distckpt_cli", *args], cwd=cwd, env=environment(**env), capture_output=True, text=True
+    )
+    return Ran(done.returncode, done.stdout, done.stderr)
+
+
+def terminal(command: list[str], columns: int, cwd: Path = HERE / "golden", **env: str) -> tuple[int, str]:
+    """Runs a command on a pseudo terminal; exit code and everything it wrote, `\\r\\n` as `\\n`."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment(**{"TERM": "xterm", **env}), stdin=slave, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    data = b""
+    try:
+        while piece := os.read(master, 65536):
+            data += piece
+    except OSError:  # Linux says EIO when the other side is closed
+        pass
+    finally:
+        os.close(master)
+    return process.wait(), data.decode("utf-8").replace("\r\n", "\n")
+
+
+def same_as_file(text: str, name: str) -> None:
+    """Compares with `tests/NAME`; DISTCKPT_UPDATE_GOLDEN=1 writes it instead."""
+    path = HERE / name
+    if os.environ.get("DISTCKPT_UPDATE_GOLDEN"):
+        path.write_text(text)
+        pytest.skip(f"wrote {name}")
+    assert text == path.read_text()
