@@ -18,8 +18,8 @@ from converters.errors import DistckptError, IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
 from converters.job import check_stored
 from converters.names import printable
-from converters.publish import os_trouble
-from converters.worker import Worker, write_at
+from converters.publish import os_trouble, write_at
+from converters.worker import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -272,8 +272,8 @@ class _Run:
                 raise DistckptError(
                     f"record {record} was not filled: {self.written.gaps(record, seals.nbytes(record))}"
                 )
-            file, offset, data = seals.seal(record, crc)
-            by_file.setdefault(file, []).append((offset, data))
+            file, pieces = seals.seal(record, crc)
+            by_file.setdefault(file, []).extend(pieces)
         for number, pieces in by_file.items():
             path = self.staging.folder / self.job.files[number].name
             try:

@@ -24,11 +24,12 @@ from converters.plan import Copy, Op, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
 
-__all__ = ["CopyRoutes", "Job", "Move", "OutputFile", "Place", "Routes", "Seals", "Task", "Tile"]
+__all__ = ["CopyRoutes", "Job", "Move", "OutputFile", "Place", "Routes", "Seals", "Slice", "Task", "Tile"]
 
 MIB = 1 << 20
 _TILE = 8 * MIB
@@ -44,6 +45,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Bytes at an offset of an output file: given, or `(file, offset, length)` of the source."""
+
+    at: int
+    content: bytes | tuple[Path, int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class OutputFile:
     """A file to be written.
 
@@ -51,11 +60,13 @@ class OutputFile:
         name: Name within the destination folder.
         size: Bytes, known before anything is written.
         literal: Bytes known in advance, at the file's beginning (a header, or the whole file).
+        slices: Further bytes known in advance, or copied as they are from a source file.
     """
 
     name: str
     size: int
     literal: bytes = b""
+    slices: tuple[Slice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +133,8 @@ class Seals(Protocol):
         """Payload bytes of a record."""
         ...
 
-    def seal(self, record: int, crc: int) -> tuple[int, int, bytes]:
-        """`(file, offset, bytes)` of what follows a record's payload, given the payload's CRC-32."""
+    def seal(self, record: int, crc: int) -> tuple[int, list[tuple[int, bytes]]]:
+        """The file of a record and what stands around its payload as `(offset, bytes)`, given the payload's CRC-32."""
         ...
 
 

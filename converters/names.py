@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ParsedKey", "fold", "match_glob", "natural_key", "parse_key", "printable"]
+__all__ = [
+    "ParsedKey",
+    "StoredKey",
+    "fold",
+    "match_glob",
+    "natural_key",
+    "parse_key",
+    "printable",
+    "stored_key",
+]
 
 # Megatron-Core 0.6 to 0.20, megatron/core/optimizer: `chained_{i}.` marks the dense and the expert optimizer of a MoE
 _OPTIMIZER = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.(\w+?)\.(?=[a-z])(.*)", re.DOTALL)
@@ -78,6 +87,46 @@ def parse_key(key: str) -> ParsedKey:
     if name.endswith((".weight_w", ".weight_v", ".bias_w", ".bias_v")):
         name, half = name[:-2], name[-1]
     return ParsedKey(name, axes, "weight", half)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """Where Megatron-Core's distributed checkpoints keep a canonical tensor.
+
+    Attributes:
+        key: The key, without a wrapper's prefix.
+        prefix: Indices into its leading axes.
+        axes: What those axes count: "layer", "expert".
+    """
+
+    key: str
+    prefix: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+_ONE_EXPERT = re.compile(r"\.experts\.(\d+)\.(?=linear_fc[12]\.)")
+_ONE_LAYER = re.compile(r"^((?:decoder|encoder)\.layers)\.(\d+)\.")
+
+
+def stored_key(name: str, *, stacked: bool) -> StoredKey:
+    """The inverse of `parse_key`, for a name without `optimizer.state.*`.
+
+    Args:
+        name: Canonical name.
+        stacked: Layers share a key with a leading layer axis (transformer_block.py, sharded_state_dict: homogeneous
+            models); multi-token-prediction layers never do. Experts always share one.
+    """
+    prefix: list[int] = []
+    axes: list[str] = []
+    if stacked and (layer := _ONE_LAYER.match(name)):
+        name = f"{layer[1]}.{name[layer.end() :]}"
+        prefix.append(int(layer[2]))
+        axes.append("layer")
+    if expert := _ONE_EXPERT.search(name):
+        name = f"{name[: expert.start()]}.experts.experts.{name[expert.end() :]}"
+        prefix.append(int(expert[1]))
+        axes.append("expert")
+    return StoredKey(name, tuple(prefix), tuple(axes))
 
 
 def _escape(text: str) -> str:

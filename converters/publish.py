@@ -20,15 +20,16 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import DestinationError
+from converters.errors import DestinationError, FormatError
+from converters.formats.folder import open_source
 from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.job import OutputFile
+    from converters.job import OutputFile, Slice
 
-__all__ = ["Staging", "check_destination", "free_bytes", "os_trouble"]
+__all__ = ["Staging", "check_destination", "free_bytes", "os_trouble", "write_at"]
 
 _JOURNAL = ".journal"
 _VERSION = 1
@@ -173,6 +174,8 @@ class Staging:
             try:
                 os.ftruncate(fd, output.size)
                 _write_all(fd, output.literal)
+                for piece in output.slices:
+                    _write_slice(fd, piece)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -250,10 +253,35 @@ class Staging:
         self._journal = self._lock = -1
 
 
+def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Writes all of `data` at an offset."""
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n
+
+
 def _write_all(fd: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
+
+
+def _write_slice(fd: int, piece: Slice) -> None:
+    if isinstance(piece.content, bytes):
+        write_at(fd, piece.content, piece.at)
+        return
+    path, offset, length = piece.content
+    source, at = open_source(path), piece.at
+    try:
+        while length:
+            data = os.pread(source, min(length, 1 << 20), offset)
+            if not data:
+                raise FormatError(f"{printable(path.name)} ends early: {length} bytes are missing at {offset}")
+            write_at(fd, data, at)
+            offset, at, length = offset + len(data), at + len(data), length - len(data)
+    finally:
+        os.close(source)
 
 
 def _sync_folder(folder: Path) -> None:

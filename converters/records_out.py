@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from converters.pickles import Global, Obj, PersId, dumps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from converters.dtypes import DType
 
-__all__ = ["RecordLayout"]
+__all__ = ["RecordLayout", "archive"]
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
@@ -35,8 +35,8 @@ _NAMES_HASH = 15728199511854643026
 class _Member:
     """A member of the archive: name, place, and what the directory says of it."""
 
-    def __init__(self, name: str, header: int, size: int) -> None:
-        self.name, self.header, self.size, self.crc = f"archive/{name}".encode(), header, size, 0
+    def __init__(self, name: str, header: int, size: int, top: str = "archive") -> None:
+        self.name, self.header, self.size, self.crc = f"{top}/{name}".encode(), header, size, 0
         self.flags = 0x808 if size else 0x800
         wide = (size >= _LIMIT32, header >= _LIMIT32)
         numbers = ([size, size] if wide[0] else []) + ([header] if wide[1] else [])
@@ -119,13 +119,33 @@ class RecordLayout:
         out = self._data.descriptor()
         for member, data in ((self._version, version), (self._identity, identity)):
             out += member.local_header() + data + member.descriptor()
-        members = [*self._head, self._data, self._version, self._identity]
-        directory = b"".join(member.central() for member in members)
-        at = self._identity.end
-        end = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 0x031E, 45, 0, 0, 7, 7, len(directory), at)
-        end += struct.pack("<IIQI", 0x07064B50, 0, at + len(directory), 1)
-        short = (min(len(directory), _LIMIT32), min(at, _LIMIT32))
-        return out + directory + end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 7, 7, *short, 0)
+        return out + _directory([*self._head, self._data, self._version, self._identity])
+
+
+def archive(top: str, members: Mapping[str, bytes]) -> bytes:
+    """A whole small archive as torch.save lays it out.
+
+    Args:
+        top: Folder inside it.
+        members: Contents by name, in order.
+    """
+    out, made = bytearray(), []
+    for name, data in members.items():
+        member = _Member(name, len(out), len(data), top)
+        member.crc = zlib.crc32(data)
+        out += member.local_header() + data + member.descriptor()
+        made.append(member)
+    return bytes(out) + _directory(made)
+
+
+def _directory(members: Sequence[_Member]) -> bytes:
+    """The central directory of an archive and what ends it."""
+    entries = b"".join(member.central() for member in members)
+    at, count = members[-1].end, len(members)
+    end = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 0x031E, 45, 0, 0, count, count, len(entries), at)
+    end += struct.pack("<IIQI", 0x07064B50, 0, at + len(entries), 1)
+    short = (min(len(entries), _LIMIT32), min(at, _LIMIT32))
+    return entries + end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, *short, 0)
 
 
 @lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from converters.errors import FormatError
 from converters.formats.folder import close_source, open_source, read_at
 from converters.names import printable
 from converters.plan import Op
-from converters.publish import os_trouble
+from converters.publish import os_trouble, write_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Segments", "Worker", "write_at"]
+__all__ = ["Segments", "Worker"]
 
 _OPEN_FILES = 128
 _DROP_BYTES = 1 << 20  # smaller ranges are not worth a system call
@@ -274,13 +274,6 @@ class _OpenFiles:
 
 def _open_output(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """Writes all of `data` at an offset."""
-    while data:
-        n = os.pwrite(fd, data, offset)
-        data, offset = data[n:], offset + n
 
 
 def _unreadable(path: Path, error: OSError) -> FormatError:

@@ -1,0 +1,73 @@
+"""Megatron's common state, read as an inert tree, changed where the layout demands it, and written back.
+
+Nothing in it is ever built: a field of the argument Namespace is replaced in the tree, and every other byte of the pickle
+stays what it was. Tensors inside (a step counter, a random state) are members of the same archive and are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import FormatError
+from converters.formats.folder import open_source
+from converters.pickles import dumps
+from converters.records import member_offset, read_directory, read_pickle
+from converters.records_out import archive
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["Archive"]
+
+_LIMIT = 1 << 30
+
+
+class Archive:
+    """A small `torch.save` archive: its inert tree, and the other members as bytes.
+
+    Args:
+        path: The file.
+        start: First byte of the archive.
+        length: Bytes; None for the whole file.
+        what: How to name it in an error.
+
+    Attributes:
+        tree: The pickled value, inert; change it in place.
+
+    Raises:
+        FormatError: Damaged (every member is compared with its checksum), or too large for a common state.
+    """
+
+    def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
+        what = what or path.name
+        fd = open_source(path)
+        try:
+            size = os.fstat(fd).st_size if length is None else length
+
+            def read(at: int, n: int) -> bytes:
+                return os.pread(fd, n, at)
+
+            self.tree: Any = read_pickle(read, start, size, what)
+            self._members: dict[str, bytes] = {}
+            for name, member in read_directory(read, start, size, what).items():
+                if member.size > _LIMIT:
+                    raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
+                data = read(member_offset(read, start, member, what), member.size)
+                if zlib.crc32(data) != member.crc:
+                    raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
+                self._members[name] = data
+        finally:
+            os.close(fd)
+
+    def dump(self, tree: Any, name: str) -> bytes:
+        """An archive of `tree` with this one's other members.
+
+        Args:
+            tree: What to pickle; protocol 2, as torch.save does.
+            name: Top folder inside the archive; torch.save takes the file's stem.
+        """
+        members = {**self._members, "data.pkl": dumps(tree, 2)}
+        members.pop(".data/serialization_id", None)  # a fingerprint of contents that have changed; readers need none
+        return archive(name, members)
