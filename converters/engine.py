@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from converters.crc import RecordSums, crc_of_zeros
-from converters.errors import DistckptError, IntegrityError, Interrupted
+from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
 from converters.job import check_stored
 from converters.names import printable
@@ -109,11 +109,11 @@ class _Run:
         self.fresh: Segments = []  # checksums of what was read since then
         self.fresh_written: Segments = []  # and of what was written into sealed records
         self.written = RecordSums()
-        self.fingerprint = reader.fingerprint()
 
     def run(self) -> Stats:
         """See `run`."""
         begin = time.monotonic()
+        self._same_source()
         todo = self._resume()
         self.left = Counter(itertools.chain.from_iterable(task.files for task in todo))
         queue = _Queue(todo)
@@ -141,10 +141,20 @@ class _Run:
         self.listener(Phase("checking"))
         self._complete_sums()
         self._seal()
-        if self.reader.fingerprint() != self.fingerprint:
-            raise IntegrityError("the source changed while it was being read; nothing was published")
+        self._same_source()
         self.stats.seconds = time.monotonic() - begin
         return self.stats
+
+    def _same_source(self) -> None:
+        try:
+            found = self.reader.fingerprint()
+        except OSError as error:
+            raise FormatError(f"reading the source failed: {error.strerror or error}") from error
+        if found != self.job.source_fingerprint:
+            raise IntegrityError(
+                "the source changed after it was opened; nothing was published",
+                hint="wait until nobody writes to it, then run the same command again",
+            )
 
     def _work(self, queue: _Queue) -> None:
         try:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import __version__
 from converters.engine import run
-from converters.errors import DestinationError, FormatError, RequestError
+from converters.errors import DestinationError, FormatError, IntegrityError, RequestError
 from converters.events import Listener, Note, Phase, PlanReady, StopFlag
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
@@ -23,7 +23,7 @@ from converters.model_args import ModelArgs
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
 from converters.plan import Op, prove
-from converters.publish import Staging, check_destination, free_bytes
+from converters.publish import Staging, check_destination, free_bytes, os_trouble
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,7 +166,9 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
     sources = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
     prove({name: t.shape for name, t in sources.items()}, mapping.targets, mapping.copies, mapping.drops)
-    for name in {copy.source for copy in mapping.copies}:
+    used = {copy.source for copy in mapping.copies}
+    _refuse_damage(catalog, used)
+    for name in used:
         check_stored(sources[name])
     layout = plan_shards(mapping.targets, options.max_shard_bytes)
     job = Job.build(
@@ -178,7 +180,10 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         threads=options.threads,
     )
     notes = [*mapping.notes]
-    extra = _extra_files(mapping, layout, options, reference, notes)
+    try:
+        extra = _extra_files(mapping, layout, options, reference, notes)
+    except OSError as error:
+        raise FormatError(f"reading {printable(str(options.hf_config))} failed: {error.strerror or error}") from error
     plan = ExportPlan(reader, destination, options, model, mapping, layout, job, extra, tuple(notes))
     return replace(plan, extra_files={**extra, REPORT: _json(plan.report())})
 
@@ -202,21 +207,51 @@ def run_export(plan: ExportPlan, *, listener: Listener | None = None, stop: Stop
         for name, content in plan.extra_files.items():
             staging.add(name, content if isinstance(content, bytes) else read_small(content))
         staging.publish()
+    except (IntegrityError, FormatError) as error:
+        if not isinstance(error.__cause__, OSError):  # no passing trouble with a disk: what was read of it is wrong
+            staging.discard()
+        raise
     finally:
         staging.close()
     return stats
 
 
 def _check_room(plan: ExportPlan) -> None:
+    try:
+        _need_room(plan)
+    except OSError as error:
+        raise os_trouble(error, plan.destination, "checking") from error
+
+
+def _need_room(plan: ExportPlan) -> None:
     free = free_bytes(plan.destination.parent)
     staged = plan.destination.absolute().with_name(f".{plan.destination.name}.distckpt-partial")
     held = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
-    if plan.job.bytes_written > free + held:
+    extra = sum(len(c) if isinstance(c, bytes) else c.stat().st_size for c in plan.extra_files.values())
+    needed = plan.job.bytes_written + extra
+    if needed > free + held:
         raise DestinationError(
             f"not enough room for {printable(str(plan.destination))}",
-            details=[f"{plan.job.bytes_written:,} bytes are needed, {free:,} are free"],
+            details=[f"{needed:,} bytes are needed, {free:,} are free"],
             hint="free some space, or choose a directory on another disk",
         )
+
+
+def _refuse_damage(catalog: Catalog, used: set[str]) -> None:
+    """What was noticed when the checkpoint was opened: better now than after hours."""
+    found = [p for p in catalog.problems if p.severity == "error" and not used.isdisjoint(p.tensors)]
+    if not found:
+        return
+    hit = used.intersection(name for problem in found for name in problem.tensors)
+    affected = [name for name in catalog.tensors if name in hit]
+    shown = [text for text, _ in fold(affected)]
+    more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
+    raise IntegrityError(
+        f"the checkpoint is damaged: {found[0].message}",
+        details=[*(p.message for p in found[1:8]), "needed for", *(printable(text) for text in shown[:8]), *more],
+        hint="restore the file from a copy, or use another iteration",
+        tensor=affected[0],
+    )
 
 
 def _refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:
@@ -239,7 +274,11 @@ def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference
 def _read_reference(folder: Path | None) -> Mapping[str, Any]:
     if folder is None:
         return {}
-    if not (folder / "config.json").is_file():
+    try:
+        present = (folder / "config.json").is_file()
+    except OSError as error:
+        raise FormatError(f"reading {printable(str(folder))} failed: {error.strerror}") from error
+    if not present:
         raise FormatError(
             f"--hf-config {printable(str(folder))} has no config.json", hint="give a Hugging Face model folder"
         )

@@ -218,6 +218,7 @@ class Job:
         threads: Workers in this process.
         peak_memory: Bytes of buffers that all workers hold together.
         seals: The output records that end with a checksum of their own, if the format has such.
+        source_fingerprint: Digest of the source as it was when the job was made; it must be the same while it is read.
     """
 
     sources: Mapping[str, TensorInfo]
@@ -228,6 +229,7 @@ class Job:
     threads: int
     peak_memory: int
     seals: Seals | None = None
+    source_fingerprint: str = ""
     _tasks: list[Task] = field(default_factory=list)
 
     @classmethod
@@ -255,7 +257,9 @@ class Job:
             digest.update(f"{output.name}:{output.size}:".encode())
             digest.update(hashlib.sha256(output.literal).digest())
         used = {name: sources[name] for name in order}
-        return cls(used, routes, files, digest.hexdigest(), tile, threads, threads * tile * buffers, seals)
+        return cls(
+            used, routes, files, digest.hexdigest(), tile, threads, threads * tile * buffers, seals, source_fingerprint
+        )
 
     @property
     def tasks(self) -> list[Task]:

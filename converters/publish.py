@@ -12,6 +12,7 @@ kill. Running the same command again reads it and goes on.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -25,7 +26,7 @@ from converters.formats.folder import open_source
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from converters.job import OutputFile, Slice
 
@@ -41,6 +42,13 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool = Fals
     Raises:
         DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
     """
+    try:
+        _check_destination(source, destination, overwrite)
+    except OSError as error:  # a folder on the way may not be searched, a name is too long
+        raise os_trouble(error, destination, "checking") from error
+
+
+def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
     real_source, real = source.resolve(), _resolve(destination)
     shown = printable(str(destination))
     if real == real_source or real_source in real.parents or real in real_source.parents:
@@ -54,7 +62,7 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool = Fals
     if destination.exists():
         if not destination.is_dir():
             raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
-        if not overwrite and any(os.scandir(destination)):
+        if not overwrite and not _is_empty(destination):
             raise DestinationError(
                 f"{shown} already exists and is not empty",
                 hint="choose another directory, or add --overwrite to replace it after success",
@@ -64,6 +72,11 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool = Fals
         raise DestinationError(f"{printable(str(ancestor))} is not a directory")
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
+
+
+def _is_empty(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return next(entries, None) is None
 
 
 def _resolve(path: Path) -> Path:
@@ -128,6 +141,8 @@ class Staging:
         except OSError:
             pass  # a file system without locks (some NFS and Lustre mounts); the final rename still lets only one win
         try:
+            if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+                raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
             self.resumed = self._resume(fingerprint, files)
             if not self.resumed:
                 self._start(fingerprint, files)
@@ -159,14 +174,24 @@ class Staging:
             file = self.folder / output.name
             if file.is_symlink() or not file.is_file() or file.stat().st_size != output.size:
                 return []
+        if not lines[1:]:
+            return []
         self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         os.ftruncate(self._journal, keep)
+        self._clear(keep={_JOURNAL, *(output.name for output in files)})
         return lines[1:]
 
+    def _clear(self, keep: Collection[str] = ()) -> None:
+        """Removes what an earlier run left and this one does not write."""
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                if _is_empty(path):
+                    path.rmdir()
+            elif str(path.relative_to(self.folder)) not in keep:
+                path.unlink()
+
     def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
-        for entry in os.scandir(self.folder):  # what an unrelated earlier run left
-            path = Path(entry.path)
-            shutil.rmtree(path) if entry.is_dir(follow_symlinks=False) else path.unlink()
+        self._clear()
         for output in files:
             path = self.folder / output.name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -210,46 +235,68 @@ class Staging:
         Raises:
             DestinationError: The destination is not empty any more, or the file system failed.
         """
-        old = self.destination.with_name(f".{self.destination.name}.distckpt-old")
+        published = False
         try:
             self._clean_journal()
             for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
                 _sync_folder(folder)
-            replaced = self._overwrite and self.destination.is_dir() and any(os.scandir(self.destination))
-            if replaced:
-                if old.exists():
-                    shutil.rmtree(old)
-                self.destination.rename(old)
-            try:
+            replaced = self._overwrite and self.destination.is_dir() and not _is_empty(self.destination)
+            if not replaced:
                 self.folder.rename(self.destination)  # onto nothing or an empty folder; never onto a full one
-            except OSError:
-                if replaced:
-                    old.rename(self.destination)
-                raise
+            elif not _exchange(self.folder, self.destination):
+                self._swap()
+            published = True
             _sync_folder(self.destination.parent)
             if replaced:
-                shutil.rmtree(old)
+                shutil.rmtree(self.folder)  # now the old contents
         except OSError as error:
+            shown = printable(str(self.destination))
+            if published:
+                raise DestinationError(
+                    f"{shown} is complete, but tidying up after it failed: {error.strerror or error}",
+                    hint="check the disk; until its folder is synced, a power failure may undo it",
+                ) from error
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise DestinationError(
-                    f"{printable(str(self.destination))} was filled by someone else meanwhile",
+                    f"{shown} was filled by someone else meanwhile",
                     details=[f"the complete result is in {printable(str(self.folder))}"],
                 ) from error
             raise os_trouble(error, self.destination, "publishing") from error
         finally:
             self.close()
 
+    def _swap(self) -> None:
+        """Exchanges the result and an existing destination where the file system cannot do it in one step."""
+        old = self.destination.with_name(f".{self.destination.name}.distckpt-old")
+        if old.exists():
+            shutil.rmtree(old)
+        self.destination.rename(old)
+        try:
+            self.folder.rename(self.destination)
+        except OSError:
+            old.rename(self.destination)
+            raise
+        old.rename(self.folder)
+
+    def discard(self) -> None:
+        """Removes all that was written: it can never become a good result."""
+        with contextlib.suppress(OSError):
+            self._clean_journal()
+            shutil.rmtree(self.folder)
+        self.close()
+
     def _clean_journal(self) -> None:
         if self._journal >= 0:
-            os.close(self._journal)
-            self._journal = -1
+            fd, self._journal = self._journal, -1
+            os.close(fd)
         (self.folder / _JOURNAL).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Releases the lock; what was written stays for the next run."""
         for fd in (self._journal, self._lock):
             if fd >= 0:
-                os.close(fd)
+                with contextlib.suppress(OSError):  # every line of the journal was synced
+                    os.close(fd)
         self._journal = self._lock = -1
 
 
@@ -293,3 +340,19 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two folders in one step, so that both names exist at any time; False where that is not possible."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))
