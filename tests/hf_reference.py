@@ -1,0 +1,176 @@
+"""The mapping from Megatron's parameters to transformers' a second time: plain numpy, written from the two models' code.
+
+Nothing of `converters` is used here. It is slow and repeats itself on purpose; the tests compare its arrays, bit for bit,
+with what an export wrote.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# heads, query groups; the models whose heads are not hidden / heads wide say so by the size of their projections
+SHAPES = {"llama4": (8, 4), "gpt": (4, 4), "gpt_untied": (4, 4), "gpt_tanh": (4, 4), "gptneox": (4, 4)}
+
+
+def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every tensor of the Hugging Face model, from the ground truth of a config (`model/NAME`, `buffer/NAME`)."""
+    t = {key.partition("/")[2]: value for key, value in truth.items() if key.startswith(("model/", "buffer/"))}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if config == "llama4":  # whose truth holds six padding rows
+            t[name] = t[name][:250]
+    layers = 1 + max(int(m[1]) for name in t if (m := re.match(r"decoder\.layers\.(\d+)\.", name)))
+    heads, groups = SHAPES.get(config, (4, 2))
+    if family == "gpt2":
+        return _gpt2(t, layers, heads)
+    if family == "gpt_neox":
+        return _gpt_neox(t, layers)
+    out = {"model.embed_tokens.weight": t["embedding.word_embeddings.weight"]}
+    for i in range(layers):
+        _layer(out, t, f"decoder.layers.{i}.", f"model.layers.{i}.", family, heads, groups)
+    out["model.norm.weight"] = t["decoder.final_layernorm.weight"]
+    if "decoder.final_layernorm.bias" in t:
+        out["model.norm.bias"] = t["decoder.final_layernorm.bias"]
+    if "output_layer.weight" in t:
+        out["lm_head.weight"] = t["output_layer.weight"]
+    if "mtp.layers.0.eh_proj.weight" in t:
+        p, q = "mtp.layers.0.", f"model.layers.{layers}."
+        out[q + "enorm.weight"] = t[p + "enorm.weight"]
+        out[q + "hnorm.weight"] = t[p + "hnorm.weight"]
+        out[q + "eh_proj.weight"] = t[p + "eh_proj.weight"]
+        out[q + "shared_head.norm.weight"] = t[p + "final_layernorm.weight"]
+        _layer(out, t, p + "transformer_layer.", q, family, heads, groups)
+    return out
+
+
+def split_qkv(x: np.ndarray, heads: int, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q, k and v: within each group its queries, one key, one value."""
+    grouped = x.reshape(groups, heads // groups + 2, -1, *x.shape[1:])
+    rest = (-1, *x.shape[1:])
+    return grouped[:, :-2].reshape(rest), grouped[:, -2].reshape(rest), grouped[:, -1].reshape(rest)
+
+
+def halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """gate and up."""
+    return x[: len(x) // 2], x[len(x) // 2 :]
+
+
+def _layer(out, t, p, q, family, heads, groups):
+    a = p + "self_attention."
+    if family.startswith("deepseek"):
+        out[q + "input_layernorm.weight"] = t[p + "input_layernorm.weight"]
+        if a + "linear_q_down_proj.weight" in t:
+            out[q + "self_attn.q_a_proj.weight"] = t[a + "linear_q_down_proj.weight"]
+            out[q + "self_attn.q_a_layernorm.weight"] = t[a + "linear_q_up_proj.layer_norm_weight"]
+            out[q + "self_attn.q_b_proj.weight"] = t[a + "linear_q_up_proj.weight"]
+        else:
+            out[q + "self_attn.q_proj.weight"] = t[a + "linear_q_proj.weight"]
+        out[q + "self_attn.kv_a_proj_with_mqa.weight"] = t[a + "linear_kv_down_proj.weight"]
+        out[q + "self_attn.kv_a_layernorm.weight"] = t[a + "linear_kv_up_proj.layer_norm_weight"]
+        out[q + "self_attn.kv_b_proj.weight"] = t[a + "linear_kv_up_proj.weight"]
+    else:
+        out[q + "input_layernorm.weight"] = t[a + "linear_qkv.layer_norm_weight"]
+        if a + "linear_qkv.layer_norm_bias" in t:
+            out[q + "input_layernorm.bias"] = t[a + "linear_qkv.layer_norm_bias"]
+        for leaf in ("weight", "bias"):
+            if a + f"linear_qkv.{leaf}" in t:
+                parts = split_qkv(t[a + f"linear_qkv.{leaf}"], heads, groups)
+                for letter, part in zip("qkv", parts, strict=True):
+                    out[q + f"self_attn.{letter}_proj.{leaf}"] = part
+        for letter in "qk":
+            if a + f"{letter}_layernorm.weight" in t:
+                out[q + f"self_attn.{letter}_norm.weight"] = t[a + f"{letter}_layernorm.weight"]
+    out[q + "self_attn.o_proj.weight"] = t[a + "linear_proj.weight"]
+    if a + "linear_proj.bias" in t:
+        out[q + "self_attn.o_proj.bias"] = t[a + "linear_proj.bias"]
+    m = p + "mlp."
+    norm = "pre_mlp_layernorm.weight" if p + "pre_mlp_layernorm.weight" in t else "mlp.linear_fc1.layer_norm_weight"
+    out[q + "post_attention_layernorm.weight"] = t[p + norm]
+    if m + "linear_fc1.layer_norm_bias" in t:
+        out[q + "post_attention_layernorm.bias"] = t[m + "linear_fc1.layer_norm_bias"]
+    if m + "router.weight" not in t:
+        _dense(out, t, m, q + "mlp.", family)
+    elif family == "mixtral":
+        out[q + "block_sparse_moe.gate.weight"] = t[m + "router.weight"]
+        for e in range(len(t[m + "router.weight"])):
+            to = q + f"block_sparse_moe.experts.{e}."
+            out[to + "w1.weight"], out[to + "w3.weight"] = halves(t[m + f"experts.{e}.linear_fc1.weight"])
+            out[to + "w2.weight"] = t[m + f"experts.{e}.linear_fc2.weight"]
+    elif family == "granitemoeshared":
+        to, count = q + "block_sparse_moe.", len(t[m + "router.weight"])
+        out[to + "router.layer.weight"] = t[m + "router.weight"]
+        out[to + "input_linear.weight"] = np.stack([t[m + f"experts.{e}.linear_fc1.weight"] for e in range(count)])
+        out[to + "output_linear.weight"] = np.stack([t[m + f"experts.{e}.linear_fc2.weight"] for e in range(count)])
+        out[q + "shared_mlp.input_linear.weight"] = t[m + "shared_experts.linear_fc1.weight"]
+        out[q + "shared_mlp.output_linear.weight"] = t[m + "shared_experts.linear_fc2.weight"]
+    else:
+        out[q + "mlp.gate.weight"] = t[m + "router.weight"]
+        if m + "router.expert_bias" in t:
+            out[q + "mlp.gate.e_score_correction_bias"] = t[m + "router.expert_bias"]
+        for e in range(len(t[m + "router.weight"])):
+            _gated(out, t, m + f"experts.{e}.", q + f"mlp.experts.{e}.")
+        if m + "shared_experts.linear_fc1.weight" in t:
+            name = "shared_expert" if family == "qwen2_moe" else "shared_experts"
+            _gated(out, t, m + "shared_experts.", q + f"mlp.{name}.")
+        if m + "shared_experts.gate_weight" in t:
+            out[q + "mlp.shared_expert_gate.weight"] = t[m + "shared_experts.gate_weight"]
+
+
+def _gated(out, t, m, to):
+    out[to + "gate_proj.weight"], out[to + "up_proj.weight"] = halves(t[m + "linear_fc1.weight"])
+    out[to + "down_proj.weight"] = t[m + "linear_fc2.weight"]
+
+
+def _dense(out, t, m, to, family):
+    if family not in ("starcoder2", "nemotron"):
+        _gated(out, t, m, to)
+        return
+    first, second = {"starcoder2": ("c_fc", "c_proj"), "nemotron": ("up_proj", "down_proj")}[family]
+    for leaf in ("weight", "bias"):
+        if m + f"linear_fc1.{leaf}" in t:
+            out[to + f"{first}.{leaf}"] = t[m + f"linear_fc1.{leaf}"]
+            out[to + f"{second}.{leaf}"] = t[m + f"linear_fc2.{leaf}"]
+
+
+def _gpt2(t, layers, heads):
+    out = {
+        "transformer.wte.weight": t["embedding.word_embeddings.weight"],
+        "transformer.wpe.weight": t["embedding.position_embeddings.weight"],
+    }
+    for i in range(layers):
+        p, q = f"decoder.layers.{i}.", f"transformer.h.{i}."
+        for leaf in ("weight", "bias"):
+            out[q + f"ln_1.{leaf}"] = t[p + f"self_attention.linear_qkv.layer_norm_{leaf}"]
+            qkv = np.concatenate(split_qkv(t[p + f"self_attention.linear_qkv.{leaf}"], heads, heads))
+            out[q + f"attn.c_attn.{leaf}"] = qkv.T
+            out[q + f"attn.c_proj.{leaf}"] = t[p + f"self_attention.linear_proj.{leaf}"].T
+            out[q + f"ln_2.{leaf}"] = t[p + f"mlp.linear_fc1.layer_norm_{leaf}"]
+            out[q + f"mlp.c_fc.{leaf}"] = t[p + f"mlp.linear_fc1.{leaf}"].T
+            out[q + f"mlp.c_proj.{leaf}"] = t[p + f"mlp.linear_fc2.{leaf}"].T
+    for leaf in ("weight", "bias"):
+        out[f"transformer.ln_f.{leaf}"] = t[f"decoder.final_layernorm.{leaf}"]
+    if "output_layer.weight" in t:
+        out["lm_head.weight"] = t["output_layer.weight"]
+    return out
+
+
+def _gpt_neox(t, layers):
+    out = {"gpt_neox.embed_in.weight": t["embedding.word_embeddings.weight"]}
+    for i in range(layers):
+        p, q = f"decoder.layers.{i}.", f"gpt_neox.layers.{i}."
+        for leaf in ("weight", "bias"):
+            out[q + f"input_layernorm.{leaf}"] = t[p + f"self_attention.linear_qkv.layer_norm_{leaf}"]
+            out[q + f"attention.query_key_value.{leaf}"] = t[p + f"self_attention.linear_qkv.{leaf}"]
+            out[q + f"attention.dense.{leaf}"] = t[p + f"self_attention.linear_proj.{leaf}"]
+            out[q + f"post_attention_layernorm.{leaf}"] = t[p + f"mlp.linear_fc1.layer_norm_{leaf}"]
+            out[q + f"mlp.dense_h_to_4h.{leaf}"] = t[p + f"mlp.linear_fc1.{leaf}"]
+            out[q + f"mlp.dense_4h_to_h.{leaf}"] = t[p + f"mlp.linear_fc2.{leaf}"]
+    for leaf in ("weight", "bias"):
+        out[f"gpt_neox.final_layer_norm.{leaf}"] = t[f"decoder.final_layernorm.{leaf}"]
+    out["embed_out.weight"] = t["output_layer.weight"]
+    return out
