@@ -1,0 +1,309 @@
+"""Optimizer state under canonical names, whatever layout it was saved in.
+
+    found = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
+    prove_masters(reader, found.tensors)         # before anything is published: master weights round to the weights
+
+Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
+`param` here). Flat buckets store no names: the order of parameters follows from the model (`registration`), and what the
+checkpoint does not tell is tried out on the values: each candidate must turn master weights into the weights stored beside
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.buffers import Bucket, Misfit, Owners, Rules, arrange, fit
+from converters.catalog import FlatPart, TensorInfo
+from converters.errors import FormatError
+from converters.layout import Layout
+from converters.model_args import ModelArgs
+from converters.optim_flat import FlatReader, stored_groups
+from converters.optim_groups import param_groups
+from converters.optim_proof import mismatches, prove_masters, refusal
+from converters.plan import Target
+from converters.registration import EXPERTS, Order, trainable
+from converters.split import Outline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from converters.box import Box
+    from converters.catalog import Catalog, StoredArray
+    from converters.dtypes import DType
+    from converters.formats.base import Reader
+    from converters.optim_flat import StoredBuffer, StoredGroup
+
+__all__ = ["Candidate", "OptimizerState", "candidates", "optimizer_state", "param_groups", "prove_masters", "unflatten"]
+
+_MASTERS = {"fp32_param": "param", "master_param": "param"}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """How the writing job may have ordered things.
+
+    Attributes:
+        order: Order of parameters.
+        align: Parameters begin at multiples of so many elements.
+        expert_groups: How the experts' data-parallel groups are counted: "pp-ep-tp" (0.12 and later) or "ep-pp-tp".
+    """
+
+    order: Order
+    align: int
+    expert_groups: str
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a checkpoint holds of the optimizer.
+
+    Attributes:
+        tensors: `optimizer.state.STATE.NAME` -> tensor, in the order of the parameters.
+        replaced: Stored tensors and objects whose elements are in `tensors` now, each with what it was.
+        candidate: For flat buckets, the order that the values confirm; None where names are stored.
+        notes: Sentences a person should read.
+    """
+
+    tensors: dict[str, TensorInfo]
+    replaced: dict[str, str] = field(default_factory=dict)
+    candidate: Candidate | None = None
+    notes: tuple[str, ...] = ()
+
+
+def optimizer_state(reader: Reader, layout: Layout | None = None) -> OptimizerState:
+    """The optimizer's tensors under canonical names.
+
+    Args:
+        reader: The checkpoint.
+        layout: The job that saved it, if its arguments do not tell.
+
+    Raises:
+        IntegrityError: No known order of parameters turns the stored master weights into the stored weights.
+        FormatError: The buckets are incomplete or no order of parameters fills them.
+    """
+    catalog = reader.catalog
+    groups = stored_groups(reader) if isinstance(reader, FlatReader) else {}
+    if groups and isinstance(reader, FlatReader):
+        return unflatten(reader, groups, layout or Layout.saved(catalog))
+    tensors: dict[str, TensorInfo] = {}
+    for info in catalog.tensors.values():
+        if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
+            continue
+        state, _, name = info.name.removeprefix("optimizer.state.").partition(".")
+        renamed = f"optimizer.state.{_MASTERS.get(state, state)}.{name}"
+        tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
+    notes = _add_fp32_masters(catalog, tensors)
+    return OptimizerState(tensors, notes=notes)
+
+
+def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    """A parameter that is itself fp32 has no master copy in the plain optimizer: it is its own master."""
+    added = 0
+    for name, weight in catalog.weights.items():
+        master = f"optimizer.state.param.{name}"
+        if f"optimizer.state.exp_avg.{name}" in tensors and master not in tensors and weight.dtype.name == "float32":
+            tensors[master] = TensorInfo(master, weight.dtype, weight.shape, "optimizer", weight.parts)
+            added += 1
+    return (f"{added} parameters are fp32 and are their own master weights",) if added else ()
+
+
+def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
+    """Orders in which the writing job may have kept its parameters, the likeliest first."""
+    args = catalog.args
+    made_by = catalog.producer[0] if catalog.producer else ""
+    fused = [True, False] if args.get("transformer_impl") != "local" else [False, True]
+    experts: list[str] = ["grouped"]
+    if any(".mlp.experts." in name for name in catalog.weights):
+        if args.get("moe_grouped_gemm") is False:
+            experts = ["sequential"]
+        elif args.get("moe_use_legacy_grouped_gemm") is True or args.get("transformer_impl") == "local":
+            experts = ["stacked"]
+        experts += [kind for kind in EXPERTS if kind not in experts]
+    aligns = [1, 64] if made_by.startswith("Megatron-Core 0.6") else [64, 1]
+    old = any(made_by.startswith(f"Megatron-Core 0.{n}") for n in ("6", "8", "11"))
+    counts = ["ep-pp-tp", "pp-ep-tp"] if old else ["pp-ep-tp", "ep-pp-tp"]
+    counts = counts if layout.ep > 1 else counts[:1]
+    direct = [False]
+    if any(".mixer.conv1d." in name for name in catalog.weights):
+        direct = [True, False] if "0.19" in made_by else [False, True]
+    for align, conv, kind, norm, count in itertools.product(aligns, direct, experts, fused, counts):
+        yield Candidate(Order(norm, kind, conv), align, count)
+
+
+def unflatten(
+    reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout
+) -> OptimizerState:
+    """Names and boxes for the elements of flat buckets.
+
+    Args:
+        reader: The checkpoint.
+        groups: What `stored_groups` found.
+        layout: The job that saved it.
+
+    Raises:
+        IntegrityError: Orders that fill the buckets exist, but with none do master weights round to the weights.
+        FormatError: The buckets are incomplete or no order of parameters fills them.
+    """
+    catalog = reader.catalog
+    reason: Misfit | None = None
+    refused: list[str] = []
+    for candidate in candidates(catalog, layout):
+        try:
+            tensors = _Unflattener(catalog, groups, layout, candidate).run()
+        except Misfit as error:
+            reason = reason or error
+            continue
+        wrong = mismatches(reader, tensors, sample=True)
+        if not wrong:
+            return OptimizerState(tensors, _replaced(catalog), candidate)
+        refused = refused or wrong
+    if refused:
+        raise refusal(refused, catalog, "no known order of parameters fits the flat optimizer buckets")
+    raise reason or FormatError("the optimizer's flat buckets hold nothing")
+
+
+def _replaced(catalog: Catalog) -> dict[str, str]:
+    out = {t.name: t.opaque for t in catalog.tensors.values() if t.opaque and t.kind == "optimizer"}
+    for key, item in catalog.objects.items():
+        if ".distributed.dp_group_idx_" in item.name:
+            out[key] = "optimizer state of one data-parallel group"
+    return out
+
+
+class _Unflattener:
+    """One attempt, with one candidate."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        groups: Mapping[tuple[int | None, int], StoredGroup],
+        layout: Layout,
+        candidate: Candidate,
+    ) -> None:
+        self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.args
+        weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n)}
+        self.weights = weights
+        outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
+        parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
+        self.owners = Owners(parameters, layout, outline, candidate.order)
+        # tensor -> state -> number of an array -> pieces
+        self.pieces: dict[str, dict[str, dict[int, list[tuple[Box, int]]]]] = defaultdict(dict)
+        self.arrays: list[tuple[StoredArray, DType]] = []
+        self.used: set[tuple[int | None, int]] = set()
+
+    def run(self) -> dict[str, TensorInfo]:
+        """The tensors."""
+        for chain, chunks, experts in self._chains():
+            tps = self.layout.expert_tp if experts else self.layout.tp
+            for pp in range(self.layout.pp):
+                for ep in range(self.layout.ep if experts else 1):
+                    for tp in range(tps):
+                        self._group(chain, chunks, experts, pp, ep, tp)
+        extra = [group for where, group in self.groups.items() if where not in self.used]
+        if extra:
+            raise Misfit(f"no rank of the job has {extra[0].what(0)}", details=[f"{len(extra)} such groups"])
+        return self._tensors()
+
+    def _chains(self) -> list[tuple[int | None, range, bool | None]]:
+        """Number, model chunks and kind of parameters of each chained optimizer (get_megatron_optimizer)."""
+        numbers = sorted({-1 if chain is None else chain for chain, _ in self.groups})
+        every = range(self.layout.chunks)
+        if len(numbers) == 1:
+            return [(None if numbers[0] < 0 else numbers[0], every, None)]
+        expert = [] if self.layout.ep == 1 else [(numbers[-1], every, True)]
+        dense = numbers[: len(numbers) - len(expert)]
+        kind = False if expert else None
+        if (
+            len(dense) == 2
+        ):  # overlap_param_gather_with_optimizer_step: the first model chunk has an optimizer of its own
+            return [(dense[0], range(1), kind), (dense[1], every[1:], kind), *expert]
+        if len(dense) != 1:
+            raise Misfit(f"{len(numbers)} chained optimizers are not known to Megatron with ep {self.layout.ep}")
+        return [(dense[0], every, kind), *expert]
+
+    def _group(self, chain: int | None, chunks: range, experts: bool | None, pp: int, ep: int, tp: int) -> None:
+        layout = self.layout
+        index = pp * layout.tp + tp
+        if experts and self.candidate.expert_groups == "pp-ep-tp":
+            index = (pp * layout.ep + ep) * layout.expert_tp + tp
+        elif experts:
+            index += ep * layout.pp * layout.tp
+        group = self.groups.get((chain, index))
+        wanted = self.owners.buffers(pp, chunks, tp, ep if experts else None, experts=experts)
+        have = group.buffers if group else {}
+        self.used.add((chain, index))
+        if len(wanted) != len(have):
+            raise Misfit(
+                f"data-parallel group {index} has {len(have)} buffers, its parameters make {len(wanted)}",
+                details=[f"pipeline rank {pp}, tensor-parallel rank {tp}"],
+            )
+        for number, buffer in enumerate(wanted):
+            assert group is not None
+            stored, what = have.get(number), group.what(number)
+            if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
+                raise Misfit(f"{what} should hold {buffer.dtype} parameters")
+            rules = self._rules(pp, buffer.chunk, bool(experts), sum(p.numel for p in buffer.parameters))
+            if stored.sizes is None and stored.coalesced:
+                buckets = arrange(buffer.parameters, rules)
+            else:
+                sizes = stored.sizes or [a.shape[0] for a, _ in next(iter(stored.states.values()))]
+                buckets = fit(buffer.parameters, sizes, self.candidate.align, what)
+            self._place(stored, buckets, what)
+
+    def _rules(self, pp: int, chunk: int, experts: bool, numel: int) -> Rules:
+        dp = self.layout.edp if experts else self.layout.dp_cp
+        size = saved_bucket_size(self.args, self.layout, numel) if pp == 0 and chunk == 0 else None
+        return Rules(dp, self.candidate.align, size, self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True)
+
+    def _place(self, stored: StoredBuffer, buckets: list[Bucket], what: str) -> None:
+        total = sum(bucket.numel_unpadded for bucket in buckets)
+        for state, arrays in stored.states.items():
+            name = _MASTERS.get(state, state)
+            if stored.coalesced and arrays[0][0].shape[0] != total:
+                raise Misfit(f"{what} has {arrays[0][0].shape[0]:,} elements, its parameters take {total:,}")
+            if not stored.coalesced and len(arrays) != len(buckets):
+                raise Misfit(f"{what} has {len(arrays)} buckets, its parameters fill {len(buckets)}")
+            base, first = 0, len(self.arrays)
+            self.arrays += arrays
+            for number, bucket in enumerate(buckets):
+                key = first if stored.coalesced else first + number
+                if base + bucket.numel_unpadded > self.arrays[key][0].shape[0]:
+                    raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
+                for local, start in bucket.placed:
+                    at = base + start
+                    for tensor, box in local.segments if local.first else ():
+                        self.pieces[tensor].setdefault(name, {}).setdefault(key, []).append((box, at))
+                        at += box.volume
+                base += bucket.numel_unpadded if stored.coalesced else 0
+
+    def _tensors(self) -> dict[str, TensorInfo]:
+        out = {}
+        for tensor, weight in self.weights.items():
+            for state, found in sorted(self.pieces[tensor].items()):
+                name = f"optimizer.state.{state}.{tensor}"
+                kinds = {self.arrays[key][1] for key in found}
+                if len(kinds) > 1:
+                    raise FormatError(f"{name} is stored in several types: {', '.join(map(str, kinds))}", tensor=name)
+                parts = tuple(FlatPart(self.arrays[key][0], tuple(pieces)) for key, pieces in found.items())
+                out[name] = TensorInfo(name, kinds.pop(), weight.shape, "optimizer", parts)
+        return out
+
+
+def saved_bucket_size(args: Mapping[str, Any], layout: Layout, numel: int) -> int | None:
+    """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
+
+    Args:
+        args: Training arguments.
+        layout: The job.
+        numel: Elements of the rank's parameters, for `--ddp-num-buckets`.
+    """
+    if args.get("overlap_grad_reduce") is not True or args.get("overlap_param_gather_with_optimizer_step") is True:
+        return None
+    count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
+    if isinstance(count, int):
+        return numel // count
+    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)
