@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from converters.pickles import Global, Obj, dumps, parse
 
-
 _WIDE = b"\xef\xbd\x8f\xef\xbd\x93"
 """`os` in full-width letters, which Python source would fold to `os`."""
 
@@ -216,7 +215,8 @@ def _opcode_cases(marker: str, nested: bytes) -> list[Case]:
         Case("overwritten in a dict", b"\x80\x02}(K\x01" + body + b"K\x01Nu."),
         Case("second pickle", b"\x80\x02N." + nested, fires=False),
         Case("DUP", b"\x80\x02" + body + b"20."),
-        Case("STACK_GLOBAL from the memo", b"\x80\x04\x8c\x02os\x94\x8c\x05mkdir\x940" + b"0h\x00h\x01\x93" + quoted + b"\x85R."),
+        Case("names from the memo",
+             b"\x80\x04\x8c\x02os\x94\x8c\x05mkdir\x9400h\x00h\x01\x93" + quoted + b"\x85R."),
         Case("protocol byte lies", b"\x80\x02\x8c\x02os\x8c\x05mkdir\x93" + quoted + b"\x85R."),
         Case("NEWOBJ", b"\x80\x02c_io\nFileIO\n" + quoted + b"X\x01\x00\x00\x00w\x86\x81.", fires=False),
         Case("EXT1", b"\x80\x02\x82\x01" + quoted + b"\x85R.", fires=False),

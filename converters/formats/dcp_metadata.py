@@ -141,11 +141,16 @@ def read_metadata(data: bytes, what: str = ".metadata", *, fast: bool = True) ->
 
 
 def _read(data: bytes, what: str, columns: Columns | None) -> DcpMetadata:
-    limits = Limits(ops_per_byte=0.5, tuple_keys=1 << 16)
-    # all_local_plans is set after construction (Megatron-Core 0.11 and later), so it comes last.
+    limits = Limits(data_bytes=1 << 33, ops_per_byte=0.5, memo=1_000_000 + len(data) // 2, tuple_keys=1 << 16)
+    # all_local_plans is set after construction (Megatron-Core 0.11 and later), so it comes last, after mcore_data.
     machine = Machine(data, limits, what, stop_key="all_local_plans", columns=columns)
     root = machine.run()
     stopped = machine.stopped_at
+    if stopped is not None and data.find(b"mcore_data", stopped) >= 0:
+        if columns is not None:
+            raise Bail
+        machine = Machine(data, limits, what)
+        root, stopped = machine.run(), None
     if stopped is not None:
         _check_tail(data, stopped, what)
     elif machine.pos != len(data):

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from converters.pickles.machine import MISSING, Machine
 from converters.pickles.nodes import Node, Obj, Run, Slot
+from converters.pickles.stack import MISSING, Stack
 from converters.pickles.templates import Ints, Template, find, make_template, tokenize
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Columns:
         """The memo is written with explicit indexes, so items that were not made cannot be counted in it."""
         raise Bail
 
-    def after_mark(self, machine: Machine, pos: int) -> int:
+    def after_mark(self, machine: Stack, pos: int) -> int:
         """A batch or a tuple begins at `pos`. Returns where the machine goes on."""
         self._begins[len(machine.meta)] = pos
         below = machine.meta[-1]
@@ -133,7 +133,7 @@ class Columns:
             return self._take(machine, self.LIST, pos)
         return pos
 
-    def after_build(self, machine: Machine, pos: int) -> int:
+    def after_build(self, machine: Stack, pos: int) -> int:
         """An object is complete at `pos`: if it is an item of a batch, learn from it, and take what follows."""
         meta, stack = machine.meta, machine.stack
         # In the top-level state every key must be looked at, see `stop_key`.
@@ -153,7 +153,7 @@ class Columns:
         self._begins[len(meta)] = pos
         return pos
 
-    def make(self, machine: Machine, index: int) -> Node:
+    def make(self, machine: Stack, index: int) -> Node:
         """The value of a memo entry that was written by an item that was taken."""
         number = bisect_right(self._bases, index) - 1
         run = self.taken[number] if number >= 0 else None
@@ -183,7 +183,7 @@ class Columns:
 
     # -- taking ----------------------------------------------------------------------------------------
 
-    def _take(self, machine: Machine, kind: int, pos: int) -> int:
+    def _take(self, machine: Stack, kind: int, pos: int) -> int:
         index = self.index[kind]
         if not self.templates[kind]:
             return pos
@@ -214,7 +214,7 @@ class Columns:
     def _add(self, kind: int, number: int, pos: int) -> None:
         """Add one template's candidates to the window, from `pos` on."""
         index, template = self.index[kind], self.templates[kind][number]
-        block = find(self.data, self.raw, template, pos, index.stop)
+        block = find(self.raw, template, pos, index.stop)
         rows = np.arange(template.rows, template.rows + len(block.starts))
         template.blocks.append(block)
         template.rows += len(rows)
@@ -233,7 +233,7 @@ class Columns:
         last[:-1] = index.ends[:-1] != starts[1:]
         index.breaks = np.flatnonzero(last).tolist()
 
-    def _learn(self, machine: Machine, kind: int, start: int, stop: int) -> None:
+    def _learn(self, machine: Stack, kind: int, start: int, stop: int) -> None:
         """Make a template of the item that the machine has just made, unless there is one."""
         self._scans -= 1
         tokens = tokenize(self.data, start, stop)
@@ -303,7 +303,7 @@ class Columns:
         found = [codes.setdefault(data[pos : pos + size], len(codes)) for pos, size in texts.tolist()]
         self._written.append((indexes, np.array(found, np.int64)))
 
-    def texts(self, machine: Machine, indexes: Ints) -> tuple[Ints, list[str]]:
+    def texts(self, machine: Stack, indexes: Ints) -> tuple[Ints, list[str]]:
         """The strings that memo indexes refer to.
 
         Args:

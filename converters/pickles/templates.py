@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
+
+    from converters.pickles.stack import Stack
 
 __all__ = ["Block", "Ints", "Template", "find", "make_template", "tokenize"]
 
@@ -120,7 +121,7 @@ def tokenize(data: bytes, start: int, stop: int) -> list[Token] | None:
     return tokens if pos == stop else None
 
 
-def make_template(machine: Machine, tokens: list[Token], count: int) -> Template | None:
+def make_template(machine: Stack, tokens: list[Token], count: int) -> Template | None:
     """Generalize an item that the machine has just made.
 
     Args:
@@ -148,7 +149,7 @@ def _get_index(data: bytes, op: int, pos: int) -> int:
     return data[pos + 1] if op == 0x68 else int.from_bytes(data[pos + 1 : pos + 5], "little")
 
 
-def _attempt(machine: Machine, tokens: list[Token], count: int, fixed: set[int]) -> tuple[Template | None, set[int]]:
+def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -> tuple[Template | None, set[int]]:
     """A template, and the positions of references among its slots that are dict keys."""
     parts: list[bytes | int] = []
     slots: list[Slot] = []
@@ -202,20 +203,18 @@ def _key_slots(values: list[Node]) -> list[Slot]:
     return found
 
 
-def find(data: bytes, raw: NDArray[np.uint8], template: Template, start: int, stop: int) -> Block:
+def find(raw: NDArray[np.uint8], template: Template, start: int, stop: int) -> Block:
     """All places from `start` to `stop` whose bytes fit a template, whether items begin there or not.
 
     Args:
-        data: The pickle.
-        raw: The same as an array.
+        raw: The pickle as an array.
         template: What to look for.
         start: First place.
         stop: After the last place; an item may extend beyond it.
     """
     head = template.parts[0]
     assert isinstance(head, bytes)
-    places = re.compile(re.escape(head)).finditer(data, start, min(stop + len(head) - 1, len(data)))
-    starts = np.fromiter((match.start() for match in places), np.int64)
+    starts = _occurrences(raw[start : stop + len(head) - 1], head) + start
     search = _Search(raw, starts, len(template.is_ref))
     search.at += len(head)
     for part in template.parts[1:]:
@@ -236,6 +235,18 @@ def find(data: bytes, raw: NDArray[np.uint8], template: Template, start: int, st
         [column[live] for column in search.values],
         [text[live] if len(text) else text for text in search.texts],
     )
+
+
+def _occurrences(raw: NDArray[np.uint8], head: bytes) -> Ints:
+    """Where `head` occurs: at its byte that is rarest here, the others are then compared."""
+    counts = np.bincount(raw[: 1 << 16], minlength=256)
+    rarest = min(range(len(head)), key=lambda place: counts[head[place]])
+    last = len(raw) - len(head) + 1
+    starts = np.flatnonzero(raw[rarest : max(rarest, rarest + last)] == head[rarest])
+    for shift, byte in enumerate(head):
+        if shift != rarest:
+            starts = starts[raw[starts + shift] == byte]
+    return starts
 
 
 class _Search:
