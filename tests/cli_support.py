@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +57,22 @@ def terminal(command: list[str], columns: int, cwd: Path = HERE / "golden", **en
     finally:
         os.close(master)
     return process.wait(), data.decode("utf-8").replace("\r\n", "\n")
+
+
+def wall_seconds(*args: str, cwd: Path = HERE / "golden", runs: int = 7) -> float:
+    """Wall time of `distckpt ARGS` on a quiet machine of the kind that the limits were set for.
+
+    The fastest of several runs, scaled by how long importing numpy takes here and now: 0.08 s there. The two are run in
+    turns, so that a neighbour's load slows both.
+    """
+
+    def run(*command: str) -> float:
+        begin = time.perf_counter()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True, env=environment(), cwd=cwd)
+        return time.perf_counter() - begin
+
+    times = [(run("-c", "import numpy"), run("-m", "distckpt_cli", *args)) for _ in range(runs)]
+    return min(mine for _, mine in times) / max(1.0, min(scale for scale, _ in times) / 0.08)
 
 
 def same_as_file(text: str, name: str) -> None:

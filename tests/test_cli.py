@@ -6,10 +6,9 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
-from cli_support import ROOT, child, environment, same_as_file, terminal
+from cli_support import ROOT, child, environment, same_as_file, terminal, wall_seconds
 
 from converters.errors import (
     DestinationError,
@@ -75,13 +74,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_help_is_fast():
-    assert min(_seconds("--help") for _ in range(5)) < 0.3
-
-
-def _seconds(*args: str) -> float:
-    begin = time.perf_counter()
-    child(*args)
-    return time.perf_counter() - begin
+    assert wall_seconds("--help") < 0.3
 
 
 def test_version(capsys):
