@@ -116,11 +116,6 @@ class Layout:
             )
         if self.world_size % (self.expert_tp * self.ep * self.pp):
             raise self._uneven_experts()
-        if not self.order.endswith("pp") and self.pp > 1 and self.edp != self.dp:
-            raise RequestError(
-                f"with ranks in the order {self.order}, experts need as many data-parallel ranks as the dense part; "
-                f"they have {self.edp}, it has {self.dp}"
-            )
 
     def _uneven_experts(self) -> RequestError:
         need, have = self.expert_tp * self.ep, self.tp * self.cp * self.dp
