@@ -16,6 +16,7 @@ import zlib
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from converters.dtypes import dtype
 from converters.pickles import Global, Obj, PersId, dumps
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
 
-__all__ = ["RecordLayout", "archive"]
+__all__ = ["RecordLayout", "archive", "empty_object"]
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
@@ -148,9 +149,20 @@ def _directory(members: Sequence[_Member]) -> bytes:
     return entries + end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, *short, 0)
 
 
+def empty_object() -> bytes:
+    """The record of a module's extra state without contents: `[torch.empty(0, dtype=torch.uint8)]`."""
+    members = {"data.pkl": dumps([_tensor_node(dtype("uint8"), (0,))], protocol=2), ".format_version": b"1"}
+    members |= {".storage_alignment": b"64", "byteorder": b"little", "data/0": b"", "version": b"3\n"}
+    return archive("archive", members)
+
+
 @lru_cache(maxsize=4096)
 def _tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
     """The `data.pkl` of a tensor that owns its storage, as torch.save pickles it."""
+    return dumps(_tensor_node(dtype, shape), protocol=2)
+
+
+def _tensor_node(dtype: DType, shape: tuple[int, ...]) -> Obj:
     strides, stride = [], 1
     for n in reversed(shape):
         strides.append(stride)
@@ -163,4 +175,4 @@ def _tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
     else:
         storage = PersId(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", numel * dtype.itemsize))
         func, tail = Global("torch._utils", "_rebuild_tensor_v3"), [False, hooks, Global("torch", dtype.name)]
-    return dumps(Obj(func, (storage, 0, shape, tuple(reversed(strides)), *tail)), protocol=2)
+    return Obj(func, (storage, 0, shape, tuple(reversed(strides)), *tail))

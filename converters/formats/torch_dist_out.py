@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from converters import __version__
 from converters.errors import RequestError
 from converters.job import Move, OutputFile, Slice
 from converters.records_out import RecordLayout
@@ -48,19 +49,21 @@ class Cut:
         shape: Shape of the tensor.
         boxes: The pieces, in the tensor's coordinates; they tile it.
         source_shape: Shape of the source tensor, smaller or larger along the vocabulary axis only.
+        leading: How many (layer, expert) axes of length 1 a record has before the tensor's own.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     source_shape: tuple[int, ...]
+    leading: int = 0
     layouts: tuple[RecordLayout, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         made: dict[tuple[int, ...], RecordLayout] = {}
         for box in self.boxes:
             if box.shape not in made:
-                made[box.shape] = RecordLayout(self.dtype, box.shape)
+                made[box.shape] = RecordLayout(self.dtype, (*(1,) * self.leading, *box.shape))
         object.__setattr__(self, "layouts", tuple(made[box.shape] for box in self.boxes))
 
 
@@ -260,7 +263,9 @@ class TorchDistOutput:
                 size = Size((*ones[len(tensor.prefix)], *box.shape))
                 entry.chunks.append(dcp.ChunkStorageMetadata(offset, size))
                 storage[dcp.MetadataIndex(tensor.key, offset)] = _StorageInfo(names[file], start, length)
-        document = dcp.Metadata(tensors, None, storage, dcp.StorageMeta(checkpoint_id=name))
+        document = dcp.Metadata(
+            tensors, None, storage, dcp.StorageMeta(checkpoint_id=name, save_id=f"distckpt {__version__}")
+        )
         # readers before Megatron-Core 0.15 look here for flattened tensors; nothing of ours is
         document.mcore_data = {key: {} for key, entry in tensors.items() if hasattr(entry, "chunks")}  # type: ignore[attr-defined]
         buffer = io.BytesIO()

@@ -1,0 +1,314 @@
+"""Everything in a checkpoint that is not a tensor, at another layout: carried, rebuilt or dropped by stated rules.
+
+| what | rule |
+|---|---|
+| training arguments | the fields that describe the layout change, nothing else |
+| `rng_state` | carried if the (pp, tp) grid, and where saved so dp, is the same; else dropped, and `no_save_rng` set |
+| `rerun_state_machine_state` | dropped: it belongs to the ranks of the job that saved |
+| `_extra_state` | carried (TransformerEngine asks for it), under the target's keys |
+| `common_state`, `common.pt` | becomes `common.pt`, which every Megatron-Core reads |
+| per-group optimizer objects | become part of the common state, or of the target's groups |
+| anything else | carried as it is, and named |
+
+Sources: megatron/training/checkpointing.py (load_checkpoint, check_checkpoint_args), tags core_v0.9.0 to core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+from converters.formats.common_state import Archive
+from converters.formats.torch_dist_out import ObjectOut
+from converters.names import parse_key, stored_key
+from converters.optim import param_groups
+from converters.pickles import Obj, fields, set_field
+from converters.records_out import empty_object
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.catalog import Catalog, ObjectInfo
+    from converters.formats.base import Reader
+    from converters.layout import Layout
+    from converters.pipeline import Pipeline
+    from converters.split import Outline
+
+__all__ = ["ReshardOptions", "State", "target_state"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardOptions:
+    """What a person may ask of a reshard.
+
+    Attributes:
+        optimizer: "fully_reshardable", "dp_reshardable", "keep" (the source's, as one of these two), or "none".
+        layers: "stacked", "per-layer" or "keep".
+        rng: "keep", "drop", or "auto": keep where the grid allows it.
+        extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
+        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
+        fully_parallel: Spread what data-parallel replicas share over their files, by bytes.
+        max_memory: Bytes of buffers.
+        threads: Workers in this process.
+        overwrite: Replace an existing destination after success.
+    """
+
+    optimizer: str = "fully_reshardable"
+    layers: str = "keep"
+    rng: str = "auto"
+    extra_state: str = "fill"
+    vocab_size: int | None = None
+    fully_parallel: bool = False
+    max_memory: int = 64 * MIB
+    threads: int = 2
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """The target's objects and common state.
+
+    Attributes:
+        objects: Stored objects, each with the rank whose file holds it.
+        common: Contents of `common.pt`.
+        changed: Training arguments that differ from the source: name -> (before, after).
+        dropped: `(what, reason)` of what is not carried over.
+        notes: Sentences a person should read.
+    """
+
+    objects: list[ObjectOut]
+    common: bytes
+    changed: dict[str, tuple[Any, Any]]
+    dropped: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = field(default=())
+
+
+def target_state(
+    reader: Reader,
+    layout: Layout,
+    outline: Outline,
+    options: ReshardOptions,
+    *,
+    stacked: bool,
+    padded_vocab: int | None,
+) -> State:
+    """Objects and common state of a checkpoint for a job at `layout`.
+
+    Args:
+        reader: The source.
+        layout: The target layout.
+        outline: The model.
+        options: What was asked.
+        stacked: Whether the target's layers share keys.
+        padded_vocab: Rows of the target's embedding.
+
+    Raises:
+        RequestError: The random state was to be kept and cannot be.
+    """
+    catalog = reader.catalog
+    objects: list[ObjectOut] = []
+    dropped: list[tuple[str, str]] = []
+    keep_rng = _rng_fits(catalog, layout, options, dropped)
+    pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
+    for info in catalog.objects.values():
+        base = info.name.rpartition("/")[2]
+        content = (catalog.path / info.file, info.start, info.length)
+        if info.name == "common_state" or ".dp_group_idx_" in info.name:
+            continue
+        if base == "rng_state":
+            if keep_rng:
+                rank = layout.rank(pp=info.offset[0], tp=info.offset[1])
+                objects.append(ObjectOut(info.key, rank, content))
+        elif base == "rerun_state_machine_state":
+            dropped.append((info.key, "belongs to one rank of the job that saved"))
+        elif base.endswith("._extra_state"):
+            if options.extra_state == "drop":
+                dropped.append((info.key, "extra state is not wanted"))
+            else:
+                key, layer = _extra_state_key(info, stacked, outline)
+                home = pipeline.homes(layer or "output_layer.weight", tied=outline.tied)[0]
+                objects.append(ObjectOut(key, layout.rank(pp=home.pp), content))
+        else:
+            objects.append(ObjectOut(info.key, 0, content))
+    if options.extra_state == "fill":
+        objects += _missing_extra_state(catalog, layout, outline, pipeline, stacked, {o.key for o in objects})
+    common, changed = _common(reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab)
+    return State(objects, common, changed, tuple(dropped))
+
+
+def _rng_fits(catalog: Catalog, layout: Layout, options: ReshardOptions, dropped: list[tuple[str, str]]) -> bool:
+    stored = [o for o in catalog.objects.values() if o.name == "rng_state"]
+    if not stored:
+        return False
+    grid, target = stored[0].grid, (layout.pp, layout.tp, layout.dp)
+    same = grid == target[: len(grid)]
+    if options.rng == "keep" and not same:
+        have = " x ".join(map(str, grid))
+        need = " x ".join(map(str, target[: len(grid)]))
+        raise RequestError(
+            f"the random state was saved for a grid of {have} ranks (pp x tp{' x dp' if len(grid) > 2 else ''}), "
+            f"the target has {need}",
+            hint="--rng drop: the job starts with fresh random numbers, as Megatron does after every such change",
+        )
+    if options.rng == "drop" or not same:
+        reason = "not wanted" if options.rng == "drop" else "the target has another grid of ranks"
+        dropped.extend((o.key, f"random state: {reason}") for o in stored)
+        return False
+    return True
+
+
+def _extra_state_key(info: ObjectInfo, stacked: bool, outline: Outline) -> tuple[str, str | None]:
+    """The key of an extra state in the target's style, and a name that says where it lives."""
+    parsed = parse_key(info.name)
+    if parsed.kind == "other":
+        return info.key, None
+    indices = iter(info.offset)
+    name = parsed.template.format(*(next(indices) for _ in parsed.axes))
+    wrapper = info.name[: -len(_bare(info.name))] if _bare(info.name) else ""
+    return wrapper + _object_key(name, stacked, outline), name
+
+
+_NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
+
+
+def _missing_extra_state(
+    catalog: Catalog, layout: Layout, outline: Outline, pipeline: Pipeline, stacked: bool, have: set[str]
+) -> list[ObjectOut]:
+    """Empty extra states for modules that have none: which modules have one changed with every Megatron-Core.
+
+    A loader asks for those of its own version and ignores the others; without FP8 all of them are empty.
+    """
+    if not any(info.name.endswith("._extra_state") for info in catalog.objects.values()):
+        return []
+    empty, out = empty_object(), []
+    modules = dict.fromkeys(
+        name.rpartition(".")[0]
+        for name in catalog.weights
+        if name.endswith(".weight") and not _NO_EXTRA_STATE.match(name)
+    )
+    attention = dict.fromkeys(
+        name.replace(".linear_proj", ".core_attention")
+        for name in modules
+        if name.endswith("self_attention.linear_proj")
+    )
+    for module in (*modules, *attention):
+        key = _object_key(f"{module}._extra_state", stacked, outline)
+        wrapped = key if key in have else f"{_wrapper(catalog)}{key}"
+        if wrapped not in have:
+            home = pipeline.homes(f"{module}.weight", tied=outline.tied)[0]
+            out.append(ObjectOut(wrapped, layout.rank(pp=home.pp), empty))
+    return out
+
+
+def _wrapper(catalog: Catalog) -> str:
+    key = next((o.name for o in catalog.objects.values() if o.name.endswith("._extra_state")), "")
+    return key[: -len(_bare(key))] if _bare(key) else ""
+
+
+def _object_key(name: str, stacked: bool, outline: Outline) -> str:
+    """The key of an object of a canonical module, with its place in the grid of layers and experts."""
+    stored = stored_key(name, stacked=stacked)
+    count = {"layer": outline.num_layers, "expert": outline.num_experts or 1}
+    offset = stored.prefix or (0,)
+    grid = tuple(count[axis] for axis in stored.axes) or (1,)
+    return f"{stored.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
+
+
+def _bare(key: str) -> str:
+    found = re.search(r"(?:embedding|decoder|encoder|mtp|output_layer|lm_head)\..*", key)
+    return found[0] if found else ""
+
+
+def _common(
+    reader: Reader,
+    layout: Layout,
+    options: ReshardOptions,
+    outline: Outline,
+    *,
+    keep_rng: bool,
+    padded_vocab: int | None,
+) -> tuple[bytes, dict[str, tuple[Any, Any]]]:
+    archive, tree = _open_common(reader.catalog)
+    changed: dict[str, tuple[Any, Any]] = {}
+    args = tree.get("args")
+    if isinstance(args, Obj):
+        known = fields(args)
+        for name, value in _new_args(known, layout, options, keep_rng=keep_rng, padded_vocab=padded_vocab):
+            if name not in known or known[name] != value:
+                changed[name] = (known.get(name), value)
+                set_field(args, name, value)
+    tree.pop("rerun_state_machine", None)
+    if options.optimizer == "none":
+        tree.pop("optimizer", None)
+    elif "optimizer" in tree:
+        tree["optimizer"] = param_groups(reader, layout, options.optimizer)
+        content = tree.setdefault("content_metadata", {})
+        content["distrib_optim_sharding_type"] = options.optimizer
+        content.setdefault("singleton_local_shards", False)
+        content["chained_optim_avoid_prefix"] = True
+        if options.optimizer == "fully_reshardable":
+            content.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
+    if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
+        tree["content_metadata"]["singleton_local_shards"] = False
+    return archive.dump(tree, "common"), changed
+
+
+def _open_common(catalog: Catalog) -> tuple[Archive, dict[Any, Any]]:
+    path = catalog.path / "common.pt"
+    if path.exists():
+        archive = Archive(path)
+        tree = archive.tree
+    else:
+        stored = catalog.objects.get("common_state/shard_0_1")
+        if stored is None:
+            raise RequestError(
+                "the checkpoint has no common state (neither common.pt nor common_state), so no job could resume from it",
+                hint="export-hf needs none",
+            )
+        archive = Archive(catalog.path / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
+        tree = archive.tree[0] if isinstance(archive.tree, list) and len(archive.tree) == 1 else archive.tree
+    if not isinstance(tree, dict):
+        raise RequestError("the common state is not a dictionary")
+    return archive, tree
+
+
+def _new_args(
+    known: dict[str, Any], layout: Layout, options: ReshardOptions, *, keep_rng: bool, padded_vocab: int | None
+) -> Iterator[tuple[str, Any]]:
+    """The arguments that describe the layout, with their values at the target. Fields the source lacks stay absent."""
+    values = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "data_parallel_size": layout.dp,
+        "world_size": layout.world_size,
+        "transformer_pipeline_model_parallel_size": layout.pp,
+        "decoder_first_pipeline_num_layers": layout.first_layers,
+        "decoder_last_pipeline_num_layers": layout.last_layers,
+        "pipeline_model_parallel_layout": layout.pp_layout,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": layout.vpp,
+    }
+    if padded_vocab is not None:
+        values["padded_vocab_size"] = padded_vocab
+    for name, value in values.items():
+        if name in known and (known[name] is not None or value is not None):
+            yield name, value
+    if not keep_rng:
+        yield "no_save_rng", True  # load_checkpoint asks for rng_state unless the checkpoint says that it has none
+    if options.optimizer == "none":
+        yield "no_save_optim", True
+    else:
+        if known.get("use_distributed_optimizer") is not None:
+            yield "use_distributed_optimizer", True
+        if "dist_ckpt_optim_fully_reshardable" in known:
+            yield "dist_ckpt_optim_fully_reshardable", options.optimizer == "fully_reshardable"
