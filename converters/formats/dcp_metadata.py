@@ -239,15 +239,15 @@ class _Schema:
             self.numbers[key] = number
             if type(node) is Obj and node.func.name == "BytesStorageMetadata":
                 continue
-            known = type(node) is Obj and node.func.name == "TensorStorageMetadata"
-            properties = fields(node).get("properties") if known else None
+            state_of = _attributes(node) if type(node) is Obj and node.func.name == "TensorStorageMetadata" else {}
+            properties = state_of.get("properties")
             if type(properties) is not Obj:
                 raise self.fail(f"neither a tensor nor an object: {_brief(node)}", key)
             values = properties.state
-            dtype = values[0] if type(values) is tuple and values else fields(properties).get("dtype")
+            dtype = values[0] if type(values) is tuple and values else _attributes(properties).get("dtype")
             if type(dtype) is not Global or dtype.module != "torch":
                 raise self.fail(f"not a torch dtype: {_brief(dtype)}", key)
-            shapes[number] = dtype.name, self.ints(fields(node).get("size"), key)
+            shapes[number] = dtype.name, self.ints(state_of.get("size"), key)
         self.state = list(self.keys)
         return shapes
 
@@ -269,7 +269,7 @@ class _Schema:
         for number, (key, node) in enumerate(state.items()):
             if node.func.name == "BytesStorageMetadata":
                 continue
-            chunks = fields(node).get("chunks")
+            chunks = _attributes(node).get("chunks")
             if type(chunks) is not list:
                 raise self.fail(f"its chunks are {_brief(chunks)}", key)
             for chunk in chunks:
@@ -279,7 +279,7 @@ class _Schema:
                     owner_of_run[chunk.number] = number
                     self.runs_met += 1
                     continue
-                part = fields(chunk) if type(chunk) is Obj else {}
+                part = _attributes(chunk) if type(chunk) is Obj else {}
                 owners.append(number)
                 starts.append(self.ints(part.get("offsets"), key))
                 sizes.append(self.ints(part.get("sizes"), key))
@@ -304,7 +304,7 @@ class _Schema:
             if type(index) is Run:
                 self.runs_met += 1
                 continue
-            state = fields(index) if type(index) is Obj else {}
+            state = _attributes(index) if type(index) is Obj else {}
             key, where = state.get("fqn"), state.get("offset")
             if type(key) is not str:
                 raise self.fail(f"a key of storage_data is not a MetadataIndex but {_brief(index)}")
@@ -335,7 +335,7 @@ class _Schema:
         return number
 
     def _place(self, info: Node, key: str) -> tuple[int, int, int]:
-        state = fields(info) if type(info) is Obj else {}
+        state = _attributes(info) if type(info) is Obj else {}
         path = state.get("relative_path")
         if type(path) is not str:
             raise self.fail(f"a record is not a _StorageInfo but {_brief(info)}", key)
@@ -480,6 +480,11 @@ class _Schema:
             f"{self.keys[records.owner[row]]} at {tuple(records.starts.at[row, : records.starts.ndim[row]].tolist())}"
             for row in rows.tolist()
         ]
+
+
+def _attributes(node: Obj) -> dict[str, Node]:
+    """`fields`, without a copy where there need not be one."""
+    return node.state if type(node.state) is dict else fields(node)
 
 
 def _fields_of(tree: Node) -> dict[str, Node]:
