@@ -21,7 +21,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.box import Box
 from converters.errors import FormatError, RequestError
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from converters.registration import Order
     from converters.split import Outline, Shard
 
-__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Owners", "Rules", "arrange", "dp_chunks", "fit"]
+__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Owners", "Rules", "arrange", "bucket_size", "dp_chunks", "fit"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -117,6 +117,22 @@ def _ceil(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
+def bucket_size(args: Mapping[str, Any], layout: Layout, owners: Owners) -> int | None:
+    """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
+
+    Args:
+        args: Training arguments.
+        layout: The job.
+        owners: What its ranks hold, for `--ddp-num-buckets`.
+    """
+    if args.get("overlap_grad_reduce") is not True or args.get("overlap_param_gather_with_optimizer_step") is True:
+        return None
+    count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
+    if isinstance(count, int):
+        return owners.numel(0) // count
+    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)
+
+
 def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
     """Buckets of a buffer as Megatron-Core 0.13 and later make them; earlier ones differ for shared embeddings only.
 
@@ -185,34 +201,37 @@ def _closed(placed: list[tuple[Local, int]], end: int, size: int, align: int, wh
     return Bucket(tuple(placed), size, size)
 
 
-def dp_chunks(bucket: Bucket, dp: int) -> list[list[tuple[int, int, bool]]]:
-    """What each data-parallel rank stores of a bucket: `(start, length, is padding)`, in order.
+def dp_chunks(bucket: Bucket, dp: int) -> list[list[tuple[int, int, int]]]:
+    """What each data-parallel rank stores of a bucket: `(start, length, position in bucket.placed)`, in order.
 
-    As sharded_param_state_dp_reshardable of 0.16.1 does: each rank has an equal share of the padded bucket, stored in a
-    chunk for each parameter in it and one for each gap; what lies behind the last parameter is not stored.
+    As `sharded_param_state_dp_reshardable` of 0.16.1 does: each rank has an equal share of the padded bucket, stored as a
+    chunk for each parameter in it and one for each gap, whose position is -1; what lies behind the last parameter is not
+    stored.
 
     Raises:
         RequestError: A rank would have nothing but padding; Megatron fails there ("empty bucket encountered").
     """
     share = bucket.numel // dp
     spans = [(start, start + parameter.numel) for parameter, start in bucket.placed]
-    out = []
+    out, first = [], 0
     for rank in range(dp):
-        low, high = rank * share, (rank + 1) * share
-        inside = [(max(a, low), min(b, high)) for a, b in spans if a < high and b > low]
-        if not inside:
+        at, high = rank * share, (rank + 1) * share
+        while first < len(spans) and spans[first][1] <= at:
+            first += 1
+        if first == len(spans) or spans[first][0] >= high:
             raise RequestError(
                 f"a bucket of {bucket.numel_unpadded:,} elements leaves data-parallel rank {rank} of {dp} without any",
                 hint="write the optimizer with --optimizer fully_reshardable, or choose a smaller --dp",
             )
-        chunks, at = [], low
-        for begin, end in inside:
+        chunks, number = [], first
+        while number < len(spans) and spans[number][0] < high:
+            begin, end = max(spans[number][0], at), min(spans[number][1], high)
             if begin > at:
-                chunks.append((at, begin - at, True))
-            chunks.append((begin, end - begin, False))
-            at = end
+                chunks.append((at, begin - at, -1))
+            chunks.append((begin, end - begin, number))
+            at, number = end, number + 1
         if at < min(high, bucket.numel_unpadded):
-            chunks.append((at, min(high, bucket.numel_unpadded) - at, True))
+            chunks.append((at, min(high, bucket.numel_unpadded) - at, -1))
         out.append(chunks)
     return out
 
@@ -296,6 +315,12 @@ class Owners:
             first and all(shard.tp is not None or tp == 0 for _, mine in tensors for shard in mine),
             shared and (self._outline.tied or self._outline.mtp_layers > 0),
         )
+
+    def numel(self, pp: int) -> int:
+        """Elements of all parameters of a rank of one pipeline stage, experts included."""
+        chunks = range(self._layout.chunks)
+        held = [self.held(pp, chunk, 0, 0, experts=kind) for chunk in chunks for kind in (False, True)]
+        return sum(local.numel for locals_ in held for local in locals_)
 
     def buffers(self, pp: int, chunks: Iterable[int], tp: int, ep: int | None, *, experts: bool | None) -> list[Buffer]:
         """The buffers of one optimizer of a rank, in Megatron's numbering (`gbuf_idx`)."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from converters.buffers import Bucket, Misfit, Owners, Rules, arrange, fit
+from converters.buffers import Bucket, Misfit, Owners, Rules, arrange, bucket_size, fit
 from converters.catalog import FlatPart, TensorInfo
 from converters.errors import FormatError
 from converters.layout import Layout
@@ -246,7 +246,7 @@ class _Unflattener:
             stored, what = have.get(number), group.what(number)
             if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
                 raise Misfit(f"{what} should hold {buffer.dtype} parameters")
-            rules = self._rules(pp, buffer.chunk, bool(experts), sum(p.numel for p in buffer.parameters))
+            rules = self._rules(pp, buffer.chunk, bool(experts))
             if stored.sizes is None and stored.coalesced:
                 buckets = arrange(buffer.parameters, rules)
             else:
@@ -254,9 +254,9 @@ class _Unflattener:
                 buckets = fit(buffer.parameters, sizes, self.candidate.align, what)
             self._place(stored, buckets, what)
 
-    def _rules(self, pp: int, chunk: int, experts: bool, numel: int) -> Rules:
+    def _rules(self, pp: int, chunk: int, experts: bool) -> Rules:
         dp = self.layout.edp if experts else self.layout.dp_cp
-        size = saved_bucket_size(self.args, self.layout, numel) if pp == 0 and chunk == 0 else None
+        size = bucket_size(self.args, self.layout, self.owners) if pp == 0 and chunk == 0 else None
         return Rules(dp, self.candidate.align, size, self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True)
 
     def _place(self, stored: StoredBuffer, buckets: list[Bucket], what: str) -> None:
@@ -291,19 +291,3 @@ class _Unflattener:
                 parts = tuple(FlatPart(self.arrays[key][0], tuple(pieces)) for key, pieces in found.items())
                 out[name] = TensorInfo(name, kinds.pop(), weight.shape, "optimizer", parts)
         return out
-
-
-def saved_bucket_size(args: Mapping[str, Any], layout: Layout, numel: int) -> int | None:
-    """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
-
-    Args:
-        args: Training arguments.
-        layout: The job.
-        numel: Elements of the rank's parameters, for `--ddp-num-buckets`.
-    """
-    if args.get("overlap_grad_reduce") is not True or args.get("overlap_param_gather_with_optimizer_step") is True:
-        return None
-    count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
-    if isinstance(count, int):
-        return numel // count
-    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)

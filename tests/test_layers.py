@@ -38,6 +38,7 @@ LEVELS = {
     "optim_flat": 4,
     "optim_groups": 4,
     "optim_proof": 4,
+    "optim_write": 4,
     "models": 4,
     "engine": 5,
     "publish": 5,
