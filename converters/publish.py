@@ -143,12 +143,23 @@ class Staging:
         try:
             if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
                 raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
+            if not overwrite and self.destination.is_dir() and not _is_empty(self.destination):
+                self._refuse_late()
             self.resumed = self._resume(fingerprint, files)
             if not self.resumed:
                 self._start(fingerprint, files)
         except OSError as error:
             self.close()
             raise os_trouble(error, self.folder, "preparing") from error
+
+    def _refuse_late(self) -> None:
+        """The destination was filled after `check_destination` looked: say so now, not after the work."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # only if nothing is in it
+        self.close()
+        raise DestinationError(
+            f"{printable(str(self.destination))} was filled by someone else meanwhile", hint="choose another directory"
+        )
 
     def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> list[dict[str, Any]]:
         """The trustworthy lines of an earlier run's journal, empty if there is nothing to continue."""

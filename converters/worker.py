@@ -44,6 +44,8 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u8"),
     16: np.dtype("<c16"),
 }
+# what torch takes from numpy without a copy
+_SIGNED: dict[int, np.dtype[Any]] = _UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
 
 Segments = list[tuple[int, int, int, int]]
 
@@ -224,15 +226,11 @@ class Worker:
         import torch
 
         nbytes = values.size * target.itemsize
-        if not values.flags.c_contiguous:
-            values = np.ascontiguousarray(values)
-        taken = (
-            torch.frombuffer(values.data, dtype=getattr(torch, source.name)).reshape(values.shape)
-            if values.size
-            else None
-        )
-        result = np.empty(nbytes, np.uint8) if nbytes > self._scratch.nbytes else self._scratch[:nbytes]
-        if taken is not None:
+        self._scratch = _at_least(self._scratch, nbytes)
+        result = self._scratch[:nbytes]
+        if values.size:
+            # strided as it is (a transposed tile): no copy in between
+            taken = torch.from_numpy(values.view(_SIGNED[source.itemsize])).view(getattr(torch, source.name))
             if op is Op.ADD_ONE:
                 taken = taken.float() + 1
             elif op is Op.SUBTRACT_ONE:
