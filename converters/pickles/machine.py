@@ -96,7 +96,7 @@ class Machine(Opcodes):
         `self.pos` is the opcode being executed whenever something else than this loop can look at it.
         """
         data, memo, stack, rare = self.data, self.memo, self.stack, self._handlers()
-        pos = self.pos
+        pos, most = self.pos, self.limits.memo
         try:
             for _ in repeat(None, self.max_ops):
                 op = data[pos]
@@ -140,7 +140,7 @@ class Machine(Opcodes):
                     pos += 2
                 elif op == 0x2E:  # STOP
                     self.pos = pos + 1
-                    if self.room < 0 or len(memo) > self.limits.memo:
+                    if self.room < 0 or len(memo) > most:
                         self.out_of_room(pos)
                     return
                 else:
@@ -152,7 +152,7 @@ class Machine(Opcodes):
                     if pos < 0:
                         return
                     stack = self.stack
-                    if self.room < 0 or len(memo) > self.limits.memo:
+                    if self.room < 0 or len(memo) > most:
                         self.out_of_room(pos)
             self.fail(pos, f"it has more than {self.max_ops} opcodes")
         except (IndexError, StructError):
