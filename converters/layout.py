@@ -160,11 +160,37 @@ class Layout:
     @classmethod
     def saved(cls, catalog: Catalog) -> Layout:
         """The layout of the job that saved a checkpoint, from its arguments, configuration and tensors."""
-        from converters.model_args import ModelArgs  # opening a checkpoint's facts is not needed for a given layout
+        from converters.model_args import ModelArgs  # a layout that is given needs nothing of what that imports
 
-        facts, told = cls.from_args(ModelArgs.from_catalog(catalog)), cls.from_args(catalog.args)
+        options = catalog.args or catalog.config
+        while inner := next((v for key in ("model", "config") if isinstance(v := options.get(key), Mapping)), None):
+            options = inner  # Bridge and NeMo 2 keep the model's own options in a section
+        facts, told = cls.from_args(ModelArgs.from_catalog(catalog)), cls.from_args(options)
         keep = ("first_layers", "last_layers", "account_for_embedding", "account_for_loss", "pp_layout", "order")
         return cls(**{f.name: getattr(told if f.name in keep else facts, f.name) for f in fields(cls)})
+
+    def changed(self, **asked: Any) -> Layout:
+        """The layout that somebody means who has this one and asks for some fields to differ.
+
+        Args:
+            asked: Fields of `Layout`; None is what was not asked for.
+
+        Returns:
+            `etp` follows `tp` if it was the same, `dp` stays if the experts' grid allows it, and what describes pipeline
+            stages one by one is kept only if `pp` stays and nothing else is said about stages.
+        """
+        asked = {name: value for name, value in asked.items() if value is not None}
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | asked
+        if "etp" not in asked and self.expert_tp == self.tp:
+            values["etp"] = None
+        stages = ("vpp", "first_layers", "last_layers", "account_for_embedding", "account_for_loss", "pp_layout")
+        if values["pp"] != self.pp or any(name in asked for name in stages):
+            defaults = {f.name: f.default for f in fields(self)}
+            values |= {name: asked.get(name, defaults[name]) for name in stages}
+        least = self.least_dp(values["tp"], values["cp"], values["ep"], values["etp"])
+        if "dp" not in asked and values["dp"] % least:
+            values["dp"] = least
+        return type(self)(**values)
 
     @staticmethod
     def least_dp(tp: int, cp: int, ep: int, etp: int | None) -> int:

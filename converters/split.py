@@ -250,23 +250,27 @@ def shards(name: str, shape: Sequence[int], layout: Layout, outline: Outline) ->
     rule = _rule(name, layout, outline)
     ep = None if rule.expert is None else _expert_home(name, rule.expert, layout, outline)
     if rule.axis is None:
-        whole = Box.whole(shape)
-        return [Shard(whole, whole, None, ep)]
-    axis, parts = rule.axis, layout.tp if ep is None else layout.expert_tp
+        return list(_cut(tuple(shape), None, 1, 1, ep))
+    parts = layout.tp if ep is None else layout.expert_tp
     halves = 2 if rule.gated and outline.gated else 1
-    if axis >= len(shape) or shape[axis] % (parts * halves):
+    if rule.axis >= len(shape) or shape[rule.axis] % (parts * halves):
         raise _indivisible(name, shape, rule, parts, halves)
+    return list(_cut(tuple(shape), rule.axis, parts, halves, ep))
+
+
+@lru_cache(maxsize=4096)  # the same for all layers and all experts of a rank
+def _cut(shape: tuple[int, ...], axis: int | None, parts: int, halves: int, ep: int | None) -> tuple[Shard, ...]:
+    if axis is None:
+        whole = Box.whole(shape)
+        return (Shard(whole, whole, None, ep),)
     size = shape[axis] // (parts * halves)
-    before, behind = tuple(shape[:axis]), tuple(shape[axis + 1 :])
-    first, last = (0,) * len(before), (0,) * len(behind)
-    extent = (*before, size, *behind)
-    return [
-        Shard(
-            Box((*first, (half * parts + tp) * size, *last), extent), Box((*first, half * size, *last), extent), tp, ep
-        )
-        for tp in range(parts)
-        for half in range(halves)
-    ]
+    before, behind = (0,) * axis, (0,) * (len(shape) - axis - 1)
+    extent = (*shape[:axis], size, *shape[axis + 1 :])
+
+    def box(at: int) -> Box:
+        return Box((*before, at * size, *behind), extent)
+
+    return tuple(Shard(box(half * parts + tp), box(half), tp, ep) for tp in range(parts) for half in range(halves))
 
 
 def _expert_home(name: str, expert: int, layout: Layout, outline: Outline) -> int:

@@ -246,6 +246,15 @@ def test_from_args_reads_both_spellings():
     assert Layout.from_args(ModelArgs(tp=2, ep=2, dp=4), tp=4, etp=1).edp == 8
 
 
+def test_a_change_takes_along_what_hangs_on_it():
+    saved = Layout(tp=2, etp=2, pp=2, ep=2, dp=2, vpp=2, first_layers=4)
+    assert saved.changed(tp=4, pp=None) == Layout(tp=4, pp=2, ep=2, dp=2, vpp=2, first_layers=4)
+    assert saved.changed(pp=4) == Layout(tp=2, pp=4, ep=2, dp=2)
+    assert saved.changed(vpp=4) == Layout(tp=2, pp=2, ep=2, dp=2, vpp=4)
+    assert saved.changed(ep=8).dp == 8
+    assert Layout(tp=2, etp=1, ep=2).changed(tp=4).expert_tp == 1
+
+
 def refused(make):
     with pytest.raises(RequestError) as caught:
         make()
