@@ -163,7 +163,6 @@ _RULES: list[tuple[re.Pattern[str], int | None]] = [
         (r"([eh]norm|final_(layer)?norm)\.(weight|bias)", None),
         (r"(.*\.)?\w*_?(linear_proj|linear_fc2|out_proj)\.bias", None),
         (r"(.*\.)?(\w*_)?(layernorm|norm)\.(weight|bias)", None),
-        (r"(.*\.)?\w*(hyper_connection|layer_scale)\w*(\..*)?", None),
     ]
 ]
 _OUTSIDE = {
