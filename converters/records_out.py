@@ -14,7 +14,7 @@ import math
 import struct
 import zlib
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
 from converters.pickles import Global, Obj, PersId, dumps
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
 
-__all__ = ["RecordLayout", "archive", "empty_object"]
+__all__ = ["RecordLayout", "archive", "empty_object", "object_record"]
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
@@ -151,9 +151,13 @@ def _directory(members: Sequence[_Member]) -> bytes:
 
 def empty_object() -> bytes:
     """The record of a module's extra state without contents: `[torch.empty(0, dtype=torch.uint8)]`."""
-    members = {"data.pkl": dumps([_tensor_node(dtype("uint8"), (0,))], protocol=2), ".format_version": b"1"}
-    members |= {".storage_alignment": b"64", "byteorder": b"little", "data/0": b"", "version": b"3\n"}
-    return archive("archive", members)
+    return object_record([_tensor_node(dtype("uint8"), (0,))], {"data/0": b""})
+
+
+def object_record(tree: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
+    """The record of an object, an inert tree with the storages it refers to."""
+    members = {"data.pkl": dumps(tree, protocol=2), ".format_version": b"1", ".storage_alignment": b"64"}
+    return archive("archive", {**members, "byteorder": b"little", **(storages or {}), "version": b"3\n"})
 
 
 @lru_cache(maxsize=4096)

@@ -11,14 +11,22 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from converters.dtypes import dtype
 from converters.engine import run
 from converters.errors import DestinationError, RequestError
 from converters.events import Listener, Note, Phase, PlanReady, StopFlag
-from converters.formats.torch_dist_out import Cut, TensorOut, TorchDistOutput, check_tiling
+from converters.formats.torch_dist_out import Cut, FlatOut, ObjectOut, TensorOut, TorchDistOutput, check_tiling
 from converters.job import Job, check_stored
+from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
 from converters.names import stored_key
+from converters.optim import OptimizerState, candidates, optimizer_state, prove_masters
+from converters.optim_groups import read_param_groups
+from converters.optim_write import flatten
+from converters.plan import Target
 from converters.publish import Staging, check_destination, free_bytes
+from converters.records_out import object_record
+from converters.registration import trainable
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.split import Outline, holders, padded_vocab, shards, split_rule
 
@@ -89,15 +97,27 @@ def plan_reshard(
     catalog = reader.catalog
     check_destination(catalog.path, destination, overwrite=options.overwrite)
     args = ModelArgs.from_catalog(catalog)
-    outline = Outline.of(args, {name: t.shape for name, t in catalog.weights.items()})
-    sources, dropped = _sources(catalog, options)
+    shapes = {name: t.shape for name, t in catalog.weights.items()}
+    notes = list(check_layout(args, layout, shapes))
+    outline = Outline.of(args, shapes)
+    sources = dict(catalog.weights) | {n: t for n, t in catalog.tensors.items() if t.kind == "other"}
+    found, options = _optimizer(reader, options)
+    notes += found.notes
     targets = _Targets(catalog, layout, outline, options, args)
-    tensors = targets.make(sources)
+    tensors: list[TensorOut | FlatOut] = list(targets.make(sources))
+    objects: list[ObjectOut] = []
+    sources |= found.tensors
+    if options.optimizer == "dp_reshardable":
+        flat, objects = targets.flatten(found, reader)
+        tensors += flat
+    else:
+        tensors += targets.make(found.tensors)
     check_tiling(sources, tensors)
-    for name in dict.fromkeys(tensor.source for tensor in tensors):
-        check_stored(sources[name])
+    dropped = _unused(catalog, options)
     state = target_state(reader, layout, outline, options, stacked=targets.stacked, padded_vocab=_padded(tensors))
-    output = TorchDistOutput(tensors, state.objects)
+    output = TorchDistOutput(tensors, [*objects, *state.objects])
+    for name in output.sources():
+        check_stored(sources[name])
     job = Job.build(
         sources,
         output,
@@ -117,7 +137,7 @@ def plan_reshard(
         state,
         job,
         (*dropped, *state.dropped),
-        state.notes,
+        (*notes, *state.notes),
     )
 
 
@@ -166,18 +186,29 @@ def _in_folder(output: TorchDistOutput, folder: str) -> list[OutputFile]:
     return [replace(file, name=f"{folder}/{file.name}") for file in output.files]
 
 
-def _sources(catalog: Catalog, options: ReshardOptions) -> tuple[dict[str, TensorInfo], list[tuple[str, str]]]:
-    """The tensors to carry over by canonical name, and what is left out."""
-    sources: dict[str, TensorInfo] = {}
-    dropped = []
-    for name, tensor in catalog.tensors.items():
-        if tensor.kind != "optimizer":
-            sources[name] = tensor
-        elif options.optimizer == "none":
-            dropped.append((name, "optimizer state is not wanted"))
-        elif tensor.opaque is None:
-            sources[name] = tensor
-    return sources, dropped
+def _optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState, ReshardOptions]:
+    """The optimizer's tensors, and the options with "keep" and "there is none" resolved."""
+    catalog = reader.catalog
+    if (
+        options.optimizer == "none"
+        or (not any(t.kind == "optimizer" for t in (*catalog.tensors.values(),))
+        and not any(".dp_group_idx_" in o.name for o in catalog.objects.values()))
+    ):
+        return OptimizerState({}), replace(options, optimizer="none")
+    found = optimizer_state(reader)
+    if found.candidate is not None:
+        prove_masters(
+            reader, found.tensors
+        )  # the order of parameters was inferred: show that it is right, element by element
+    if options.optimizer == "keep":
+        options = replace(options, optimizer="fully_reshardable" if found.candidate is None else "dp_reshardable")
+    return found, options
+
+
+def _unused(catalog: Catalog, options: ReshardOptions) -> list[tuple[str, str]]:
+    if options.optimizer != "none":
+        return []
+    return [(name, "optimizer state is not wanted") for name, t in catalog.tensors.items() if t.kind == "optimizer"]
 
 
 @dataclass
@@ -190,24 +221,59 @@ class _Targets:
     options: ReshardOptions
     args: ModelArgs
 
-    def make(self, sources: Mapping[str, TensorInfo]) -> list[TensorOut]:
-        """One entry for each source tensor, in the order that fills the files one after the other."""
+    def __post_init__(self) -> None:
         self._wrapper, self.stacked = _key_style(self.catalog, self.options.layers)
-        self._experts = _expert_counts(sources)
+        self._experts: Counter[str] = Counter()
         self._cuts: dict[tuple[Any, ...], tuple[Cut, list[Shard]]] = {}
         self._owners: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._load: Counter[int] = Counter()
         self._pipeline = self.layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
+
+    def make(self, sources: Mapping[str, TensorInfo]) -> list[TensorOut]:
+        """One entry for each source tensor, in the order that fills the files one after the other."""
+        self._experts = self._experts | _expert_counts(sources)
         return [self._one(name, tensor) for name, tensor in sources.items()]
+
+    def flatten(self, found: OptimizerState, reader: Reader) -> tuple[list[FlatOut], list[ObjectOut]]:
+        """The buckets of the target job, and what it stores beside them for each data-parallel group."""
+        kind = dtype("float32")
+        parameters = {
+            name: Target(name, weight.dtype, self._target_shape(name, weight.shape))
+            for name, weight in self.catalog.weights.items()
+            if trainable(name)
+        }
+        order = found.candidate.order if found.candidate else next(candidates(self.catalog, self.layout)).order
+        flat = flatten(
+            parameters,
+            self.layout,
+            self.outline,
+            order,
+            groups=read_param_groups(reader),
+            args=self.catalog.args,
+            available={name: self.catalog.weights[name].shape for name in parameters},
+        )
+        states = dict.fromkeys(_STATE.fullmatch(name)[1] for name in found.tensors)  # type: ignore[index]
+        out = []
+        for bucket in flat.buckets:
+            for state in states:
+                for chunk in bucket.chunks:
+                    copies = tuple((f"optimizer.state.{state}.{c.tensor}", c.box, c.at) for c in chunk.copies)
+                    key = f"{bucket.key}.{state}"
+                    out.append(
+                        FlatOut(key, bucket.numel, chunk.start, chunk.length, kind, chunk.rank, copies, chunk.fills)
+                    )
+        return out, [ObjectOut(o.key, o.rank, object_record(o.tree)) for o in flat.objects]
+
+    def _target_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self._vocab_rows(name, shape[0]), *shape[1:]) if name in _VOCAB else shape
 
     def _one(self, source: str, tensor: TensorInfo) -> TensorOut:
         found = _STATE.fullmatch(source)
         name = found[2] if found else source
-        state = {"fp32_param": "param"}.get(found[1], found[1]) if found else ""
         stored = stored_key(name, stacked=self.stacked)
         key = self._wrapper + stored.key
         if found:
-            key = f"optimizer.state.{state}.{key}"
+            key = f"optimizer.state.{found[1]}.{key}"
         counts = {"layer": self.outline.num_layers, "expert": self._experts.get(_DIGITS.sub("*", name), 0)}
         cut, pieces = self._cut(name, tensor, len(stored.axes))
         ranks = self._ranks(name, cut, pieces)
@@ -216,9 +282,7 @@ class _Targets:
     def _cut(self, name: str, tensor: TensorInfo, leading: int) -> tuple[Cut, list[Shard]]:
         kind = (_DIGITS.sub("*", name), tensor.dtype, tensor.shape)
         if kind not in self._cuts:
-            shape = tensor.shape
-            if name in _VOCAB:
-                shape = (self._vocab_rows(name, shape[0]), *shape[1:])
+            shape = self._target_shape(name, tensor.shape)
             pieces = shards(name, shape, self.layout, self.outline)
             boxes = tuple(dict.fromkeys(piece.box for piece in pieces))
             pieces = [next(piece for piece in pieces if piece.box == box) for box in boxes]
@@ -284,6 +348,6 @@ def _expert_counts(sources: Mapping[str, TensorInfo]) -> Counter[str]:
     return Counter({pattern: len(numbers) for pattern, numbers in seen.items()})
 
 
-def _padded(tensors: list[TensorOut]) -> int | None:
+def _padded(tensors: list[TensorOut | FlatOut]) -> int | None:
     """Rows of the target's embedding."""
-    return next((t.cut.shape[0] for t in tensors if t.source == _VOCAB[0]), None)
+    return next((t.cut.shape[0] for t in tensors if isinstance(t, TensorOut) and t.source == _VOCAB[0]), None)

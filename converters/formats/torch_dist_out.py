@@ -19,11 +19,13 @@ import hashlib
 import io
 import pickle
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters import __version__
+from converters.box import Box, runs
 from converters.errors import RequestError
 from converters.job import Move, OutputFile, Slice
 from converters.records_out import RecordLayout
@@ -34,10 +36,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from converters.box import Box
     from converters.dtypes import DType
 
-__all__ = ["Cut", "ObjectOut", "TensorOut", "TorchDistOutput"]
+__all__ = ["Cut", "FlatOut", "ObjectOut", "TensorOut", "TorchDistOutput"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,111 @@ class TensorOut:
     cut: Cut
     ranks: tuple[int, ...]
 
+    @property
+    def layouts(self) -> tuple[RecordLayout, ...]:
+        """The records of its pieces."""
+        return self.cut.layouts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array it is stored in."""
+        return (*self.lead, *self.cut.shape)
+
+    def chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """`(offset, size)` of each piece in that array."""
+        ones = (1,) * len(self.prefix)
+        return (((*self.prefix, *box.start), (*ones, *box.shape)) for box in self.cut.boxes)
+
+    def moves(self, source: str, box: Box) -> Iterator[tuple[int, Box, tuple[int, ...], Box]]:
+        """`(piece, part of the box, shape of the piece, landing)` for elements of the source."""
+        for piece, target in enumerate(self.cut.boxes):
+            part = target.intersect(box) if box.shape else box
+            if part is not None:
+                yield piece, part, target.shape, part.relative_to(target.start)
+
+    def fills(self) -> Iterator[tuple[int, int, int]]:
+        """`(piece, first byte, bytes)` of rows of the padded vocabulary that the source does not have."""
+        cut = self.cut
+        if cut.source_shape == cut.shape:
+            return
+        for piece, (box, layout) in enumerate(zip(cut.boxes, cut.layouts, strict=True)):
+            if box.stop[0] > cut.source_shape[0]:
+                row = layout.nbytes // box.shape[0]
+                kept = max(0, cut.source_shape[0] - box.start[0])
+                yield piece, kept * row, layout.nbytes - kept * row
+
+
+@dataclass(frozen=True)
+class FlatOut:
+    """A stored piece of a flat optimizer bucket.
+
+    Attributes:
+        key: Key of the bucket's 1-D array.
+        numel: Its elements.
+        start: First element of this piece.
+        length: Elements of this piece.
+        dtype: Element type.
+        rank: The rank whose file holds it.
+        copies: `(source, box, at)`: elements of a source tensor that fill the piece from `at` on, in C order.
+        gaps: `(first element, elements)` that nothing fills.
+    """
+
+    key: str
+    numel: int
+    start: int
+    length: int
+    dtype: DType
+    rank: int
+    copies: tuple[tuple[str, Box, int], ...]
+    gaps: tuple[tuple[int, int], ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See `TensorOut`."""
+        return (self.rank,)
+
+    @property
+    def layouts(self) -> tuple[RecordLayout, ...]:
+        """See `TensorOut`."""
+        return (_flat_layout(self.dtype, self.length),)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """See `TensorOut`."""
+        return (self.numel,)
+
+    def chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """See `TensorOut`."""
+        yield (self.start,), (self.length,)
+
+    def moves(self, source: str, box: Box) -> Iterator[tuple[int, Box, tuple[int, ...], Box]]:
+        """See `TensorOut`."""
+        for name, piece, at in self.copies:
+            part = piece.intersect(box) if name == source else None
+            for inner in _straight(part, piece) if part is not None else ():
+                first = at + runs(inner.relative_to(piece.start), piece.shape)[0]
+                yield 0, inner, (self.length,), Box((first,), (inner.volume,))
+
+    def fills(self) -> Iterator[tuple[int, int, int]]:
+        """See `TensorOut`."""
+        size = self.dtype.itemsize
+        return ((0, first * size, count * size) for first, count in self.gaps)
+
+
+@lru_cache(maxsize=1024)
+def _flat_layout(dtype: DType, length: int) -> RecordLayout:
+    return RecordLayout(dtype, (length,))
+
+
+def _straight(part: Box, whole: Box) -> Iterator[Box]:
+    """Cuts `part` of a box until each piece lies in one run of it. A tile's part does, but for odd shapes."""
+    if not runs(part.relative_to(whole.start), whole.shape)[2]:
+        yield part
+        return
+    axis = next(axis for axis, n in enumerate(part.shape) if n > 1)
+    for inner in part.split(axis, 1):
+        yield from _straight(inner, whole)
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectOut:
@@ -119,14 +225,16 @@ class TorchDistOutput:
         files: The data files, by rank.
     """
 
-    def __init__(self, tensors: Sequence[TensorOut], objects: Sequence[ObjectOut]) -> None:
+    def __init__(self, tensors: Sequence[TensorOut | FlatOut], objects: Sequence[ObjectOut]) -> None:
         self._tensors, self._objects = tensors, objects
         self._at: dict[str, list[int]] = {}
         for number, tensor in enumerate(tensors):
-            self._at.setdefault(tensor.source, []).append(number)
-        self._firsts = np.cumsum([0, *(len(t.cut.boxes) for t in tensors)])
+            names = (tensor.source,) if isinstance(tensor, TensorOut) else dict.fromkeys(c[0] for c in tensor.copies)
+            for name in names:
+                self._at.setdefault(name, []).append(number)
+        self._firsts = np.cumsum([0, *(len(t.ranks) for t in tensors)])
         rank = np.concatenate([np.zeros(0, np.int64), *(np.asarray(t.ranks, np.int64) for t in tensors)])
-        length = self._per_piece(lambda cut: [layout.length for layout in cut.layouts])
+        length = self._lengths()
         ranks = sorted({*np.unique(rank).tolist(), *(o.rank for o in objects)})
         self._number = {value: number for number, value in enumerate(ranks)}
         self._file = np.searchsorted(np.asarray(ranks, np.int64), rank)
@@ -142,13 +250,14 @@ class TorchDistOutput:
         np.maximum.at(sizes, self._file, self._start + length)
         self.files = self._output_files(ranks, sizes.tolist())
 
-    def _per_piece(self, value: Any) -> NDArray[np.int64]:
+    def _lengths(self) -> NDArray[np.int64]:
         known: dict[int, NDArray[np.int64]] = {}
         parts = [np.zeros(0, np.int64)]
         for tensor in self._tensors:
-            if id(tensor.cut) not in known:
-                known[id(tensor.cut)] = np.asarray(value(tensor.cut), np.int64)
-            parts.append(known[id(tensor.cut)])
+            layouts = tensor.layouts  # shared by tensors that are cut alike
+            if id(layouts) not in known or isinstance(tensor, FlatOut):
+                known[id(layouts)] = np.asarray([layout.length for layout in layouts], np.int64)
+            parts.append(known[id(layouts)])
         return np.concatenate(parts)
 
     def _output_files(self, ranks: Sequence[int], sizes: Sequence[int]) -> list[OutputFile]:
@@ -168,25 +277,24 @@ class TorchDistOutput:
 
     def itemsizes(self, source: str) -> Iterable[int]:
         """See `Routes`."""
-        return (self._tensors[number].cut.dtype.itemsize for number in self._at[source])
+        return (_dtype(self._tensors[number]).itemsize for number in self._at[source])
 
     def reached(self, source: str, box: Box) -> Iterator[Move]:
         """See `Routes`."""
         for number in self._at[source]:
-            cut, first = self._tensors[number].cut, int(self._firsts[number])
-            for piece, (target, layout) in enumerate(zip(cut.boxes, cut.layouts, strict=True)):
-                part = target.intersect(box) if box.shape else box
-                if part is not None:
-                    record = first + piece
-                    begin = int(self._start[record]) + len(layout.prefix)
-                    landing = part.relative_to(target.start)
-                    yield Move(part, int(self._file[record]), begin, target.shape, landing, cut.dtype, record=record)
+            tensor, first = self._tensors[number], int(self._firsts[number])
+            dtype, layouts = _dtype(tensor), tensor.layouts
+            for piece, part, shape, landing in tensor.moves(source, box):
+                record = first + piece
+                begin = int(self._start[record]) + len(layouts[piece].prefix)
+                yield Move(part, int(self._file[record]), begin, shape, landing, dtype, record=record)
 
     def digest(self) -> str:
         """See `Routes`."""
         digest = hashlib.sha256()
         for tensor in self._tensors:
-            digest.update(f"{tensor.source}>{tensor.key}{tensor.prefix}{tensor.lead}{tensor.cut.dtype};".encode())
+            origin = tensor.source + str(tensor.prefix) if isinstance(tensor, TensorOut) else str(tensor.copies)
+            digest.update(f"{origin}>{tensor.key}{tensor.shape}{_dtype(tensor)};".encode())
         for thing in self._objects:
             content = thing.content if isinstance(thing.content, bytes) else str(thing.content).encode()
             digest.update(f"{thing.key}@{thing.rank}".encode() + hashlib.sha256(content).digest())
@@ -197,35 +305,27 @@ class TorchDistOutput:
     # ------------------------------------------------------------------ Seals
 
     def fills(self) -> Iterator[tuple[int, int, int]]:
-        """See `Seals`: rows of the padded vocabulary that the source does not have, and empty records."""
-        for number, tensor in enumerate(self._tensors):
-            cut = tensor.cut
-            if cut.source_shape == cut.shape and cut.shape and all(box.volume for box in cut.boxes):
-                continue
-            for piece, (box, layout) in enumerate(zip(cut.boxes, cut.layouts, strict=True)):
-                record = int(self._firsts[number]) + piece
-                if not layout.nbytes:
-                    yield record, 0, 0
-                elif cut.shape and box.stop[0] > cut.source_shape[0]:
-                    kept = max(0, cut.source_shape[0] - box.start[0])
-                    row = layout.nbytes // box.shape[0]
-                    yield record, kept * row, layout.nbytes - kept * row
+        """See `Seals`."""
+        for first, tensor in zip(self._firsts.tolist(), self._tensors, strict=False):
+            for piece, start, nbytes in tensor.fills():
+                yield first + piece, start, nbytes
+            if not all(layout.nbytes for layout in tensor.layouts):
+                yield from ((first + n, 0, 0) for n, layout in enumerate(tensor.layouts) if not layout.nbytes)
 
     def nbytes(self, record: int) -> int:
         """See `Seals`."""
-        return self._piece(record)[1].nbytes
+        return self._layout(record).nbytes
 
     def seal(self, record: int, crc: int) -> tuple[int, list[tuple[int, bytes]]]:
         """See `Seals`."""
-        layout = self._piece(record)[1]
+        layout = self._layout(record)
         start = int(self._start[record])
         end = start + len(layout.prefix) + layout.nbytes
         return int(self._file[record]), [(start, layout.prefix), (end, layout.suffix(crc))]
 
-    def _piece(self, record: int) -> tuple[TensorOut, RecordLayout]:
+    def _layout(self, record: int) -> RecordLayout:
         number = int(np.searchsorted(self._firsts, record, side="right")) - 1
-        tensor = self._tensors[number]
-        return tensor, tensor.cut.layouts[record - int(self._firsts[number])]
+        return self._tensors[number].layouts[record - int(self._firsts[number])]
 
     # ------------------------------------------------------------------ metadata
 
@@ -245,12 +345,11 @@ class TorchDistOutput:
         for thing, (number, at) in zip(self._objects, self.object_places, strict=True):
             tensors[thing.key] = dcp.BytesStorageMetadata()
             storage[dcp.MetadataIndex(thing.key)] = _StorageInfo(names[number], at, thing.length)
-        ones: dict[int, tuple[int, ...]] = {n: (1,) * n for n in range(4)}
         for first, tensor in zip(self._firsts.tolist(), self._tensors, strict=False):
             entry = tensors.get(tensor.key)
             if entry is None:
                 entry = tensors[tensor.key] = dcp.TensorStorageMetadata(
-                    _properties(tensor.cut.dtype), Size((*tensor.lead, *tensor.cut.shape)), []
+                    _properties(_dtype(tensor)), Size(tensor.shape), []
                 )
             where = zip(
                 self._file[first : first + len(tensor.ranks)].tolist(),
@@ -258,10 +357,9 @@ class TorchDistOutput:
                 self._length[first : first + len(tensor.ranks)].tolist(),
                 strict=True,
             )
-            for box, (file, start, length) in zip(tensor.cut.boxes, where, strict=True):
-                offset = Size((*tensor.prefix, *box.start))
-                size = Size((*ones[len(tensor.prefix)], *box.shape))
-                entry.chunks.append(dcp.ChunkStorageMetadata(offset, size))
+            for chunk, (file, start, length) in zip(tensor.chunks(), where, strict=True):
+                offset = Size(chunk[0])
+                entry.chunks.append(dcp.ChunkStorageMetadata(offset, Size(chunk[1])))
                 storage[dcp.MetadataIndex(tensor.key, offset)] = _StorageInfo(names[file], start, length)
         document = dcp.Metadata(
             tensors, None, storage, dcp.StorageMeta(checkpoint_id=name, save_id=f"distckpt {__version__}")
@@ -271,6 +369,10 @@ class TorchDistOutput:
         buffer = io.BytesIO()
         pickle.Pickler(buffer, protocol=4).dump(document)
         return buffer.getvalue()
+
+
+def _dtype(tensor: TensorOut | FlatOut) -> DType:
+    return tensor.dtype if isinstance(tensor, FlatOut) else tensor.cut.dtype
 
 
 def _properties(dtype: DType) -> Any:
@@ -296,8 +398,8 @@ def _stack(file: NDArray[np.int64], length: NDArray[np.int64], begin: Sequence[i
     return start
 
 
-def check_tiling(sources: Mapping[str, Any], tensors: Sequence[TensorOut]) -> None:
-    """Checks that the pieces of every tensor tile it, once for each way of cutting.
+def check_tiling(sources: Mapping[str, Any], tensors: Sequence[TensorOut | FlatOut]) -> None:
+    """Checks that the pieces of every tensor tile it (once for each way of cutting), and a bucket's copies and gaps it.
 
     Raises:
         RequestError: They do not.
@@ -306,6 +408,12 @@ def check_tiling(sources: Mapping[str, Any], tensors: Sequence[TensorOut]) -> No
 
     seen: set[int] = set()
     for tensor in tensors:
+        if isinstance(tensor, FlatOut):
+            spans = [Box((at,), (box.volume,)) for _, box, at in tensor.copies]
+            spans += [Box((first,), (count,)) for first, count in tensor.gaps]
+            if uncovered((tensor.length,), spans) is not None or find_overlap(spans) is not None:
+                raise RequestError(f"the parameters do not fill {tensor.key} at {tensor.start}")
+            continue
         if tensor.source not in sources:
             raise RequestError(f"the checkpoint has no tensor {tensor.source}", tensor=tensor.source)
         if id(tensor.cut) in seen:
