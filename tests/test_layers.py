@@ -26,6 +26,7 @@ LEVELS = {
     "identity": 3,
     "job": 3,
     "layout": 3,
+    "layout_check": 3,
     "model_args": 3,
     "model_options": 3,
     "model_shapes": 3,
@@ -42,9 +43,11 @@ LEVELS = {
     "models": 4,
     "engine": 5,
     "publish": 5,
+    "reshard_state": 5,
     "worker": 5,
     "check": 6,
     "export": 6,
+    "reshard": 6,
 }
 LIBRARY_NEVER = {"distckpt_cli", "typer", "click", "rich"}  # the library is used without a shell
 LAZY = {"torch", "transformers", "tensorstore"}  # seconds to import, and not needed by most commands
