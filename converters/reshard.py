@@ -6,6 +6,7 @@ run_reshard(plan)
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
@@ -175,7 +176,14 @@ def run_reshard(plan: ReshardPlan, *, listener: Listener | None = None, stop: St
     return stats
 
 
-_METADATA_JSON = b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}'
+_METADATA_JSON = json.dumps(
+    {
+        "sharded_backend": "torch_dist",
+        "sharded_backend_version": 1,
+        "common_backend": "torch",
+        "common_backend_version": 1,
+    }
+).encode()
 
 
 def _folder(catalog: Catalog) -> str:
