@@ -131,7 +131,8 @@ def _summary(plan: ExportPlan) -> str:
     report = plan.report()
     count = report["source_tensors"]
     parameters = format_count(report["parameters"])
-    return f"{plan.model.name} ({plan.model.architecture}), {parameters} parameters, {count['weights']} tensors accounted for"
+    model = f"{plan.model.name} ({plan.model.architecture})"
+    return f"{model}, {parameters} parameters, {count['weights']} tensors accounted for"
 
 
 def _dropped(plan: ExportPlan) -> list[str]:
