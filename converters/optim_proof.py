@@ -68,18 +68,24 @@ def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo], *, sample: boo
     Args:
         reader: The checkpoint.
         tensors: Canonical optimizer tensors.
-        sample: Look only at the first elements of a few tensors of each kind.
+        sample: Look only at the first elements of some tensors of each kind.
     """
     names = [name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)]
     weights = reader.catalog.weights
     names = [name for name in names if name in weights]
     if sample:
-        names = [name for _, members in fold(names) for name in dict.fromkeys((members[0], members[-1]))]
+        names = [name for _, members in fold(names) for name in _spread(members)]
     source = _Source(reader)
     try:
         return [n for n in names if not _agree(source, tensors[_PREFIX + n], weights[n], sample=sample)]
     finally:
         source.close()
+
+
+def _spread(members: list[str], most: int = 16) -> list[str]:
+    """Some of them, evenly spread: a wrong order of ranks or experts may leave the first and the last where they are."""
+    steps = min(most, len(members)) - 1
+    return [members[i * (len(members) - 1) // steps] for i in range(steps + 1)] if steps else members[:1]
 
 
 def _agree(source: _Source, master: TensorInfo, weight: TensorInfo, *, sample: bool) -> bool:
