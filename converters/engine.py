@@ -14,9 +14,9 @@ from collections import Counter, OrderedDict
 from typing import TYPE_CHECKING
 
 from converters.crc import RecordSums, crc_of_zeros
+from converters.damage import check_stored
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
-from converters.job import check_stored
 from converters.names import printable
 from converters.publish import os_trouble, write_at
 from converters.worker import Worker

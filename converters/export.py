@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from converters import __version__
+from converters.damage import refuse_damage
 from converters.engine import run
 from converters.errors import DestinationError, FormatError, IntegrityError, RequestError
 from converters.events import Listener, Note, Phase, PlanReady, StopFlag
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
-from converters.job import CopyRoutes, Job, check_stored
+from converters.job import CopyRoutes, Job
 from converters.model_args import ModelArgs
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
@@ -167,9 +168,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     sources = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
     prove({name: t.shape for name, t in sources.items()}, mapping.targets, mapping.copies, mapping.drops)
     used = {copy.source for copy in mapping.copies}
-    _refuse_damage(catalog, used)
-    for name in used:
-        check_stored(sources[name])
+    refuse_damage(catalog, used)
     layout = plan_shards(mapping.targets, options.max_shard_bytes)
     job = Job.build(
         sources,
@@ -235,23 +234,6 @@ def _need_room(plan: ExportPlan) -> None:
             details=[f"{needed:,} bytes are needed, {free:,} are free"],
             hint="free some space, or choose a directory on another disk",
         )
-
-
-def _refuse_damage(catalog: Catalog, used: set[str]) -> None:
-    """What was noticed when the checkpoint was opened: better now than after hours."""
-    found = [p for p in catalog.problems if p.severity == "error" and not used.isdisjoint(p.tensors)]
-    if not found:
-        return
-    hit = used.intersection(name for problem in found for name in problem.tensors)
-    affected = [name for name in catalog.tensors if name in hit]
-    shown = [text for text, _ in fold(affected)]
-    more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
-    raise IntegrityError(
-        f"the checkpoint is damaged: {found[0].message}",
-        details=[*(p.message for p in found[1:8]), "needed for", *(printable(text) for text in shown[:8]), *more],
-        hint="restore the file from a copy, or use another iteration",
-        tensor=affected[0],
-    )
 
 
 def _refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from converters.box import Box, contiguous_tiles
-from converters.errors import IntegrityError, RequestError
+from converters.errors import RequestError
 from converters.plan import Copy, Op, Target
 
 if TYPE_CHECKING:
@@ -113,6 +113,10 @@ class Routes(Protocol):
         """The places that take elements of a box of a source tensor."""
         ...
 
+    def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
+        """The output files that take elements of a box of a source tensor, and the bytes they take."""
+        ...
+
     def itemsizes(self, source: str) -> Iterable[int]:
         """Element sizes of the arrays that a source tensor goes to."""
         ...
@@ -172,6 +176,10 @@ class CopyRoutes:
             if part is not None:
                 target, place = self.targets[copy.target], self.places[copy.target]
                 yield Move(part, place.file, place.offset, target.shape, landing(copy, part), target.dtype, copy.op)
+
+    def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
+        """See `Routes`."""
+        return total(self.reached(source, box))
 
     def itemsizes(self, source: str) -> Iterable[int]:
         """See `Routes`."""
@@ -283,10 +291,11 @@ class Job:
         files: set[int] = set()
         held, written, number = 0, 0, 0
         for name, source in self.sources.items():
-            itemsize = source.dtype.itemsize
-            for box in contiguous_tiles(Box.whole(source.shape), max(1, self.tile_bytes // itemsize)):
-                reached = [(m.file, m.part.volume * m.dtype.itemsize) for m in self.routes.reached(name, box)]
-                if not reached:
+            itemsize, whole = source.dtype.itemsize, Box.whole(source.shape)
+            fits = source.nbytes <= self.tile_bytes
+            for box in (whole,) if fits else contiguous_tiles(whole, max(1, self.tile_bytes // itemsize)):
+                reached, nbytes = self.routes.touched(name, box)
+                if not nbytes:
                     continue  # wholly dropped, padding rows for example
                 size = box.volume * itemsize
                 if waiting and held + size > self.tile_bytes:
@@ -294,10 +303,19 @@ class Job:
                     waiting, files, held, written, number = [], set(), 0, 0, number + 1
                 waiting.append(Tile(name, box))
                 held += size
-                files.update(file for file, _ in reached)
-                written += sum(nbytes for _, nbytes in reached)
+                files.update(reached)
+                written += nbytes
         if waiting:
             yield Task(number, tuple(waiting), frozenset(files), written)
+
+
+def total(moves: Iterable[Move]) -> tuple[set[int], int]:
+    """The files that moves go to, and their bytes."""
+    files, nbytes = set(), 0
+    for move in moves:
+        files.add(move.file)
+        nbytes += move.part.volume * move.dtype.itemsize
+    return files, nbytes
 
 
 def landing(copy: Copy, part: Box) -> Box:
@@ -315,34 +333,6 @@ def _reaxed(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
     kept = iter([(a, n) for a, n, m in zip(inner.start, inner.shape, old, strict=True) if m != 1])
     pairs = [next(kept) if m != 1 else (0, 1) for m in new]
     return Box(tuple(a for a, _ in pairs), tuple(n for _, n in pairs))
-
-
-def check_stored(source: TensorInfo) -> None:
-    """Checks that every element of a source tensor is stored exactly once and none of its records is missing.
-
-    Raises:
-        IntegrityError: A hole, an overlap, or a missing record.
-    """
-    from converters.box import find_overlap, uncovered
-
-    chunks = source.chunks()
-    boxes = [chunk.box for chunk in chunks if chunk.record >= 0]
-    outside = next((box for box in boxes if not box.inside(source.shape)), None)
-    if outside is not None:
-        raise IntegrityError(
-            f"{source.name}: chunk {outside} lies outside shape {list(source.shape)}", tensor=source.name
-        )
-    gap = uncovered(source.shape, boxes)
-    if gap is not None:
-        raise IntegrityError(
-            f"{source.name} is incomplete: nothing is stored for {gap} of shape {list(source.shape)}",
-            tensor=source.name,
-        )
-    twice = find_overlap(boxes)
-    if twice is not None:
-        raise IntegrityError(
-            f"{source.name} is stored twice at {boxes[twice[0]]} and {boxes[twice[1]]}", tensor=source.name
-        )
 
 
 def _position(place: Place) -> tuple[int, int]:

@@ -27,7 +27,7 @@ import numpy as np
 from converters import __version__
 from converters.box import Box, runs
 from converters.errors import RequestError
-from converters.job import Move, OutputFile, Slice
+from converters.job import Move, OutputFile, Slice, total
 from converters.records_out import RecordLayout
 
 if TYPE_CHECKING:
@@ -288,6 +288,17 @@ class TorchDistOutput:
                 record = first + piece
                 begin = int(self._start[record]) + len(layouts[piece].prefix)
                 yield Move(part, int(self._file[record]), begin, shape, landing, dtype, record=record)
+
+    def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
+        """See `Routes`."""
+        numbers = self._at[source]
+        tensor = self._tensors[numbers[0]]
+        if len(numbers) > 1 or isinstance(tensor, FlatOut) or box.shape != tensor.cut.source_shape:
+            return total(self.reached(source, box))
+        first = int(self._firsts[numbers[0]])
+        kept = min(tensor.cut.shape[0], box.shape[0]) * (box.volume // box.shape[0]) if box.volume and box.shape else 1
+        files = self._file[first : first + len(tensor.ranks)].tolist()
+        return files, kept * tensor.cut.dtype.itemsize if box.volume else 0
 
     def digest(self) -> str:
         """See `Routes`."""

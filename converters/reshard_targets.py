@@ -1,0 +1,223 @@
+"""The tensors a job at the target layout stores: keys, pieces, and the ranks whose files hold them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from converters.dtypes import dtype
+from converters.errors import RequestError
+from converters.formats.torch_dist_out import Cut, FlatOut, ObjectOut, TensorOut
+from converters.names import stored_key
+from converters.optim import OptimizerState, candidates
+from converters.optim_groups import read_param_groups
+from converters.optim_write import flatten
+from converters.plan import Target
+from converters.records_out import object_record
+from converters.registration import trainable
+from converters.split import Outline, holders, padded_vocab, shards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.formats.base import Reader
+    from converters.layout import Layout
+    from converters.model_args import ModelArgs
+    from converters.reshard_state import ReshardOptions
+    from converters.split import Shard
+
+__all__ = ["VOCABULARY", "Targets"]
+
+_STATE = re.compile(r"optimizer\.state\.(\w+?)\.(.*)", re.DOTALL)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
+
+
+@dataclass
+class _Family:
+    """Tensors whose names differ only in layer and expert numbers: cut alike, under alike keys.
+
+    Attributes:
+        cut: How they are cut.
+        pieces: The pieces, those of one expert for experts.
+        axes: What the leading axes of their array count.
+        lead: Sizes of those axes.
+        layered: The first number of the name counts layers.
+        share: Experts of one expert-parallel rank; 0 if these are not experts.
+        keys: Key by layer number.
+        owners: Ranks of the pieces by pipeline stage and expert-parallel rank.
+    """
+
+    cut: Cut
+    pieces: list[Shard]
+    axes: tuple[str, ...]
+    lead: tuple[int, ...]
+    layered: bool
+    share: int
+    keys: dict[str, str] = field(default_factory=dict)
+    owners: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class Targets:
+    """Makes the list of target tensors. What tensors of a family have in common is worked out once.
+
+    Attributes:
+        catalog: The source.
+        layout: The target layout.
+        outline: The model.
+        options: What was asked.
+        args: Facts of the model.
+        stacked: Whether the target's layers share keys.
+    """
+
+    catalog: Catalog
+    layout: Layout
+    outline: Outline
+    options: ReshardOptions
+    args: ModelArgs
+
+    def __post_init__(self) -> None:
+        self._wrapper, self.stacked = _key_style(self.catalog, self.options.layers)
+        self._families: dict[tuple[Any, ...], _Family] = {}
+        self._stages: dict[str, int] = {}
+        self._load: Counter[int] = Counter()
+        self._pipeline = self.layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
+
+    def make(self, sources: Mapping[str, TensorInfo]) -> list[TensorOut]:
+        """One entry for each source tensor, in the order that fills the files one after the other."""
+        experts = _expert_counts(sources)
+        return [self._one(source, tensor, experts) for source, tensor in sources.items()]
+
+    def _one(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> TensorOut:
+        state, name = "", source
+        if source.startswith("optimizer.state."):
+            state, name = source.split(".", 3)[2:]
+        pattern, numbers = _NUMBER.sub("*", name), _NUMBER.findall(name)
+        family = self._families.get((pattern, state, tensor.dtype, tensor.shape))
+        if family is None:
+            family = self._family(name, pattern, tensor, experts[pattern])
+            self._families[pattern, state, tensor.dtype, tensor.shape] = family
+        layer = numbers[0] if family.layered else ""
+        key = family.keys.get(layer)
+        if key is None:
+            key = self._wrapper + stored_key(name, stacked=self.stacked).key
+            key = family.keys[layer] = f"optimizer.state.{state}.{key}" if state else key
+        expert = int(numbers[-1]) if family.share else 0
+        prefix = tuple(int(layer) if axis == "layer" else expert for axis in family.axes)
+        return TensorOut(source, key, prefix, family.lead, family.cut, self._ranks(family, name, layer, expert))
+
+    def _family(self, name: str, pattern: str, tensor: TensorInfo, experts: int) -> _Family:
+        shape = self._target_shape(name, tensor.shape)
+        boxes: dict[Any, Shard] = {}
+        for piece in shards(name, shape, self.layout, self.outline):
+            boxes.setdefault(piece.box, piece)
+        axes = stored_key(name, stacked=self.stacked).axes
+        sizes = {"layer": self.outline.num_layers, "expert": experts}
+        return _Family(
+            Cut(tensor.dtype, shape, tuple(boxes), tensor.shape, len(axes)),
+            list(boxes.values()),
+            axes,
+            tuple(sizes[axis] for axis in axes),
+            pattern.startswith(("decoder.layers.", "encoder.layers.", "mtp.layers.")),
+            max(1, (self.outline.num_experts or 0) // self.layout.ep) if experts else 0,
+        )
+
+    def _ranks(self, family: _Family, name: str, layer: str, expert: int) -> tuple[int, ...]:
+        """The rank that saves each piece."""
+        where = f"{name[:3]}{layer}" if family.layered else name
+        if where not in self._stages:
+            self._stages[where] = self._pipeline.homes(name, tied=self.outline.tied)[0].pp
+        ep = expert // family.share if family.share else 0
+        owners = family.owners.get((self._stages[where], ep))
+        if owners is None or self.options.fully_parallel:
+            owners = tuple(self._owner(name, piece, ep) for piece in family.pieces)
+            family.owners[self._stages[where], ep] = owners
+        return owners
+
+    def _owner(self, name: str, piece: Shard, ep: int) -> int:
+        piece = piece if piece.ep is None else replace(piece, ep=ep)
+        holding = holders(name, piece, self.layout, self.outline, self._pipeline)
+        if not self.options.fully_parallel:
+            return holding[0]
+        rank = min(holding, key=lambda r: (self._load[r], r))
+        self._load[rank] += piece.box.volume
+        return rank
+
+    def flatten(self, found: OptimizerState, reader: Reader) -> tuple[list[FlatOut], list[ObjectOut]]:
+        """The buckets of the target job, and what it stores beside them for each data-parallel group."""
+        kind = dtype("float32")
+        parameters = {
+            name: Target(name, weight.dtype, self._target_shape(name, weight.shape))
+            for name, weight in self.catalog.weights.items()
+            if trainable(name)
+        }
+        order = found.candidate.order if found.candidate else next(candidates(self.catalog, self.layout)).order
+        flat = flatten(
+            parameters,
+            self.layout,
+            self.outline,
+            order,
+            groups=read_param_groups(reader),
+            args=self.catalog.args,
+            available={name: self.catalog.weights[name].shape for name in parameters},
+        )
+        states = dict.fromkeys(_STATE.fullmatch(name)[1] for name in found.tensors)  # type: ignore[index]
+        out = []
+        for bucket in flat.buckets:
+            for state in states:
+                for chunk in bucket.chunks:
+                    copies = tuple((f"optimizer.state.{state}.{c.tensor}", c.box, c.at) for c in chunk.copies)
+                    key = f"{bucket.key}.{state}"
+                    out.append(
+                        FlatOut(key, bucket.numel, chunk.start, chunk.length, kind, chunk.rank, copies, chunk.fills)
+                    )
+        return out, [ObjectOut(o.key, o.rank, object_record(o.tree, o.storages)) for o in flat.objects]
+
+    def _target_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (self._vocab_rows(name, shape[0]), *shape[1:]) if name in VOCABULARY else shape
+
+    def _vocab_rows(self, name: str, stored: int) -> int:
+        true = self.options.vocab_size or self.args.vocab_size
+        divisible = self.catalog.args.get("make_vocab_size_divisible_by", 128)
+        if true is None:  # nobody knows how many rows are padding: keep them all, and pad further if tp asks for it
+            return -(-stored // self.layout.tp) * self.layout.tp
+        rows = padded_vocab(true, divisible, self.layout.tp)
+        if true > stored:
+            raise RequestError(f"--vocab-size {true} is more than the {stored} rows of {name}", tensor=name)
+        return rows
+
+
+def _key_style(catalog: Catalog, asked: str) -> tuple[str, bool]:
+    """The wrapper's prefix of the source's keys, and whether the target's layers share keys."""
+    wrapper, stacked, halves = "", False, False
+    for name, tensor in catalog.weights.items():
+        key = tensor.keys[0]
+        for style in (True, False):
+            plain = stored_key(name, stacked=style).key
+            if key.endswith(plain):
+                wrapper = key[: -len(plain)]
+                stacked = stacked or (style and plain != stored_key(name, stacked=False).key)
+                break
+        halves = halves or key.endswith(("_w", "_v"))
+    if asked == "keep" and not stacked and halves:
+        # singleton keys are a saver's choice, not the model's: go back to what every loader's default asks for
+        suffixes = defaultdict(set)
+        for name in catalog.weights:
+            if (found := re.match(r"decoder\.layers\.(\d+)\.(.*)", name)) is not None:
+                suffixes[int(found[1])].add(found[2])
+        stacked = len({frozenset(v) for v in suffixes.values()}) == 1
+    return wrapper, {"stacked": True, "per-layer": False}.get(asked, stacked)
+
+
+def _expert_counts(sources: Mapping[str, TensorInfo]) -> Counter[str]:
+    """How many experts share a key: by name with numbers replaced, over one layer."""
+    seen: dict[str, set[str]] = defaultdict(set)
+    for name in sources:
+        bare = found[2] if (found := _STATE.fullmatch(name)) else name
+        if (expert := re.search(r"\.experts\.(\d+)\.", bare)) is not None:
+            seen[_NUMBER.sub("*", bare)].add(expert[1])
+    return Counter({pattern: len(numbers) for pattern, numbers in seen.items()})
