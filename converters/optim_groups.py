@@ -14,15 +14,18 @@ Facts: Megatron-Core 0.16.1, optimizer/__init__.py (`_get_param_groups`, `get_me
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
 from converters.formats.folder import close_source, open_source, read_at
+from converters.names import printable
 from converters.optim_flat import FlatReader, stored_groups
+from converters.pickles import Global, Obj, PersId
 from converters.records import locate_tensor, tensor_ref
 
 if TYPE_CHECKING:
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.layout import Layout
     from converters.pickles import Node
+    from converters.records import TensorRef
 
 __all__ = ["ParamGroups", "param_groups", "read_param_groups"]
 
@@ -47,13 +51,13 @@ class ParamGroups:
         dense: Groups of everything but experts that have an optimizer of their own.
         experts: Groups of those experts; empty if they were trained with the rest.
         scaler: State of the loss scaler, an inert tree; None if there is none.
-        notes: Sentences a person should read.
+        storages: The tensors in it, as members of the archive that it is put into.
     """
 
     dense: tuple[dict[str, Node], ...]
     experts: tuple[dict[str, Node], ...] = ()
     scaler: Node = None
-    notes: tuple[str, ...] = ()
+    storages: Mapping[str, bytes] = field(default_factory=dict)
 
     def for_experts(self, *, biases: bool) -> tuple[dict[str, Node], ...]:
         """Groups for an experts' optimizer, made from the dense ones if there are none.
@@ -86,7 +90,8 @@ def param_groups(reader: Reader, layout: Layout, sharding_type: str) -> Node:
 
     Returns:
         An inert tree: `{"optimizer": {"param_groups": [...]}, "param_state_sharding_type": ...}`, or one of those for
-        each of two optimizers, under 0 (dense) and 1 (experts).
+        each of two optimizers, under 0 (dense) and 1 (experts). A loss scaler in it refers to the members
+        `read_param_groups(reader).storages`.
 
     Raises:
         FormatError: The checkpoint has none.
@@ -118,19 +123,18 @@ def read_param_groups(reader: Reader) -> ParamGroups:
     common = reader.catalog.common
     entries = _entries(common.get("optimizer")) if isinstance(common, Mapping) else []
     groups: list[dict[str, Node]] = []
-    scaler: Node = None
+    scalers: list[tuple[str | None, Node]] = []
     steps: list[int] = []
     for entry in entries:
         inner = entry.get("optimizer")
         state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores torch's own dictionary
         groups += _groups(state.get("param_groups"))
-        scaler = entry.get("grad_scaler") if scaler is None else scaler
+        scalers += [(None, entry["grad_scaler"])] if "grad_scaler" in entry else []
         held = state.get("state")
         if isinstance(held, Mapping) and "common_step" in held:
             steps.append(_number(reader, held["common_step"]))
-    notes: list[str] = []
     if not groups and isinstance(reader, FlatReader):
-        groups = _from_objects(reader, notes)
+        groups = _from_objects(reader, scalers)
     if not groups:
         raise FormatError(
             "the checkpoint has optimizer state but no param groups (learning rates, steps)",
@@ -142,7 +146,9 @@ def read_param_groups(reader: Reader) -> ParamGroups:
             group.setdefault("step", max(steps))
     experts = tuple(group for group in groups if group.get("is_expert_parallel") is True)
     dense = tuple(group for group in groups if group.get("is_expert_parallel") is not True)
-    return ParamGroups(dense, experts, scaler, tuple(notes))
+    storages: dict[str, bytes] = {}
+    scaler = _detached(reader, *scalers[0], storages) if scalers else None  # the same in every optimizer
+    return ParamGroups(dense, experts, scaler, storages)
 
 
 def _entries(optimizer: Node) -> list[Mapping[Any, Node]]:
@@ -165,7 +171,7 @@ def _groups(value: Node) -> list[dict[str, Node]]:
     return [{name: item for name, item in group.items() if name != "params"} for group in value]
 
 
-def _from_objects(reader: FlatReader, notes: list[str]) -> list[dict[str, Node]]:
+def _from_objects(reader: FlatReader, scalers: list[tuple[str | None, Node]]) -> list[dict[str, Node]]:
     """The groups of the first data-parallel group of each optimizer; they are the same on every rank."""
     out: list[dict[str, Node]] = []
     seen: set[int | None] = set()
@@ -175,8 +181,9 @@ def _from_objects(reader: FlatReader, notes: list[str]) -> list[dict[str, Node]]
         seen.add(chain)
         value = reader.object_value(group.key("optimizer"))
         out += _groups(value.get("param_groups")) if isinstance(value, Mapping) else []
-        if not notes and group.key("grad_scaler") in reader.catalog.objects:
-            notes.append("the loss scale is not carried over: it starts anew")
+        key = group.key("grad_scaler")
+        if key in reader.catalog.objects:
+            scalers.append((key, reader.object_value(key)))
     return out
 
 
@@ -192,21 +199,43 @@ def _number(reader: Reader, node: Node) -> int:
     """A step as a number: torch's own Adam keeps it as a tensor in the common state."""
     if type(node) in (int, float):
         return int(node)
-    what = "optimizer.state.common_step"
-    ref = tensor_ref(node, what)
-    path, start, length = reader.catalog.path / "common.pt", 0, None
-    if not path.exists():
-        stored = reader.catalog.objects.get("common_state/shard_0_1")
+    ref = tensor_ref(node, "common_step")
+    if ref is None or ref.dtype.name not in _SCALARS or ref.shape not in ((), (1,)):
+        raise FormatError("optimizer.state.common_step is not a number")
+    return int(struct.unpack(_SCALARS[ref.dtype.name], _elements(reader, None, ref))[0])
+
+
+def _elements(reader: Reader, key: str | None, ref: TensorRef) -> bytes:
+    """The elements of a small tensor inside a stored object, or inside the common state."""
+    catalog = reader.catalog
+    path, start, length = catalog.path / "common.pt", 0, None
+    if key is not None or not path.exists():
+        stored = catalog.objects.get(key or "common_state/shard_0_1")
         if stored is None:
-            raise FormatError(f"{what} cannot be read: there is no common state")
-        path, start, length = reader.catalog.path / stored.file, stored.start, stored.length
-    if ref is None or ref.dtype.name not in _SCALARS:
-        raise FormatError(f"{what} is not a number")
+            raise FormatError("the checkpoint has no common state")
+        path, start, length = catalog.path / stored.file, stored.start, stored.length
     fd = open_source(path)
     try:
         size = path.stat().st_size if length is None else length
-        payload = locate_tensor(lambda at, n: read_at(fd, at, n), start, size, ref, what)
+        payload = locate_tensor(lambda at, n: read_at(fd, at, n), start, size, ref, printable(path.name))
         raw = read_at(fd, payload.offset, payload.nbytes)
     finally:
         close_source(fd)
-    return int(struct.unpack(_SCALARS[ref.dtype.name], raw[: ref.dtype.itemsize])[0])
+    if len(raw) != payload.nbytes:
+        raise FormatError(f"{printable(path.name)} ends early")
+    return raw
+
+
+def _detached(reader: Reader, key: str | None, node: Node, storages: dict[str, bytes]) -> Node:
+    """The tree with its tensors taken out of the archive that they lie in; their elements go to `storages`."""
+    if isinstance(node, Mapping):
+        return {name: _detached(reader, key, value, storages) for name, value in node.items()}
+    ref = tensor_ref(node, "the loss scaler")
+    if ref is None:
+        return node
+    name = f"distckpt_{len(storages)}"
+    storages[f"data/{name}"] = _elements(reader, key, ref)
+    kind, numel = Global("torch", str(ref.dtype.storage)), math.prod(ref.shape)
+    hooks = Obj(Global("collections", "OrderedDict"))
+    storage = PersId(("storage", kind, name, "cpu", numel))
+    return Obj(Global("torch._utils", "_rebuild_tensor_v2"), (storage, 0, ref.shape, ref.strides, False, hooks))

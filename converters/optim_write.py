@@ -17,7 +17,7 @@ Facts: Megatron-Core 0.16.1, optimizer/distrib_optimizer.py (`sharded_param_stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.box import Box, flat_range
@@ -94,11 +94,13 @@ class GroupObject:
         key: With its grid suffix.
         rank: The rank that saves it.
         tree: What is saved, inert; Megatron wraps every object in a list of one, so this is that list.
+        storages: The tensors in it, as members of its archive.
     """
 
     key: str
     rank: int
     tree: Node
+    storages: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,11 @@ class _Flattener:
             "per_bucket_numel": [{types: [b.numel for b in made]} for types, made in numels],
             "per_bucket_numel_unpadded": [{types: [b.numel_unpadded for b in made]} for types, made in numels],
         }
+        if self.groups.scaler is not None:
+            values["grad_scaler"] = self.groups.scaler
         for name, value in values.items():
-            yield GroupObject(f"{group.key(name)}/shard_0_1", group.ranks[0], [value])
+            storages = self.groups.storages if name == "grad_scaler" else {}
+            yield GroupObject(f"{group.key(name)}/shard_0_1", group.ranks[0], [value], storages)
 
     def _chunks(self, bucket: Bucket, group: _Group) -> Iterator[FlatChunk]:
         for rank, chunks in zip(group.ranks, dp_chunks(bucket, len(group.ranks)), strict=True):

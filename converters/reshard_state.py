@@ -24,6 +24,7 @@ from converters.formats.common_state import Archive
 from converters.formats.torch_dist_out import ObjectOut
 from converters.names import parse_key, stored_key
 from converters.optim import param_groups
+from converters.optim_groups import read_param_groups
 from converters.pickles import Obj, fields, set_field
 from converters.records_out import empty_object
 
@@ -246,6 +247,7 @@ def _common(
         tree.pop("optimizer", None)
     elif "optimizer" in tree:
         tree["optimizer"] = param_groups(reader, layout, options.optimizer)
+        archive.add(read_param_groups(reader).storages)
         content = tree.setdefault("content_metadata", {})
         content["distrib_optim_sharding_type"] = options.optimizer
         content.setdefault("singleton_local_shards", False)

@@ -17,6 +17,7 @@ from converters.records import member_offset, read_directory, read_pickle
 from converters.records_out import archive
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["Archive"]
@@ -60,6 +61,10 @@ class Archive:
                 self._members[name] = data
         finally:
             os.close(fd)
+
+    def add(self, members: Mapping[str, bytes]) -> None:
+        """Puts storages into the archive, for tensors that come into the tree from elsewhere."""
+        self._members.update(members)
 
     def dump(self, tree: Any, name: str) -> bytes:
         """An archive of `tree` with this one's other members.
