@@ -101,12 +101,15 @@ class Rules:
         bucket_size: A bucket is closed when it has so many elements; None for one bucket. Megatron applies it to the
             first model chunk of the first pipeline stage only.
         busbw: `--ddp-pad-buckets-for-high-nccl-busbw`: pad buckets to 65536 elements too.
+        early: As Megatron-Core 0.8 to 0.12 did: the bucket before a shared embedding is padded like one in memory, unless
+            it ends at a multiple of `dp` anyway.
     """
 
     dp: int
     align: int = 64
     bucket_size: int | None = None
     busbw: bool = False
+    early: bool = False
 
     def padded(self, numel: int) -> int:
         """Elements of a bucket in memory."""
@@ -134,7 +137,7 @@ def bucket_size(args: Mapping[str, Any], layout: Layout, owners: Owners) -> int 
 
 
 def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
-    """Buckets of a buffer as Megatron-Core 0.13 and later make them; earlier ones differ for shared embeddings only.
+    """Buckets of a buffer as Megatron makes them.
 
     Args:
         parameters: In the order of `named_parameters()`.
@@ -152,6 +155,8 @@ def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
     for parameter in reversed(parameters):
         at = _ceil(at, rules.align)
         if parameter.shared and placed:
+            if rules.early and at % rules.dp:
+                at = rules.padded(at)
             close()
         placed.append((parameter, at))
         at += parameter.numel
@@ -179,8 +184,9 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
     at = 0
     for parameter in reversed(parameters):
         start = _ceil(at, align)
-        if placed and len(out) < len(sizes) and start + parameter.numel > sizes[len(out)]:
-            out.append(_closed(placed, at, sizes[len(out)], align, what))
+        alone = parameter.shared or (placed and placed[-1][0].shared)
+        if placed and len(out) < len(sizes) and (alone or start + parameter.numel > sizes[len(out)]):
+            out.append(_closed(placed, at, sizes[len(out)], align, what, shared=parameter.shared))
             placed, start = [], 0
         if len(out) == len(sizes) or start + parameter.numel > sizes[len(out)]:
             numbers = f"{sum(p.numel for p in parameters):,} elements of parameters, {sum(sizes):,} in buckets"
@@ -194,8 +200,11 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
     return out
 
 
-def _closed(placed: list[tuple[Local, int]], end: int, size: int, align: int, what: str) -> Bucket:
-    if size not in (end, _ceil(end, align)):
+def _closed(
+    placed: list[tuple[Local, int]], end: int, size: int, align: int, what: str, *, shared: bool = False
+) -> Bucket:
+    padded = shared and size % 128 == 0 and end <= size < end + (1 << 17)  # see `Rules.early`
+    if size not in (end, _ceil(end, align)) and not padded:
         names = f"up to {placed[-1][0].name}"
         raise Misfit(f"{what} has a bucket of {size:,} elements, its parameters take {end:,}", details=[names])
     return Bucket(tuple(placed), size, size)

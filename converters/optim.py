@@ -187,6 +187,8 @@ class _Unflattener:
         self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.args
         weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n)}
         self.weights = weights
+        made_by = catalog.producer[0] if catalog.producer else ""
+        self.early = made_by.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
         outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
         parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
         self.owners = Owners(parameters, layout, outline, candidate.order)
@@ -257,7 +259,8 @@ class _Unflattener:
     def _rules(self, pp: int, chunk: int, experts: bool) -> Rules:
         dp = self.layout.edp if experts else self.layout.dp_cp
         size = bucket_size(self.args, self.layout, self.owners) if pp == 0 and chunk == 0 else None
-        return Rules(dp, self.candidate.align, size, self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True)
+        busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
+        return Rules(dp, self.candidate.align, size, busbw, early=self.early)
 
     def _place(self, stored: StoredBuffer, buckets: list[Bucket], what: str) -> None:
         total = sum(bucket.numel_unpadded for bucket in buckets)

@@ -124,6 +124,9 @@ def test_buckets_close_at_their_size_and_around_a_shared_embedding():
     buckets = arrange(parameters, Rules(dp=2))
     # the gap before a shared embedding counts to the bucket before it
     assert [b.numel_unpadded for b in buckets] == [512, 256]
+    early = arrange(parameters, Rules(dp=3, early=True))
+    assert [b.numel_unpadded for b in early] == [768, 256]
+    assert [b.placed for b in fit(parameters, [768, 256], 64, "buffer")] == [b.placed for b in early]
 
 
 def test_bucket_size_of_arguments():
@@ -143,10 +146,11 @@ def test_bucket_size_of_arguments():
     dp=st.integers(1, 6),
     align=st.sampled_from([1, 64]),
     size=st.none() | st.integers(1, 600),
+    early=st.booleans(),
 )
-def test_known_sizes_give_the_same_places(sizes, shared, dp, align, size):
+def test_known_sizes_give_the_same_places(sizes, shared, dp, align, size, early):
     parameters = [local(str(n), numel, shared=n in shared) for n, numel in enumerate(sizes)]
-    made = arrange(parameters, Rules(dp, align, size))
+    made = arrange(parameters, Rules(dp, align, size, early=early))
     found = fit(parameters, [b.numel_unpadded for b in made], align, "buffer")
     assert [b.placed for b in found] == [b.placed for b in made]
     assert sum(p.numel for b in made for p, _ in b.placed) == sum(sizes)
