@@ -86,7 +86,7 @@ def field(pid, file, name):
 
 
 def measure(command, then=None):
-    """Wall seconds, peak anonymous bytes, and /proc counters of a command; `then` is timed too."""
+    """Wall and CPU seconds, peak anonymous bytes, and /proc counters of a command; `then` counts as wall time."""
     begin = time.monotonic()
     child = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -100,11 +100,14 @@ def measure(command, then=None):
         peak = max(peak, sum(field(pid, "status", "RssAnon") * 1024 for pid in children(child.pid)))
         time.sleep(0.01)
     noise = child.stderr.read().decode(errors="replace")
-    if child.wait():
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
         sys.exit(f"{command[:4]} failed with exit code {child.returncode}:\n{noise[-2000:]}")
     if then is not None:
         then()
-    return {"wall": time.monotonic() - begin, "anonymous": peak, **io}
+    cpu = usage.ru_utime + usage.ru_stime
+    return {"wall": time.monotonic() - begin, "cpu": cpu, "anonymous": peak, **io}
 
 
 def digest(folder):
@@ -154,17 +157,22 @@ def machine():
 
 
 def table(results, weights, size):
-    print(f"{'route':6} {'wall s':>16} {'to cp':>12} {'anon MiB':>12} {'read':>9} {'needed x':>9} {'written':>9}")
-    print(f"{'':6} {'median / min':>16} {'median / min':>12} {'median / max':>12} {'MiB':>9} {'':>9} {'MiB':>9}")
+    print(
+        f"{'route':6} {'wall s':>16} {'to cp':>12} {'cpu s':>6} {'anon MiB':>12} {'read':>9} {'needed x':>9} {'written':>9}"
+    )
+    print(
+        f"{'':6} {'median / min':>16} {'median / min':>12} {'median':>6} {'median / max':>12} {'MiB':>9} {'':>9} {'MiB':>9}"
+    )
     for name, runs in results.items():
         wall = [run["wall"] for run in runs]
         ratio = [run["wall"] / base["wall"] for run, base in zip(runs, results.get("cp", runs), strict=True)]
         anonymous = [run["anonymous"] / MIB for run in runs]
+        cpu = statistics.median(run["cpu"] for run in runs)
         read, written = (statistics.median(run[key] for run in runs) for key in ("rchar", "wchar"))
         floor = size if name == "cp" else weights
         print(
             f"{name:6} {statistics.median(wall):8.2f} /{min(wall):6.2f} {statistics.median(ratio):6.2f} /{min(ratio):5.2f}"
-            f" {statistics.median(anonymous):6.0f} /{max(anonymous):5.0f} {read / MIB:9.1f} {read / floor:9.4f}"
+            f" {cpu:6.2f} {statistics.median(anonymous):6.0f} /{max(anonymous):5.0f} {read / MIB:9.1f} {read / floor:9.4f}"
             f" {written / MIB:9.1f}"
         )
 
