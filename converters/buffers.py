@@ -258,6 +258,7 @@ class Owners:
     def __init__(self, parameters: Mapping[str, Target], layout: Layout, outline: Outline, order: Order) -> None:
         self._parameters, self._layout, self._outline, self.order = parameters, layout, outline, order
         self._pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
+        self._by_ep: dict[tuple[int, int, bool | None], dict[int, list[tuple[str, bool]]]] = {}
 
     @cached_property
     def _stages(self) -> dict[tuple[int, int], list[tuple[str, bool]]]:
@@ -275,6 +276,17 @@ class Owners:
         if name == _EMBEDDING and not stage.has_embedding and not stage.mtp:
             return "output_layer.weight"
         return name
+
+    def _names(self, pp: int, chunk: int, ep: int, experts: bool | None) -> list[tuple[str, bool]]:
+        """Tensors of a model chunk of which a rank may hold something: those of other expert-parallel ranks left out."""
+        if (pp, chunk, experts) not in self._by_ep:
+            made = self._by_ep[pp, chunk, experts] = defaultdict(list)
+            for name, first in self._stages.get((pp, chunk), []):
+                if experts is None or experts == (name in self._experts):
+                    home = self._shards[name][0].ep
+                    for rank in range(self._layout.ep) if home is None else (home,):
+                        made[rank].append((name, first))
+        return self._by_ep[pp, chunk, experts][ep]
 
     @cached_property
     def _experts(self) -> set[str]:
@@ -298,10 +310,8 @@ class Owners:
             experts: True for experts only, False for all others, None for all parameters.
         """
         groups: dict[tuple[str, bool], list[tuple[str, list[Shard]]]] = {}
-        for name, first in self._stages.get((pp, chunk), []):
-            if experts is not None and experts != (name in self._experts):
-                continue
-            mine = [s for s in self._shards[name] if s.tp in (None, tp) and (s.ep is None or s.ep == (ep or 0))]
+        for name, first in self._names(pp, chunk, ep or 0, experts):
+            mine = [shard for shard in self._shards[name] if shard.tp in (None, tp)]
             if mine:
                 groups.setdefault((self.order.parameter(name), first), []).append((name, mine))
         return [self._local(parameter, first, tensors, tp) for (parameter, first), tensors in groups.items()]
