@@ -16,8 +16,6 @@ Source: torch/distributed/checkpoint/filesystem.py and Megatron-Core's filesyste
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -27,6 +25,7 @@ import numpy as np
 from converters import __version__
 from converters.box import Box, runs
 from converters.errors import RequestError
+from converters.formats.dcp_metadata_out import ChunkTable, write_metadata
 from converters.job import Move, OutputFile, Slice, total
 from converters.records_out import RecordLayout
 
@@ -98,11 +97,6 @@ class TensorOut:
         """Shape of the array it is stored in."""
         return (*self.lead, *self.cut.shape)
 
-    def chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """`(offset, size)` of each piece in that array."""
-        ones = (1,) * len(self.prefix)
-        return (((*self.prefix, *box.start), (*ones, *box.shape)) for box in self.cut.boxes)
-
     def moves(self, source: str, box: Box) -> Iterator[tuple[int, Box, tuple[int, ...], Box]]:
         """`(piece, part of the box, shape of the piece, landing)` for elements of the source."""
         for piece, target in enumerate(self.cut.boxes):
@@ -160,10 +154,6 @@ class FlatOut:
     def shape(self) -> tuple[int, ...]:
         """See `TensorOut`."""
         return (self.numel,)
-
-    def chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """See `TensorOut`."""
-        yield (self.start,), (self.length,)
 
     def moves(self, source: str, box: Box) -> Iterator[tuple[int, Box, tuple[int, ...], Box]]:
         """See `TensorOut`."""
@@ -341,56 +331,42 @@ class TorchDistOutput:
     # ------------------------------------------------------------------ metadata
 
     def metadata(self, name: str) -> bytes:
-        """The contents of `.metadata`, with torch's own classes, for torch DCP and every Megatron-Core.
+        """The contents of `.metadata`.
 
         Args:
             name: What to record as the checkpoint's id: the folder's name.
         """
-        from torch import Size
-        from torch.distributed.checkpoint import metadata as dcp
-        from torch.distributed.checkpoint.filesystem import _StorageInfo
-
+        members: dict[str, list[int]] = {}
+        for number, tensor in enumerate(self._tensors):
+            members.setdefault(tensor.key, []).append(number)
+        tables = {key: self._table(numbers) for key, numbers in members.items()}
+        objects = ((o.key, file, at, o.length) for o, (file, at) in zip(self._objects, self.object_places, strict=True))
         names = [file.name for file in self.files]
-        tensors: dict[str, Any] = {}
-        storage: dict[Any, Any] = {}
-        for thing, (number, at) in zip(self._objects, self.object_places, strict=True):
-            tensors[thing.key] = dcp.BytesStorageMetadata()
-            storage[dcp.MetadataIndex(thing.key)] = _StorageInfo(names[number], at, thing.length)
-        for first, tensor in zip(self._firsts.tolist(), self._tensors, strict=False):
-            entry = tensors.get(tensor.key)
-            if entry is None:
-                entry = tensors[tensor.key] = dcp.TensorStorageMetadata(
-                    _properties(_dtype(tensor)), Size(tensor.shape), []
-                )
-            where = zip(
-                self._file[first : first + len(tensor.ranks)].tolist(),
-                self._start[first : first + len(tensor.ranks)].tolist(),
-                self._length[first : first + len(tensor.ranks)].tolist(),
-                strict=True,
-            )
-            for chunk, (file, start, length) in zip(tensor.chunks(), where, strict=True):
-                offset = Size(chunk[0])
-                entry.chunks.append(dcp.ChunkStorageMetadata(offset, Size(chunk[1])))
-                storage[dcp.MetadataIndex(tensor.key, offset)] = _StorageInfo(names[file], start, length)
-        document = dcp.Metadata(
-            tensors, None, storage, dcp.StorageMeta(checkpoint_id=name, save_id=f"distckpt {__version__}")
+        return write_metadata(tables, objects, names, checkpoint_id=name, save_id=f"distckpt {__version__}")
+
+    def _table(self, numbers: Sequence[int]) -> ChunkTable:
+        first = self._tensors[numbers[0]]
+        rows = np.concatenate([np.arange(self._firsts[n], self._firsts[n + 1]) for n in numbers])
+        where = (self._file[rows], self._start[rows], self._length[rows])
+        if isinstance(first, FlatOut):
+            pieces = [self._tensors[n] for n in numbers]
+            offsets = np.array([[p.start] for p in pieces if isinstance(p, FlatOut)], np.int64)
+            sizes = np.array([[p.length] for p in pieces if isinstance(p, FlatOut)], np.int64)
+            return ChunkTable(first.dtype, first.shape, offsets, sizes, *where)
+        cut, depth = first.cut, len(first.lead)
+        count, ndim = len(cut.boxes), len(cut.shape)
+        starts = np.array([box.start for box in cut.boxes], np.int64).reshape(count, ndim)
+        extents = np.array([box.shape for box in cut.boxes], np.int64).reshape(count, ndim)
+        prefixes = np.array([t.prefix for n in numbers if isinstance(t := self._tensors[n], TensorOut)], np.int64)
+        offsets = np.hstack(
+            [np.repeat(prefixes.reshape(len(numbers), depth), count, axis=0), np.tile(starts, (len(numbers), 1))]
         )
-        # readers before Megatron-Core 0.15 look here for flattened tensors; nothing of ours is
-        document.mcore_data = {key: {} for key, entry in tensors.items() if hasattr(entry, "chunks")}  # type: ignore[attr-defined]
-        buffer = io.BytesIO()
-        pickle.Pickler(buffer, protocol=4).dump(document)
-        return buffer.getvalue()
+        sizes = np.hstack([np.ones((len(rows), depth), np.int64), np.tile(extents, (len(numbers), 1))])
+        return ChunkTable(cut.dtype, first.shape, offsets, sizes, *where)
 
 
 def _dtype(tensor: TensorOut | FlatOut) -> DType:
     return tensor.dtype if isinstance(tensor, FlatOut) else tensor.cut.dtype
-
-
-def _properties(dtype: DType) -> Any:
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorProperties
-
-    return TensorProperties(dtype=getattr(torch, dtype.name))
 
 
 def _stack(file: NDArray[np.int64], length: NDArray[np.int64], begin: Sequence[int]) -> NDArray[np.int64]:
