@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -119,10 +120,12 @@ def find_producer(facts: CommonFacts, evidence: Mapping[str, Any]) -> tuple[str,
 
     Args:
         facts: From the common state.
-        evidence: "embedded" (common state inside the data files), "class" (top-level class of `.metadata`), "mcore_data",
+        evidence: "save_id" (what `.metadata` notes as the save's id), "embedded" (common state inside the data files), "class" (top-level class of `.metadata`), "mcore_data",
             "plans", "planner_data" (whether those attributes of `.metadata` are there).
     """
     types = facts.content.get("distrib_optim_sharding_type") if facts.content else None
+    if re.fullmatch(r"distckpt [\w.+]{1,40}", evidence["save_id"]):
+        return evidence["save_id"], "it says so"
     if evidence["embedded"]:
         return "Megatron-Core 0.19 or later", "common state inside the data files"
     if str(evidence["class"]).endswith("MCoreMetadata"):

@@ -28,6 +28,7 @@ from converters.formats.folder import close_source, open_source, read_at, read_s
 from converters.formats.megatron import common_facts, find_flavour, find_producer
 from converters.formats.tiling import tiling_problem
 from converters.names import natural_key, parse_key, printable
+from converters.pickles import Obj, fields
 from converters.records import Payload, TensorLocator, TensorRef, locate_tensor, read_pickle
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ class TorchDistReader:
                 Problem("warning", "metadata.json is missing: Megatron writes it last, so the save may be unfinished")
             )
         evidence = {
+            "save_id": _save_id(metadata),
             "embedded": _COMMON_OBJECT in metadata.objects,
             "class": metadata.top_class,
             "mcore_data": metadata.has_mcore_data,
@@ -361,6 +363,13 @@ def _backend(folder: Path) -> str | None:
             "metadata.json is not the JSON that Megatron writes", details=[printable(str(error))]
         ) from error
     return str(backend)
+
+
+def _save_id(metadata: DcpMetadata) -> str:
+    """What the writer noted as the save's id: ours is `distckpt 0.1.0`, torch's a random one."""
+    meta = metadata.attributes.get("storage_meta")
+    found = fields(meta).get("save_id") if isinstance(meta, Obj) else None
+    return found if isinstance(found, str) else ""
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
