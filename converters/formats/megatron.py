@@ -120,8 +120,8 @@ def find_producer(facts: CommonFacts, evidence: Mapping[str, Any]) -> tuple[str,
 
     Args:
         facts: From the common state.
-        evidence: "save_id" (what `.metadata` notes as the save's id), "embedded" (common state inside the data files), "class" (top-level class of `.metadata`), "mcore_data",
-            "plans", "planner_data" (whether those attributes of `.metadata` are there).
+        evidence: Of `.metadata`: "save_id" (who it says saved it), "embedded" (common state inside the data files),
+            "class" (its top-level class), "mcore_data", "plans", "planner_data" (whether those attributes are there).
     """
     types = facts.content.get("distrib_optim_sharding_type") if facts.content else None
     if re.fullmatch(r"distckpt [\w.+]{1,40}", evidence["save_id"]):
