@@ -53,7 +53,11 @@ def main():
 
         torch.set_num_threads(1)
         torch.zeros(8).bfloat16().float()
-    plan = plan_export(open_checkpoint(asked.src), asked.dst, options)
+    try:
+        plan = plan_export(open_checkpoint(asked.src), asked.dst, options)
+    except DistckptError as error:
+        print(json.dumps({"error": type(error).__name__, "message": error.message}), flush=True)
+        sys.exit(error.exit_code)
     base = peak = anonymous()
     done = threading.Event()
 
