@@ -1,7 +1,8 @@
 """Optimizer state under canonical names, whatever layout it was saved in.
 
     found = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
-    prove_masters(reader, found.tensors)         # before anything is published: master weights round to the weights
+    if found.doubt:                              # before anything is published:
+        prove_masters(reader, found.tensors)     # master weights round to the weights
 
 Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
 `param` here). Flat buckets store no names: the order of parameters follows from the model (`registration`), and what the
@@ -64,13 +65,15 @@ class OptimizerState:
     Attributes:
         tensors: `optimizer.state.STATE.NAME` -> tensor, in the order of the parameters.
         replaced: Stored tensors and objects whose elements are in `tensors` now, each with what it was.
-        candidate: For flat buckets, the order that the values confirm; None where names are stored.
+        candidate: For flat buckets, the order that a sample of the values confirms; None where names are stored.
+        doubt: Why `prove_masters` must be asked before anything is published; None if nothing speaks against the names.
         notes: Sentences a person should read.
     """
 
     tensors: dict[str, TensorInfo]
     replaced: dict[str, str] = field(default_factory=dict)
     candidate: Candidate | None = None
+    doubt: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -97,7 +100,22 @@ def optimizer_state(reader: Reader, layout: Layout | None = None) -> OptimizerSt
         renamed = f"optimizer.state.{_MASTERS.get(state, state)}.{name}"
         tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
     notes = _add_fp32_masters(catalog, tensors)
-    return OptimizerState(tensors, notes=notes)
+    return OptimizerState(tensors, doubt=_shifted(catalog) if tensors else None, notes=notes)
+
+
+def _shifted(catalog: Catalog) -> str | None:
+    """Whether Megatron-Core 0.15.0 to 0.19.0 may have stored the state shifted by the padding of its buckets.
+
+    It did when a buffer had several: with overlap_grad_reduce, or around an embedding that two pipeline stages share.
+    """
+    if catalog.content.get("distrib_optim_sharding_type") != "fully_reshardable":
+        return None
+    args = catalog.args
+    stages = args.get("pipeline_model_parallel_size")
+    shared = args.get("untie_embeddings_and_output_weights") is not True or args.get("mtp_num_layers")
+    if args.get("overlap_grad_reduce") is False and (stages == 1 or not shared):
+        return None
+    return "Megatron-Core 0.15.0 to 0.19.0 may have stored it shifted by the padding of its buckets"
 
 
 def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
@@ -159,7 +177,8 @@ def unflatten(
             continue
         wrong = mismatches(reader, tensors, sample=True)
         if not wrong:
-            return OptimizerState(tensors, _replaced(catalog), candidate)
+            doubt = "the order of parameters in its flat buckets was inferred"
+            return OptimizerState(tensors, _replaced(catalog), candidate, doubt)
         refused = refused or wrong
     if refused:
         raise refusal(refused, catalog, "no known order of parameters fits the flat optimizer buckets")

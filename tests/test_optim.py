@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -36,6 +37,7 @@ def test_every_state_is_the_truth(name):
     trained = [n for n, t in reader.catalog.weights.items() if trainable(n) and t.dtype.floating]
     assert set(found.tensors) == {f"optimizer.state.{state}.{n}" for state in STATES for n in trained}
     assert (found.candidate is not None) == (name in FLAT)
+    assert (found.doubt is not None) == (name in FLAT)
     expected = truth(config)
     for info in found.tensors.values():
         assert info.opaque is None
@@ -90,6 +92,22 @@ def test_one_wrong_element_is_found():
         prove_masters(reader, tensors)
     assert caught.value.tensor == wanted
     assert "Megatron-Core 0.15.0 to 0.19.0" in caught.value.details[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "doubtful"),
+    [
+        ({}, False),
+        ({"overlap_grad_reduce": True}, True),
+        ({"untie_embeddings_and_output_weights": False}, True),
+        ({"mtp_num_layers": 1}, True),
+        ({"untie_embeddings_and_output_weights": False, "pipeline_model_parallel_size": 1}, False),
+    ],
+)
+def test_state_that_megatron_may_have_shifted_is_doubted(changes, doubtful):
+    reader = open_checkpoint(golden("llama_fullyreshardable_tp2pp2dp2"))
+    reader.catalog = replace(reader.catalog, args={**reader.catalog.args, **changes})
+    assert (optimizer_state(reader).doubt is not None) == doubtful
 
 
 def swap_on_disk(folder, key, a, b, length):
