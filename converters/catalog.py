@@ -318,6 +318,7 @@ class Catalog:
         files: The folder's files.
         problems: What is wrong with it.
         details: Facts of the format worth showing: `{"metadata class": "..."}`.
+        opened: The folder that was named to open it, `path` or one around it; nothing is written inside it.
     """
 
     path: Path
@@ -334,6 +335,12 @@ class Catalog:
     files: tuple[FileInfo, ...] = ()
     problems: tuple[Problem, ...] = ()
     details: Mapping[str, str] = field(default_factory=dict)
+    opened: Path | None = None
+
+    @property
+    def root(self) -> Path:
+        """The outermost folder that belongs to the checkpoint, as far as it was named."""
+        return self.opened or self.path
 
     @cached_property
     def weights(self) -> dict[str, TensorInfo]:

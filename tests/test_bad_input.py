@@ -358,3 +358,12 @@ def test_names_cannot_write_to_the_terminal(text, place, capsys):
     assert "\u202e" not in error
     assert "[bold]" in error or text != "[bold]x[/bold]"
     assert len(error.splitlines()) <= 3
+
+
+def test_the_destination_may_not_lie_in_the_training_root_that_was_named(place, capsys):
+    root = place / "root"
+    root.mkdir()
+    shutil.copytree(GOLDEN / "llama_adam_tp2pp2" / "iter_0000010", root / "iter_0000010")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    refused(capsys, 5, "inside the source", root, root / "hf")
+    assert not (root / "hf").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
@@ -10,8 +12,6 @@ from converters.formats.torch_dist import TorchDistReader
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from converters.formats.base import Reader
 
 __all__ = ["REGISTRY", "open_checkpoint"]
@@ -30,7 +30,10 @@ def open_checkpoint(path: str | Path) -> Reader:
         folder = resolve_folder(path)
         for reader in REGISTRY:
             if reader.detect(folder):
-                return reader.open(folder)
+                opened = reader.open(folder)
+            given = Path(path).expanduser()
+            opened.catalog = replace(opened.catalog, opened=given if given.is_dir() else folder)
+            return opened
         raise _unreadable(folder)
     except OSError as error:  # a failing disk, a folder that may not be listed
         what = printable(str(error.filename or path))
