@@ -103,6 +103,11 @@ class RecordSums:
             del self.pieces[record], self._ends[record]
             return piece[2]
 
+    def listed(self) -> list[tuple[int, int, int, int]]:
+        """`(record, first byte, bytes, CRC-32)` of every piece."""
+        with self._lock:
+            return [(record, *segment) for record, pieces in self.pieces.items() for segment in pieces.values()]
+
     def gaps(self, record: int, nbytes: int) -> list[tuple[int, int]]:
         """`(first byte, bytes)` of what has not been read of a record of `nbytes` bytes."""
         out, at = [], 0

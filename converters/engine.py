@@ -11,18 +11,19 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from converters.crc import RecordSums, crc_of_zeros
+from converters.crc import RecordSums
 from converters.damage import check_stored
-from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted
+from converters.errors import FormatError, IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
 from converters.names import printable
-from converters.publish import os_trouble, write_at
+from converters.publish import os_trouble
+from converters.sealing import seal
 from converters.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from converters.catalog import Chunk
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from converters.job import Job, Task
     from converters.publish import Staging
     from converters.records import Payload
+    from converters.team import Team, TeamStaging
     from converters.worker import Segments
 
 __all__ = ["Stats", "run"]
@@ -57,9 +59,17 @@ class Stats:
 
 
 def run(
-    job: Job, reader: Reader, staging: Staging, *, listener: Listener | None = None, stop: StopFlag | None = None
+    job: Job,
+    reader: Reader,
+    staging: Staging | TeamStaging,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    team: Team | None = None,
 ) -> Stats:
     """Does what of the job is not done yet, and returns when all of it is on disk and checked; publishes nothing.
+
+    With a team, every rank calls this and does its share; rank 0 finishes the job, and only there all is done at the end.
 
     Args:
         job: The work.
@@ -67,14 +77,15 @@ def run(
         staging: Where to write; its journal says what an earlier run has done.
         listener: Told about progress, from any thread.
         stop: Polled between tiles.
+        team: The ranks that do the job together, if there are several.
 
     Raises:
-        Interrupted: `stop` was set; what is done is in the journal.
+        Interrupted: `stop` was set, or another rank is lost; what is done is in the journal.
         IntegrityError: A record does not match its own checksum, or the source changed.
         FormatError: A record cannot be read.
         DestinationError: Writing failed.
     """
-    return _Run(job, reader, staging, listener or _ignore, stop).run()
+    return _Run(job, reader, staging, listener or _ignore, stop, team).run()
 
 
 def _ignore(event: Event) -> None:
@@ -96,8 +107,17 @@ class _Queue:
 class _Run:
     """One run of a job: what its workers share."""
 
-    def __init__(self, job: Job, reader: Reader, staging: Staging, listener: Listener, stop: StopFlag | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        reader: Reader,
+        staging: Staging | TeamStaging,
+        listener: Listener,
+        stop: StopFlag | None,
+        team: Team | None,
+    ) -> None:
         self.job, self.reader, self.staging, self.listener, self.stop = job, reader, staging, listener, stop
+        self.team = team
         self.stats = Stats()
         self.sums = RecordSums()
         self.payloads: dict[int, Payload] = {}
@@ -109,13 +129,34 @@ class _Run:
         self.fresh: Segments = []  # checksums of what was read since then
         self.fresh_written: Segments = []  # and of what was written into sealed records
         self.written = RecordSums()
+        self.left: Counter[int] = Counter()  # tasks that are left to do for each file
+        self.complete: list[int] = []  # files for which there are none
 
     def run(self) -> Stats:
         """See `run`."""
         begin = time.monotonic()
         self._same_source()
         todo = self._resume()
-        self.left = Counter(itertools.chain.from_iterable(task.files for task in todo))
+        if self.team is not None:
+            todo = self._share(self.team, todo)
+        self.left.update(itertools.chain.from_iterable(task.files for task in todo))
+        self._work_off(todo)
+        self._same_source()
+        if self.team is None or self.team.leads:
+            if self.team is not None:
+                self._take_over(self.team)
+            self.listener(Phase("checking"))
+            self._complete_sums()
+            seal(self.job, self.staging.folder, self.written)
+            self._same_source()
+        else:
+            seal(self.job, self.staging.folder, self.written, whole_only=True)
+            self._hand_over(self.team)
+        self.stats.seconds = time.monotonic() - begin
+        return self.stats
+
+    def _work_off(self, todo: Sequence[Task]) -> None:
+        """Does tasks; all of them are in the journal when it returns."""
         queue = _Queue(todo)
         threads = [
             threading.Thread(target=self._work, args=(queue,), name=f"distckpt-{n}", daemon=True)
@@ -134,16 +175,45 @@ class _Run:
         self._safe_point()
         if self.failure is not None:
             raise self.failure
+        if self.team is not None:
+            self.team.check()
         if self.stop is not None and self.stop.is_set():
             raise Interrupted(
                 self.stop.signum or 2, "stopped; finished work is kept", hint="run the same command again"
             )
-        self.listener(Phase("checking"))
-        self._complete_sums()
-        self._seal()
-        self._same_source()
-        self.stats.seconds = time.monotonic() - begin
-        return self.stats
+
+    def _share(self, team: Team, todo: list[Task]) -> list[Task]:
+        """What this rank is to do of the tasks that are left; only rank 0 knows which are."""
+        team.progress = self._progress
+        if not team.leads:
+            tasks = self.job.tasks
+            return [task for first, end in team.share for task in tasks[first:end]]
+        mine, *others = team.deal(todo)
+        team.on_files = self._count_files
+        for part in others:  # a file is complete when all ranks have finished their part of it
+            self.left.update(set(itertools.chain.from_iterable(task.files for task in part)))
+        return list(mine)
+
+    def _progress(self) -> dict[str, Any]:
+        with self.lock:
+            written = self.stats.bytes_written
+            return {"bytes": written, "moved": written + self.stats.bytes_read, "files": self.complete.copy()}
+
+    def _hand_over(self, team: Team) -> None:
+        """Gives rank 0 the checksums of records that this rank has not read or written all of."""
+        sums = [(self.owner[piece[0]], *piece) for piece in self.sums.listed()]
+        team.hand_over({"sums": sums, "written": self.written.listed(), "stats": vars(self.stats)})
+
+    def _take_over(self, team: Team) -> None:
+        """Waits for the other ranks, and goes on with what they have begun."""
+        for left in team.collect():
+            for owner, record, *segment in left["sums"]:
+                self.owner[record] = owner
+                self.sums.add(record, tuple(segment))
+            for record, *segment in left["written"]:
+                self.written.add(record, tuple(segment))
+            for name in ("bytes_read", "bytes_written", "records_checked"):
+                setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
 
     def _same_source(self) -> None:
         try:
@@ -250,7 +320,9 @@ class _Run:
 
     def should_stop(self) -> bool:
         """Whether workers should stop before the next tile."""
-        return self.failure is not None or (self.stop is not None and self.stop.is_set())
+        if self.failure is not None or (self.stop is not None and self.stop.is_set()):
+            return True
+        return self.team is not None and self.team.should_stop()
 
     def count_read(self, nbytes: int) -> None:
         """Notes bytes that a worker has read."""
@@ -268,50 +340,25 @@ class _Run:
         self.written.add(record, segment)
         log.append((record, *segment))
 
-    def _seal(self) -> None:
-        """Puts behind every record what ends it; needs the checksum of all that was written into it."""
-        seals = self.job.seals
-        if seals is None:
-            return
-        for record, start, nbytes in seals.fills():
-            self.written.add(record, (start, nbytes, crc_of_zeros(nbytes)))
-        by_file: dict[int, list[tuple[int, bytes]]] = {}
-        for record in sorted(self.written.pieces):
-            crc = self.written.whole(record, seals.nbytes(record))
-            if crc is None:
-                raise DistckptError(
-                    f"record {record} was not filled: {self.written.gaps(record, seals.nbytes(record))}"
-                )
-            file, pieces = seals.seal(record, crc)
-            by_file.setdefault(file, []).extend(pieces)
-        for number, pieces in by_file.items():
-            path = self.staging.folder / self.job.files[number].name
-            try:
-                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                try:
-                    for offset, data in pieces:
-                        write_at(fd, memoryview(data), offset)
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-            except OSError as error:
-                raise os_trouble(error, path, "writing") from error
-
     def done(self, task: Task, segments: Segments, written: Segments) -> None:
         """Notes a finished task."""
-        files = []
         with self.lock:
             self.finished.append(task)
             self.fresh += segments
             self.fresh_written += written
             self.stats.bytes_written += task.nbytes
-            for number in task.files:
-                self.left[number] -= 1
-                if not self.left[number]:
-                    files.append(self.job.files[number])
         self.listener(Moved(task.nbytes))
-        for output in files:
-            self.listener(FileDone(output.name, output.size))
+        self._count_files(task.files)
+
+    def _count_files(self, numbers: Iterable[int]) -> None:
+        """Notes that something that was left to do for these files is done."""
+        with self.lock:
+            for number in numbers:
+                self.left[number] -= 1
+            complete = [number for number in numbers if not self.left[number]]
+            self.complete += complete
+        for number in complete:
+            self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
 
     def check_sum(self, record: int, payload: Payload) -> None:
         """Compares a record's checksum if all of it has been read, and forgets the record."""

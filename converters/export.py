@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters import __version__
 from converters.damage import refuse_damage
-from converters.engine import run
-from converters.errors import DestinationError, FormatError, IntegrityError, RequestError
-from converters.events import Listener, Note, Phase, PlanReady, StopFlag
+from converters.errors import FormatError, RequestError
+from converters.execute import execute
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.job import CopyRoutes, Job
@@ -24,7 +23,7 @@ from converters.model_args import ModelArgs
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
 from converters.plan import Op, prove
-from converters.publish import Staging, check_destination, free_bytes, os_trouble
+from converters.publish import check_destination
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,9 +32,12 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.dtypes import DType
     from converters.engine import Stats
+    from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.formats.safetensors import SafetensorsLayout
     from converters.models import HfMapping, Model
+    from converters.publish import Staging
+    from converters.ranks import Ranks
 
 __all__ = ["ExportOptions", "ExportPlan", "plan_export", "run_export"]
 
@@ -158,7 +160,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     """
     options = options or ExportOptions()
     catalog = reader.catalog
-    check_destination(catalog.path, destination, overwrite=options.overwrite)
+    check_destination(catalog.root, destination, overwrite=options.overwrite)
     reference = _read_reference(options.hf_config)
     args = ModelArgs.from_catalog(catalog)
     _refuse_contradictions(args, catalog)
@@ -187,53 +189,49 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     return replace(plan, extra_files={**extra, REPORT: _json(plan.report())})
 
 
-def run_export(plan: ExportPlan, *, listener: Listener | None = None, stop: StopFlag | None = None) -> Stats:
+def run_export(
+    plan: ExportPlan,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    ranks: Ranks | None = None,
+) -> Stats:
     """Carries out a plan; the destination appears complete, or not at all.
 
+    Args:
+        plan: What to do; with several ranks, every one of them has made the same plan.
+        listener: Told about progress.
+        stop: Polled between tiles.
+        ranks: The processes that do it together; by default this one alone.
+
     Raises:
-        DistckptError: See `converters.engine.run`; also when the disk has not enough room, before anything is written.
+        DistckptError: See `converters.execute.execute`.
     """
-    tell = listener or (lambda event: None)
-    _check_room(plan)
-    job = plan.job
-    tell(PlanReady("export", len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
-    for text in plan.notes:
-        tell(Note(text))
-    staging = Staging(plan.destination, job.fingerprint, job.files, overwrite=plan.options.overwrite)
-    try:
-        stats = run(job, plan.reader, staging, listener=listener, stop=stop)
-        tell(Phase("publishing"))
+
+    def finish(staging: Staging) -> None:
         for name, content in plan.extra_files.items():
             staging.add(name, content if isinstance(content, bytes) else read_small(content))
-        staging.publish()
-    except (IntegrityError, FormatError) as error:
-        if not isinstance(error.__cause__, OSError):  # no passing trouble with a disk: what was read of it is wrong
-            staging.discard()
-        raise
-    finally:
-        staging.close()
-    return stats
+
+    return execute(
+        plan.job,
+        plan.reader,
+        plan.destination,
+        finish,
+        command="export",
+        notes=plan.notes,
+        extra_bytes=_size(plan.extra_files),
+        overwrite=plan.options.overwrite,
+        listener=listener,
+        stop=stop,
+        ranks=ranks,
+    )
 
 
-def _check_room(plan: ExportPlan) -> None:
+def _size(files: Mapping[str, bytes | Path]) -> int:
     try:
-        _need_room(plan)
+        return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
     except OSError as error:
-        raise os_trouble(error, plan.destination, "checking") from error
-
-
-def _need_room(plan: ExportPlan) -> None:
-    free = free_bytes(plan.destination.parent)
-    staged = plan.destination.absolute().with_name(f".{plan.destination.name}.distckpt-partial")
-    held = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
-    extra = sum(len(c) if isinstance(c, bytes) else c.stat().st_size for c in plan.extra_files.values())
-    needed = plan.job.bytes_written + extra
-    if needed > free + held:
-        raise DestinationError(
-            f"not enough room for {printable(str(plan.destination))}",
-            details=[f"{needed:,} bytes are needed, {free:,} are free"],
-            hint="free some space, or choose a directory on another disk",
-        )
+        raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
 
 
 def _refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:

@@ -4,10 +4,10 @@
         .NAME.distckpt-partial/    what is being written; locked by the writing process
             model-00001-of-00002.safetensors ...
             .journal               one JSON line per safe point: which tasks are on disk, for good
+            .journal-2             the same of rank 2, if several processes write
         NAME/                      appears by one rename, when everything in it has been synced
 
-A line enters the journal only after the data it speaks of was synced, so it can be trusted after a power cut as after a
-kill. Running the same command again reads it and goes on.
+Running the same command again reads the journals and goes on, with any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters import journal
 from converters.errors import DestinationError, FormatError
 from converters.formats.folder import open_source
+from converters.journal import JOURNAL
 from converters.names import printable
+from converters.ranks import dismiss_earlier
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from converters.job import OutputFile, Slice
 
-__all__ = ["Staging", "check_destination", "free_bytes", "os_trouble", "write_at"]
-
-_JOURNAL = ".journal"
-_VERSION = 1
+__all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "write_at"]
 
 
 def check_destination(source: Path, destination: Path, *, overwrite: bool = False) -> None:
@@ -83,6 +82,12 @@ def _resolve(path: Path) -> Path:
     return path.parent.resolve() / path.name if not path.exists() else path.resolve()
 
 
+def beside(destination: Path, what: str) -> Path:
+    """The hidden folder beside a destination that holds what is not the result yet."""
+    real = _resolve(destination)
+    return real.with_name(f".{real.name}.distckpt-{what}")
+
+
 def free_bytes(path: Path) -> int:
     """Bytes an ordinary user may still write on the file system that will hold `path`."""
     folder = path.resolve()
@@ -112,16 +117,26 @@ class Staging:
         fingerprint: Digest of the job; an interrupted run with another one is not continued.
         files: What will be written.
         overwrite: Whether an existing destination is replaced, after success.
+        meeting: Where the ranks of this run meet, if there are several.
+
+    Attributes:
+        resumed: The lines of the journals of interrupted runs, whatever number of ranks they had.
 
     Raises:
         DestinationError: Another process is writing the same destination, or the folder cannot be made.
     """
 
     def __init__(
-        self, destination: Path, fingerprint: str, files: Sequence[OutputFile], *, overwrite: bool = False
+        self,
+        destination: Path,
+        fingerprint: str,
+        files: Sequence[OutputFile],
+        *,
+        overwrite: bool = False,
+        meeting: Path | None = None,
     ) -> None:
         self.destination = _resolve(destination)
-        self.folder = self.destination.with_name(f".{self.destination.name}.distckpt-partial")
+        self.folder = beside(destination, "partial")
         self._overwrite = overwrite
         self._journal = -1
         try:
@@ -145,12 +160,17 @@ class Staging:
                 raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
             if not overwrite and self.destination.is_dir() and not _is_empty(self.destination):
                 self._refuse_late()
+            earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
+            dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
             self.resumed = self._resume(fingerprint, files)
             if not self.resumed:
                 self._start(fingerprint, files)
         except OSError as error:
             self.close()
             raise os_trouble(error, self.folder, "preparing") from error
+        except DestinationError:
+            self.close()
+            raise
 
     def _refuse_late(self) -> None:
         """The destination was filled after `check_destination` looked: say so now, not after the work."""
@@ -162,35 +182,23 @@ class Staging:
         )
 
     def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> list[dict[str, Any]]:
-        """The trustworthy lines of an earlier run's journal, empty if there is nothing to continue."""
-        path = self.folder / _JOURNAL
-        lines: list[dict[str, Any]] = []
-        keep = 0
-        try:
-            raw = path.read_bytes()
-        except FileNotFoundError:
+        """The trustworthy lines of the journals of earlier runs, empty if there is nothing to continue."""
+        path = self.folder / JOURNAL
+        lines, good = journal.read(path, fingerprint)
+        if not good:
             return []
-        for text in raw.splitlines(keepends=True):
-            try:
-                document = json.loads(text) if text.endswith(b"\n") else None
-            except ValueError:
-                document = None
-            if not isinstance(document, dict):
-                break  # cut short by a crash; what it spoke of is done again
-            lines.append(document)
-            keep += len(text)
-        if not lines or lines[0] != {"version": _VERSION, "fingerprint": fingerprint}:
-            return []
+        others = journal.merged(self.folder, fingerprint, lines)
         for output in files:
             file = self.folder / output.name
             if file.is_symlink() or not file.is_file() or file.stat().st_size != output.size:
                 return []
-        if not lines[1:]:
+        if not lines and not others:
             return []
         self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
-        os.ftruncate(self._journal, keep)
-        self._clear(keep={_JOURNAL, *(output.name for output in files)})
-        return lines[1:]
+        os.ftruncate(self._journal, good)
+        journal.append(self._journal, others)
+        self._clear(keep={JOURNAL, *(output.name for output in files)})
+        return lines + others
 
     def _clear(self, keep: Collection[str] = ()) -> None:
         """Removes what an earlier run left and this one does not write."""
@@ -215,8 +223,8 @@ class Staging:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        self._journal = os.open(self.folder / _JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        self.log({"version": _VERSION, "fingerprint": fingerprint})
+        self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self.log(journal.header(fingerprint))
         _sync_folder(self.folder)
 
     def add(self, name: str, data: bytes) -> None:
@@ -235,10 +243,9 @@ class Staging:
     def log(self, line: dict[str, Any]) -> None:
         """Appends a line to the journal and syncs it. The data it speaks of must have been synced before."""
         try:
-            _write_all(self._journal, json.dumps(line, separators=(",", ":")).encode() + b"\n")
-            os.fsync(self._journal)
+            journal.append(self._journal, [line])
         except OSError as error:
-            raise os_trouble(error, self.folder / _JOURNAL, "writing") from error
+            raise os_trouble(error, self.folder / JOURNAL, "writing") from error
 
     def publish(self) -> None:
         """Makes the result appear at the destination: complete, synced, in one rename.
@@ -300,7 +307,8 @@ class Staging:
         if self._journal >= 0:
             fd, self._journal = self._journal, -1
             os.close(fd)
-        (self.folder / _JOURNAL).unlink(missing_ok=True)
+        for path in (self.folder / JOURNAL, *self.folder.glob(f"{JOURNAL}-*")):
+            path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Releases the lock; what was written stays for the next run."""

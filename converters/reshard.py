@@ -11,15 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from converters.damage import refuse_damage
-from converters.engine import run
-from converters.errors import DestinationError
-from converters.events import Listener, Note, Phase, PlanReady, StopFlag
+from converters.execute import execute
 from converters.formats.torch_dist_out import FlatOut, ObjectOut, TensorOut, TorchDistOutput, check_tiling
 from converters.job import Job
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
 from converters.optim import OptimizerState, optimizer_state, prove_masters
-from converters.publish import Staging, check_destination, free_bytes
+from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.reshard_targets import VOCABULARY, Targets
 from converters.split import Outline
@@ -29,9 +27,12 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.engine import Stats
+    from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.job import OutputFile
     from converters.layout import Layout
+    from converters.publish import Staging
+    from converters.ranks import Ranks
 
 __all__ = ["ReshardOptions", "ReshardPlan", "plan_reshard", "run_reshard"]
 
@@ -83,7 +84,7 @@ def plan_reshard(
     """
     options = options or ReshardOptions()
     catalog = reader.catalog
-    check_destination(catalog.path, destination, overwrite=options.overwrite)
+    check_destination(catalog.root, destination, overwrite=options.overwrite)
     args = ModelArgs.from_catalog(catalog)
     shapes = {name: t.shape for name, t in catalog.weights.items()}
     notes = list(check_layout(args, layout, shapes))
@@ -129,38 +130,45 @@ def plan_reshard(
     )
 
 
-def run_reshard(plan: ReshardPlan, *, listener: Listener | None = None, stop: StopFlag | None = None) -> Stats:
+def run_reshard(
+    plan: ReshardPlan,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    ranks: Ranks | None = None,
+) -> Stats:
     """Carries out a plan; the destination appears complete, or not at all.
 
+    Args:
+        plan: What to do; with several ranks, every one of them has made the same plan.
+        listener: Told about progress.
+        stop: Polled between tiles.
+        ranks: The processes that do it together; by default this one alone.
+
     Raises:
-        DistckptError: See `converters.engine.run`; also when the disk has not enough room, before anything is written.
+        DistckptError: See `converters.execute.execute`.
     """
-    tell = listener or (lambda event: None)
-    job = plan.job
-    free = free_bytes(plan.destination.parent)
-    if job.bytes_written > free:
-        raise DestinationError(
-            f"not enough room for {plan.destination}",
-            details=[f"{job.bytes_written:,} bytes are needed, {free:,} are free"],
-            hint="free some space, or choose a directory on another disk",
-        )
-    tell(PlanReady("reshard", len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
-    for text in plan.notes:
-        tell(Note(text))
-    staging = Staging(plan.destination, job.fingerprint, job.files, overwrite=plan.options.overwrite)
-    try:
-        stats = run(job, plan.reader, staging, listener=listener, stop=stop)
-        tell(Phase("publishing"))
+
+    def finish(staging: Staging) -> None:
         folder = plan.folder
         staging.add(f"{folder}/.metadata", plan.output.metadata(folder))
         staging.add(f"{folder}/common.pt", plan.state.common)
         # the four-field form is the one that every Megatron-Core from 0.4 on reads; Megatron, too, writes it last
         staging.add(f"{folder}/metadata.json", _METADATA_JSON)
         staging.add("latest_checkpointed_iteration.txt", folder.removeprefix("iter_").lstrip("0").encode() or b"0")
-        staging.publish()
-    finally:
-        staging.close()
-    return stats
+
+    return execute(
+        plan.job,
+        plan.reader,
+        plan.destination,
+        finish,
+        command="reshard",
+        notes=plan.notes,
+        overwrite=plan.options.overwrite,
+        listener=listener,
+        stop=stop,
+        ranks=ranks,
+    )
 
 
 _METADATA_JSON = json.dumps(
@@ -190,10 +198,8 @@ def _optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState,
     ):
         return OptimizerState({}), replace(options, optimizer="none")
     found = optimizer_state(reader)
-    if found.candidate is not None:
-        prove_masters(
-            reader, found.tensors
-        )  # the order of parameters was inferred: show that it is right, element by element
+    if found.doubt is not None:
+        prove_masters(reader, found.tensors)
     if options.optimizer == "keep":
         options = replace(options, optimizer="fully_reshardable" if found.candidate is None else "dp_reshardable")
     return found, options

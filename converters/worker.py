@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from converters.job import Job, Move, Task, Tile
     from converters.publish import Staging
     from converters.records import Payload
+    from converters.team import TeamStaging
 
     Bytes = NDArray[np.uint8]
 
@@ -55,7 +56,7 @@ class Shared(Protocol):
 
     job: Job
     reader: Reader
-    staging: Staging
+    staging: Staging | TeamStaging
     sums: RecordSums
 
     def should_stop(self) -> bool: ...

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import socket
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +18,7 @@ from typer.main import get_command
 
 from converters import __version__
 from converters.errors import DistckptError, Interrupted
+from converters.ranks import Ranks
 from distckpt_cli.console import Console, UsageProblem, drop_stdout
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup
@@ -74,7 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(AttributeError, ValueError):  # a stream that a test or a notebook put there
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        code = _run(args)
+        with contextlib.ExitStack() as stack:
+            if Ranks.from_environment().rank:  # the answer is rank 0's to give
+                stack.enter_context(contextlib.redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+            code = _run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         drop_stdout()
@@ -104,12 +111,15 @@ def _run(args: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "the answer is no"
         if asked.debug:
             traceback.print_exc()
-        return _fail(_as_bug(error), asked)
+        return _fail(_as_bug(error), asked, error)
 
 
-def _fail(error: DistckptError, asked: _Asked) -> int:
-    console = Console()
+def _fail(error: DistckptError, asked: _Asked, cause: BaseException | None = None) -> int:
     code = 128 + error.signum if isinstance(error, Interrupted) else int(error.exit_code)
+    _tell_torchrun(error)
+    if not _is_ours_to_show(cause or error):
+        return code
+    console = Console()
     if asked.json:
         body = {
             "kind": error.kind,
@@ -120,10 +130,35 @@ def _fail(error: DistckptError, asked: _Asked) -> int:
             "exit_code": code,
         }
         console.document("distckpt.error/1", {"error": body})
-    console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:")
+    console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:", who=_me())
     if asked.debug and error.__traceback__ is not None and error.exit_code != ExitCode.BUG:
         traceback.print_exception(error)
     return code
+
+
+def _me() -> str:
+    """What the first line of an error says of the process, where there are several and it is not the leading one."""
+    rank = Ranks.from_environment().rank
+    return f"rank {rank} on {socket.gethostname()}: " if rank else ""
+
+
+def _is_ours_to_show(error: BaseException) -> bool:
+    """Whether this process shows an error, of all that were started together: each error is shown once.
+
+    Before the ranks have met nobody knows of the others; then one process of each machine shows what is wrong there.
+    """
+    ranks = Ranks.from_environment()
+    shown_here = getattr(error, "shown_here", None)
+    return ranks.rank == 0 or (ranks.local == 0 if shown_here is None else bool(shown_here))
+
+
+def _tell_torchrun(error: DistckptError) -> None:
+    """Leaves the message where torchrun looks for it, so that its own report names the cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        about = {"timestamp": str(int(time.time())), "py_callstack": str(error)}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": error.message, "extraInfo": about}}))
 
 
 def _as_usage(error: Exception) -> UsageProblem:

@@ -19,6 +19,7 @@ import typer
 
 from converters.errors import DistckptError
 from converters.names import printable
+from converters.ranks import Ranks
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class Console:
 
     Args:
         json_asked: The answer is one JSON document; `out` is silent.
-        quiet: No notes and no next steps.
+        quiet: No notes and no next steps; so it is on all ranks but the leading one.
         verbose: How often `-v` was given.
         width: Columns of the terminal; by default asked from it, and unlimited when stdout is not one.
     """
@@ -134,7 +135,7 @@ class Console:
         self, *, json_asked: bool = False, quiet: bool = False, verbose: int = 0, width: int | None = None
     ) -> None:
         self.json_asked = json_asked
-        self.quiet = quiet
+        self.quiet = quiet or Ranks.from_environment().rank > 0
         self.verbose = verbose
         if width is None and sys.stdout.isatty():
             width = shutil.get_terminal_size().columns
@@ -195,10 +196,10 @@ class Console:
         if not self.quiet:
             self._err(f"{self.style('next:', 'hint', 'err')} {printable(command)}")
 
-    def error(self, error: DistckptError, *, word: str = "error:") -> None:
-        """An error: one sentence, the facts under it, and what to do."""
+    def error(self, error: DistckptError, *, word: str = "error:", who: str = "") -> None:
+        """An error: one sentence, after the name of the process if there are several, the facts, and what to do."""
         message, *more = error.message.splitlines() or [""]
-        self._err(f"{self.style(word.ljust(6), 'error', 'err')} {printable(message)}")
+        self._err(f"{self.style(word.ljust(6), 'error', 'err')} {printable(who + message)}")
         for line in [*more, *error.details]:
             for part in line.splitlines():
                 self._err(f"       {printable(part)}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "Verbose"]
+__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "RankTimeout", "Verbose"]
 
 Ckpt = Annotated[
     str, typer.Argument(metavar="CKPT", help="A checkpoint: its folder, the training run's folder, or a file inside.")
@@ -27,5 +27,16 @@ ProgressMode = Annotated[
         envvar="DISTCKPT_PROGRESS",
         help="auto, bar, log (a line every 30 s) or off.",
         rich_help_panel="Output",
+    ),
+]
+RankTimeout = Annotated[
+    float,
+    typer.Option(
+        "--rank-timeout",
+        metavar="SECONDS",
+        envvar="DISTCKPT_RANK_TIMEOUT",
+        min=0.1,
+        help="Under torchrun or srun: a rank silent for so long is lost.",
+        rich_help_panel="Resources",
     ),
 ]

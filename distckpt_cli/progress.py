@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.events import FileDone, Moved, Note, Phase, PlanReady, Resumed
 from converters.names import printable
+from converters.ranks import Ranks
 from distckpt_cli.console import Console, UsageProblem, format_size
 
 if TYPE_CHECKING:
@@ -32,14 +33,14 @@ _REFRESH = 4  # times a second
 
 
 def choose_mode(asked: str, *, quiet: bool = False) -> str:
-    """The renderer for `--progress`: "bar", "log" or "off". Under torchrun only rank 0 shows anything.
+    """The renderer for `--progress`: "bar", "log" or "off". Of several ranks only rank 0 shows anything.
 
     Raises:
         UsageProblem: No such mode.
     """
     if asked not in MODES:
         raise UsageProblem(f"--progress {asked!r} is not a mode", hint=f"choose one of {', '.join(MODES)}")
-    if quiet or os.environ.get("RANK", "0") != "0":
+    if quiet or Ranks.from_environment().rank:
         return "off"
     if asked != "auto":
         return asked

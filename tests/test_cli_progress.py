@@ -126,7 +126,8 @@ def test_choose_mode(monkeypatch):
     assert choose_mode("auto") == "log"  # pytest's stderr is no terminal
     assert choose_mode("bar") == "bar"
     assert choose_mode("bar", quiet=True) == "off"
-    monkeypatch.setenv("RANK", "3")
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
     assert choose_mode("log") == "off"
     with pytest.raises(UsageProblem, match="not a mode"):
         choose_mode("json")

@@ -11,7 +11,7 @@ import typer
 
 from distckpt_cli.console import Console, UsageProblem, format_count, format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Json, ProgressMode, Quiet, Verbose  # noqa: TC001 - Typer reads the annotations
+from distckpt_cli.options import Ckpt, Json, ProgressMode, Quiet, RankTimeout, Verbose  # noqa: TC001 - Typer reads the annotations
 
 if TYPE_CHECKING:
     from converters.engine import Stats
@@ -68,6 +68,7 @@ def export_hf(
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
     ] = None,
+    rank_timeout: RankTimeout = 60.0,
 ) -> int:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors, index, config.json.
 
@@ -82,13 +83,15 @@ def export_hf(
     console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
     from converters.export import plan_export, run_export
     from converters.formats import open_checkpoint
+    from converters.ranks import Ranks
 
     plan = plan_export(open_checkpoint(src), Path(dst).expanduser(), options)
     if dry_run:
         _show_plan(console, plan)
         return ExitCode.OK
+    ranks = Ranks.from_environment(timeout=rank_timeout)
     with stop_on_signals() as stop, Progress(console, mode) as listener:
-        stats = run_export(plan, listener=listener, stop=stop)
+        stats = run_export(plan, listener=listener, stop=stop, ranks=ranks)
     _show_result(console, plan, stats, dst)
     return ExitCode.OK
 

@@ -10,7 +10,7 @@ import typer
 
 from distckpt_cli.console import Console, UsageProblem, format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Json, ProgressMode, Quiet, Verbose  # noqa: TC001 - Typer reads the annotations
+from distckpt_cli.options import Ckpt, Json, ProgressMode, Quiet, RankTimeout, Verbose  # noqa: TC001 - Typer reads the annotations
 
 if TYPE_CHECKING:
     from converters.engine import Stats
@@ -93,6 +93,7 @@ def reshard(
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
     ] = None,
+    rank_timeout: RankTimeout = 60.0,
 ) -> int:
     """Write a checkpoint for another layout: weights, optimizer, scheduler, arguments.
 
@@ -110,6 +111,7 @@ def reshard(
     console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
     from converters.formats import open_checkpoint
     from converters.layout import Layout
+    from converters.ranks import Ranks
     from converters.reshard import ReshardOptions, plan_reshard, run_reshard
 
     layout = Layout(
@@ -139,8 +141,9 @@ def reshard(
     if dry_run:
         _show_plan(console, plan)
         return ExitCode.OK
+    ranks = Ranks.from_environment(timeout=rank_timeout)
     with stop_on_signals() as stop, Progress(console, mode) as listener:
-        stats = run_reshard(plan, listener=listener, stop=stop)
+        stats = run_reshard(plan, listener=listener, stop=stop, ranks=ranks)
     _show_result(console, plan, stats, dst)
     return ExitCode.OK
 

@@ -1,0 +1,49 @@
+"""Errors told from one process to another: the same words and the same exit code there."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from converters.errors import DestinationError, DistckptError, FormatError, IntegrityError, Interrupted, RequestError
+
+__all__ = ["AGAIN", "Stopped", "packed", "unpacked"]
+
+AGAIN = "run the same command again; finished work is kept"
+_KINDS = {kind.kind: kind for kind in (DistckptError, FormatError, IntegrityError, RequestError, DestinationError)}
+
+
+class Stopped(Interrupted):
+    """Another rank was stopped by a signal, as this one may be in a moment."""
+
+
+def packed(error: BaseException | None) -> dict[str, Any] | None:
+    """An error as others can be told of it."""
+    if error is None:
+        return None
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted(signal.SIGINT, "stopped; finished work is kept", hint=AGAIN)
+    if not isinstance(error, DistckptError):
+        error = DistckptError(f"internal error: {type(error).__name__}: {error}", hint="this is a bug in distckpt")
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "details": error.details,
+        "hint": error.hint,
+        "tensor": error.tensor,
+        "signum": error.signum if isinstance(error, Interrupted) else 0,
+        "passing": isinstance(error.__cause__, OSError),
+    }
+
+
+def unpacked(document: dict[str, Any], who: str | None) -> DistckptError:
+    """The error another rank told of; its exit code is the same on all ranks."""
+    message, hint = document["message"], document["hint"]
+    if document["kind"] == Interrupted.kind:
+        return Stopped(document["signum"], f"{who}: {message}" if who else message, hint=hint)
+    details = [*document["details"], *([f"found by {who}"] if who else [])]
+    kind = _KINDS.get(document["kind"], DistckptError)
+    error = kind(message, details=details, hint=hint, tensor=document["tensor"])
+    if document["passing"]:
+        error.__cause__ = OSError("on another rank")
+    return error
