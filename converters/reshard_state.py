@@ -2,7 +2,7 @@
 
 | what | rule |
 |---|---|
-| training arguments | the fields that describe the layout change, nothing else |
+| training arguments | the fields that describe the layout change; values of classes that 0.16 refuses become None |
 | `rng_state` | carried if the (pp, tp) grid, and where saved so dp, is the same; else dropped, and `no_save_rng` set |
 | `rerun_state_machine_state` | dropped: it belongs to the ranks of the job that saved |
 | `_extra_state` | carried (TransformerEngine asks for it), under the target's keys |
@@ -242,6 +242,10 @@ def _common(
             if name not in known or known[name] != value:
                 changed[name] = (known.get(name), value)
                 set_field(args, name, value)
+        for name, value in known.items():
+            if (unknown := _only_newer(value)) is not None:
+                changed[name] = (repr(unknown), None)
+                set_field(args, name, None)
     tree.pop("rerun_state_machine", None)
     if options.optimizer == "none":
         tree.pop("optimizer", None)
@@ -254,9 +258,26 @@ def _common(
         content["chained_optim_avoid_prefix"] = True
         if options.optimizer == "fully_reshardable":
             content.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
+        else:
+            content.pop("distrib_optim_fully_reshardable_mem_efficient", None)
     if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
         tree["content_metadata"]["singleton_local_shards"] = False
     return archive.dump(tree, "common"), changed
+
+
+_KNOWN_CLASSES = ("AttnBackend", "ModelType", "OptimizerConfig", "RerunDiagnostic", "RerunMode", "RerunState")
+
+
+def _only_newer(value: Any) -> Obj | None:
+    """The first instance in an argument's value of a class that Megatron-Core 0.14 and 0.16 do not let a common state hold.
+
+    They read it with `weights_only` and their own list of classes (megatron/core/safe_globals.py), and refuse all of it for
+    one argument that nobody asks for, `inference_cuda_graph_scope` of 0.19 for example. A job takes None for "not told".
+    """
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, Obj) and item.func.module.startswith("megatron.") and item.func.name not in _KNOWN_CLASSES:
+            return item
+    return None
 
 
 def _open_common(catalog: Catalog) -> tuple[Archive, dict[Any, Any]]:
