@@ -14,9 +14,10 @@ python=${PYTHON:-python3}
 }
 stamp="$venv/.distckpt-$extras-$(cat pyproject.toml scripts/constraints.txt | sha256sum | cut -c1-16)"
 if [ ! -e "$stamp" ]; then
-    echo "setting up $venv ..." >&2
-    [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+    echo "setting up $venv: torch, transformers and the rest are installed once; this takes a few minutes" >&2
+    # an interrupted set-up leaves a python without pip: begin again
+    "$venv/bin/python" -m pip --version > /dev/null 2>&1 || "$python" -m venv "$venv"
+    "$venv/bin/python" -m pip install -qq --disable-pip-version-check \
         --constraint scripts/constraints.txt --editable ".${extras:+[$extras]}"
     touch "$stamp"
 fi
