@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +17,8 @@ from converters.pickles import fields
 from converters.reshard import ReshardOptions, ReshardPlan, plan_reshard, run_reshard
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from converters.engine import Stats
 
 TRAINED = [name for name in GOLDENS if "weights" not in name]
