@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "uncovered"]
+__all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "straight", "uncovered"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +137,16 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]
         axis = 0
     outer = [(box.shape[d], strides[d]) for d in range(axis) if box.shape[d] != 1]
     return first, length, outer
+
+
+def straight(box: Box, shape: Sequence[int]) -> Iterator[Box]:
+    """Boxes that tile `box`, each one run of a C-order array of `shape`; coordinates and order are those of the array."""
+    if not runs(box, shape)[2]:
+        yield box
+        return
+    axis = next(axis for axis, n in enumerate(box.shape) if n > 1)
+    for part in box.split(axis, 1):
+        yield from straight(part, shape)
 
 
 def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:

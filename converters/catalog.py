@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from converters.box import Box, flat_range
+from converters.box import Box, flat_range, runs, straight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,6 +62,8 @@ class StoredArray:
         starts: (n, ndim) first element of each chunk.
         sizes: (n, ndim) elements of each chunk along each axis.
         records: (n,) record numbers, -1 where the data is missing.
+        extent: Shape of what every record holds, if some hold more than their chunk: at the upper edge of a zarr array
+            chunks keep their full size. None: each record holds its chunk and no more.
     """
 
     key: str
@@ -69,6 +71,7 @@ class StoredArray:
     starts: NDArray[np.int64]
     sizes: NDArray[np.int64]
     records: NDArray[np.int64]
+    extent: tuple[int, ...] | None = None
 
     def rows(self, prefix: tuple[int, ...]) -> NDArray[np.int64]:
         """Positions of the chunks that hold elements whose first indices are `prefix`."""
@@ -119,9 +122,16 @@ class Part:
 
     def _plain(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:
         depth, base = len(self.prefix), 0
+        held = self.array.extent or tuple(size)
         for axis in range(depth):
-            base = base * size[axis] + self.prefix[axis] - start[axis]
-        yield Box(tuple(start[depth:]), tuple(size[depth:])), base * math.prod(size[depth:])
+            base = base * held[axis] + self.prefix[axis] - start[axis]
+        base *= math.prod(held[depth:])
+        if self.array.extent is None:
+            yield Box(tuple(start[depth:]), tuple(size[depth:])), base
+            return
+        inside = Box((0,) * (len(size) - depth), tuple(size[depth:]))
+        for box in straight(inside, held[depth:]):  # one, but for a chunk that ends before its record's rows do
+            yield box.shifted(start[depth:]), base + runs(box, held[depth:])[0]
 
     def _flattened(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:
         # One row of the array is one block of the tensor, flattened; a chunk is a range of it (Megatron-Core 0.8 to
@@ -250,6 +260,7 @@ class ObjectInfo:
         file: File name within the checkpoint.
         start: First byte of the record in the file.
         length: Bytes of the record.
+        wrapped: The record is a list of one, the object, as Megatron's torch_dist has it; False: the object itself.
     """
 
     name: str
@@ -259,6 +270,7 @@ class ObjectInfo:
     file: str
     start: int
     length: int
+    wrapped: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ def open_checkpoint(path: str | Path) -> Reader:
         for reader in REGISTRY:
             if reader.detect(folder):
                 opened = reader.open(folder)
-            given = Path(path).expanduser()
-            opened.catalog = replace(opened.catalog, opened=given if given.is_dir() else folder)
-            return opened
+                given = Path(path).expanduser()
+                opened.catalog = replace(opened.catalog, opened=given if given.is_dir() else folder)
+                return opened
         raise _unreadable(folder)
     except OSError as error:  # a failing disk, a folder that may not be listed
         what = printable(str(error.filename or path))

@@ -13,34 +13,34 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
-import re
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, Problem, StoredArray, TensorInfo
+from converters.catalog import Catalog, FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
+from converters.formats.canonical import KeyedArray, backend_of, canonical_tensors, iteration_of, object_info
 from converters.formats.dcp_metadata import DcpMetadata, StoredTensor, read_metadata
 from converters.formats.folder import close_source, open_source, read_at, read_small
+from converters.formats.geometry import geometry_digest
 from converters.formats.megatron import common_facts, find_flavour, find_producer
 from converters.formats.tiling import tiling_problem
-from converters.names import natural_key, parse_key, printable
+from converters.names import printable
 from converters.pickles import Obj, fields
 from converters.records import Payload, TensorLocator, TensorRef, locate_tensor, read_pickle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
+    from converters.catalog import TensorInfo
     from converters.formats.base import Read
-    from converters.names import ParsedKey
 
 __all__ = ["TorchDistReader"]
 
-_OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
 _COMMON_OBJECT = "common_state/shard_0_1"
 
 
@@ -62,7 +62,7 @@ class TorchDistReader:
     @classmethod
     def detect(cls, folder: Path) -> bool:
         """Whether the folder has DCP metadata or data files, and does not claim another backend."""
-        backend = _backend(folder)
+        backend = backend_of(folder)
         if backend is not None:
             return backend == "torch_dist"
         return (folder / ".metadata").exists() or any(p.suffix == ".distcp" for p in folder.iterdir())
@@ -117,6 +117,11 @@ class TorchDistReader:
     def _tensor_inside(self, record: int) -> tuple[str, TensorRef]:
         return next(itertools.islice(self._inside, record - len(self._record_file), None))
 
+    @cached_property
+    def geometry(self) -> tuple[str, int]:
+        """Digest of keys, types, shapes, chunks and record lengths, and the number of records."""
+        return geometry_digest(self._tensors, self._metadata.objects), len(self._record_file)
+
     def fingerprint(self) -> str:
         """Digest of `.metadata` and of the size and time of every data file."""
         digest = hashlib.sha256(self._digest.encode())
@@ -151,12 +156,16 @@ class TorchDistReader:
     def _catalog(self, folder: Path) -> Catalog:
         metadata = self._metadata
         problems: list[Problem] = [Problem("warning", text) for text in metadata.stray]
-        tensors = _canonical_tensors(metadata.tensors.values(), self._array, problems)
+        stored = (
+            KeyedArray(self._array(t), dtype(t.dtype), t.original_shape, tiling_problem(t))
+            for t in metadata.tensors.values()
+        )
+        tensors = canonical_tensors(stored, problems)
         files = self._check_files(folder, tensors, problems)
         common = self._common(folder)
         facts = common_facts(common)
         flavour, config = find_flavour(folder, facts, [*metadata.tensors])
-        backend = _backend(folder)
+        backend = backend_of(folder)
         if backend is None and flavour != "torch DCP":
             problems.append(
                 Problem("warning", "metadata.json is missing: Megatron writes it last, so the save may be unfinished")
@@ -175,13 +184,14 @@ class TorchDistReader:
             flavour=flavour,
             tensors=tensors,
             objects={
-                key: _object(key, o.file, o.offset, o.length, metadata.files) for key, o in metadata.objects.items()
+                key: object_info(key, metadata.files[o.file] if o.file >= 0 else "", o.offset, o.length)
+                for key, o in metadata.objects.items()
             },
             args=facts.args,
             config=config,
             common=common,
             content=facts.content,
-            iteration=facts.iteration if facts.iteration is not None else _iteration_of(folder),
+            iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
             producer=find_producer(facts, evidence),
             files=files,
             problems=tuple(problems),
@@ -273,98 +283,6 @@ class TorchDistReader:
         return out
 
 
-def _canonical_tensors(stored: Iterable[StoredTensor], array_of: Any, problems: list[Problem]) -> dict[str, TensorInfo]:
-    """Canonical tensors of all keys: layers and experts unstacked, gate and up halves joined, in natural order."""
-    tensors: dict[str, TensorInfo] = {}
-    halves: dict[str, dict[str, TensorInfo]] = {}
-    for tensor in stored:
-        text = tiling_problem(tensor)
-        parsed = parse_key(tensor.key)
-        made = list(_unstack(tensor, parsed, array_of(tensor)))
-        if text:
-            problems.append(Problem("error", f"{printable(tensor.key)}: {text}", tensors=tuple(t.name for t in made)))
-        for info in made:
-            if parsed.half:
-                halves.setdefault(info.name, {})[parsed.half] = info
-            elif info.name in tensors:
-                raise FormatError(
-                    f"two keys mean the same tensor {printable(info.name)}",
-                    details=[printable(key) for key in (*tensors[info.name].keys, tensor.key)],
-                    tensor=info.name,
-                )
-            else:
-                tensors[info.name] = info
-    for name, pair in halves.items():
-        tensors[name] = _join_halves(name, pair, problems)
-    return {name: tensors[name] for name in sorted(tensors, key=natural_key)}
-
-
-def _unstack(tensor: StoredTensor, parsed: ParsedKey, array: StoredArray) -> Iterable[TensorInfo]:
-    shape = tensor.original_shape or tensor.shape
-    kind = dtype(tensor.dtype)
-    depth, block = len(parsed.axes), None
-    opaque = None
-    if tensor.original_shape is not None:
-        block = _block_shape(tensor)
-    if parsed.kind == "optimizer" and tensor.original_shape is None and ".gbuf_idx_" in tensor.key:
-        opaque = "flat optimizer bucket of one model-parallel rank"
-    if depth > len(shape):
-        raise FormatError(f"{printable(tensor.key)} should have {depth} leading axes, but has shape {list(shape)}")
-    for prefix in np.ndindex(*shape[:depth]):
-        name = parsed.template.format(*prefix)
-        yield TensorInfo(name, kind, shape[depth:], parsed.kind, (Part(array, prefix, block=block),), opaque)
-
-
-def _block_shape(tensor: StoredTensor) -> tuple[int, ...]:
-    original, fragments = tensor.original_shape or (), tensor.shape[:-1]
-    fits = len(original) == len(fragments) and all(
-        f > 0 and g % f == 0 for g, f in zip(original, fragments, strict=True)
-    )
-    block = tuple(g // f for g, f in zip(original, fragments, strict=True)) if fits else ()
-    if not fits or int(np.prod(block, dtype=object)) != tensor.shape[-1]:
-        raise FormatError(
-            f"{printable(tensor.key)} is flattened as {list(tensor.shape)}, which does not fit its own {list(original)}"
-        )
-    return block
-
-
-def _join_halves(name: str, pair: Mapping[str, TensorInfo], problems: list[Problem]) -> TensorInfo:
-    """`weight_w` (gate) over `weight_v` (up), the one tensor that other checkpoints store (singleton_local_shards)."""
-    present = next(iter(pair.values()))
-    rows = present.shape[0]
-    if len(pair) < 2 or pair["w"].shape != pair["v"].shape or pair["w"].dtype != pair["v"].dtype:
-        found = ", ".join(f"_{half} {list(info.shape)}" for half, info in sorted(pair.items()))
-        problems.append(
-            Problem("error", f"{printable(name)}: gate and up do not form a pair: {found}", tensors=(name,))
-        )
-    parts: list[Part] = []
-    for half, info in sorted(pair.items(), reverse=True):  # w, then v
-        shift = (0 if half == "w" else rows, *(0,) * (len(info.shape) - 1))
-        parts += [Part(part.array, part.prefix, shift, part.block) for part in info.parts]
-    return TensorInfo(name, present.dtype, (2 * rows, *present.shape[1:]), present.kind, tuple(parts))
-
-
-def _object(key: str, file: int, start: int, length: int, files: list[str]) -> ObjectInfo:
-    found = _OBJECT.fullmatch(key)
-    name, offset, grid = (found[1], found[2], found[3]) if found else (key, "0", "1")
-    numbers = [tuple(int(n) for n in text.split(".") if n) for text in (offset, grid)]
-    return ObjectInfo(name, key, numbers[0], numbers[1], files[file] if file >= 0 else "", start, length)
-
-
-def _backend(folder: Path) -> str | None:
-    path = folder / "metadata.json"
-    if not path.exists():
-        return None
-    try:
-        document = json.loads(read_small(path, 1 << 20))
-        backend = document.get("sharded_backend")
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise FormatError(
-            "metadata.json is not the JSON that Megatron writes", details=[printable(str(error))]
-        ) from error
-    return str(backend)
-
-
 def _save_id(metadata: DcpMetadata) -> str:
     """What the writer noted as the save's id: ours is `distckpt 0.1.0`, torch's a random one."""
     meta = metadata.attributes.get("storage_meta")
@@ -389,8 +307,3 @@ _ROLES = {
 
 def _role(name: str) -> str:
     return "unreferenced" if name.endswith(".distcp") else _ROLES.get(name, "other")
-
-
-def _iteration_of(folder: Path) -> int | None:
-    found = re.fullmatch(r"iter_(\d+)", folder.name)
-    return int(found[1]) if found else None
