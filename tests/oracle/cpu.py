@@ -9,6 +9,7 @@ import os
 import warnings
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _SEED_AND_OFFSET_BYTES = 16  # the size of a CUDA generator's state
 
@@ -42,6 +43,24 @@ class _Generator:
     def seed(cls, seed):
         seed_bytes = int(seed).to_bytes(8, "little") + bytes(_SEED_AND_OFFSET_BYTES - 8)
         cls.state = torch.tensor(list(seed_bytes), dtype=torch.uint8)
+
+
+class _OnCpu(TorchFunctionMode):
+    """Calls that ask for a CUDA device get the CPU's; optimizers compare `Tensor.type()` with names of CUDA types."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        found = function(*args, **kwargs)
+        if function is torch.Tensor.type and len(args) == 1 and not kwargs:
+            found = found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+
+def redirect_devices():
+    """For the rest of the process."""
+    _OnCpu().__enter__()
 
 
 def install():

@@ -89,10 +89,16 @@ def megatron_checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def megatron_load():
-    """Function that loads a folder with megatron-core at a layout and compares it with expected values."""
+    """Function that loads a folder with megatron-core at a layout and compares it with expected values.
 
-    def load(folder, expected, config="llama", *, tp=1, pp=1, ep=1, dtype="bf16", **overrides):
-        options = layout_arguments(tp, pp, ep, dtype, overrides)
+    With `optimizer=True` also masters and moments of a distributed optimizer.
+    """
+
+    def load(
+        folder, expected, config="llama", *, tp=1, pp=1, ep=1, dp=None, optimizer=False, dtype="bf16", **overrides
+    ):
+        options = [*layout_arguments(tp, pp, ep, dtype, overrides), *(["--optimizer"] if optimizer else [])]
+        options += ["--dp", dp] if dp else []
         _, answer = run_oracle("load", folder, "--config", config, "--expected", expected, *options)
         return json.loads(answer)
 

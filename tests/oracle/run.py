@@ -5,7 +5,8 @@
 
 `write` makes DIR/iter_0000010 and the tracker file as Megatron-LM would (weights only). `load` accepts the
 checkpoint folder or one iteration of it, loads it with `dist_checkpointing.load` at the given layout and compares
-every shard bit for bit; it prints one JSON object and exits 1 when something differs.
+every shard bit for bit; it prints one JSON object and exits 1 when something differs. With --optimizer it builds the
+distributed optimizer and compares master weights and moments too.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def start_parallel(options, rank, rendezvous, tp, pp, ep):
     from megatron.core import mpu
 
     faulthandler.dump_traceback_later(options.timeout, exit=True)
-    world = tp * pp * ep
+    world = tp * pp * (options.dp or ep)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
@@ -105,8 +106,21 @@ def load_rank(options, rank, rendezvous):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    loaded = dist_checkpointing.load({"model": models.sharded_state(model, per_layer)}, str(folder))
-    model.load_state_dict(loaded["model"], strict=True)
+    answer = {}
+    if options.optimizer:
+        from oracle import optim
+
+        cpu.redirect_devices()
+        optimizer = optim.build_optimizer(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        loaded = optim.load(folder, model, optimizer, per_layer)
+        truth = {kind: read_expected(options.expected, kind) for kind in optim.STATES}
+        answer["optimizer"] = optim.compare(args, model, optimizer, truth, per_layer)
+    else:
+        loaded = dist_checkpointing.load({"model": models.sharded_state(model, per_layer)}, str(folder))
+        model.load_state_dict(loaded["model"], strict=True)
 
     expected = read_expected(options.expected)
     seen, wrong = set(), {}
@@ -126,14 +140,16 @@ def load_rank(options, rank, rendezvous):
             worst = (shard.data.float() - wanted.float()).abs().max().item()
             wrong[shard.key] = f"rank {rank}: values differ by up to {worst:.3g}"
     gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (seen, wrong))
+    dist.all_gather_object(gathered, (seen, wrong, answer))
     if rank == 0:
+        ranks = [part[2]["optimizer"] for part in gathered if "optimizer" in part[2]]
         seen = set().union(*(part[0] for part in gathered))
         wrong = {key: why for part in gathered for key, why in part[1].items()}
         never = sorted(set(expected) - seen)
         args = loaded.get("args")
         answer = {
-            "ok": not wrong and not never,
+            "ok": not wrong and not never and not any(part["wrong"][kind] for part in ranks for kind in part["wrong"]),
+            "optimizer": ranks,
             "tensors": len(seen),
             "wrong": wrong,
             "never_loaded": never,
@@ -143,11 +159,11 @@ def load_rank(options, rank, rendezvous):
         options.answer.write_text(json.dumps(answer))
 
 
-def read_expected(path):
+def read_expected(path, kind="model"):
     """{name as on disk, one per layer: value}, from our own file or from a golden truth (`model/0/NAME`)."""
     found = load_file(path)
-    if any(key.startswith("model/0/") for key in found):
-        found = {key.removeprefix("model/0/"): t for key, t in found.items() if key.startswith("model/0/")}
+    if any(key.startswith(f"{kind}/0/") for key in found):
+        found = {key.removeprefix(f"{kind}/0/"): t for key, t in found.items() if key.startswith(f"{kind}/0/")}
     experts = {}
     for name in [name for name in found if ".mlp.experts.linear_fc" in name]:
         stem, number = name.rsplit("weight", 1)
@@ -200,6 +216,8 @@ def main():
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--dp", type=int, help="data-parallel size; by default that of --ep")
+    parser.add_argument("--optimizer", action="store_true", help="load: also the distributed optimizer")
     parser.add_argument("--iteration", type=int, default=10)
     parser.add_argument("--per-layer", action="store_true", help="one key per layer instead of stacked layers")
     parser.add_argument(
@@ -217,7 +235,7 @@ def main():
     from oracle import models  # noqa: F401
 
     cpu.after_import()
-    world = options.tp * options.pp * options.ep
+    world = options.tp * options.pp * (options.dp or options.ep)
     if options.action == "write":
         run_ranks(write_rank, options, world)
         if options.logits:
