@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -75,10 +76,16 @@ class Board:
             DestinationError: Writing failed.
         """
         # replaced, never changed, so that nobody reads half of it; closing is what network file systems send it on
-        path = self.folder / f"{name}.new"
+        path, data = self.folder / f"{name}.new", json.dumps(document, separators=(",", ":")).encode()
         try:
-            path.write_text(json.dumps(document, separators=(",", ":")))
-            path.replace(self.folder / name)
+            try:
+                path.write_bytes(data)
+                path.replace(self.folder / name)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (self.folder / name).exists():
+                    raise
+                with (self.folder / name).open("r+b") as file:  # it has room on the disk already; spaces mean nothing
+                    file.write(data.ljust(os.fstat(file.fileno()).st_size))
         except OSError as error:
             raise os_trouble(error, path, "writing") from error
 

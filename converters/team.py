@@ -201,7 +201,8 @@ class Team:
                     peer.changed, peer.moved = peer.changed + asleep, peer.moved + asleep
                 said = self._board.read(f"rank-{rank}")
                 trouble = self._hear(peer, said, now) or self._judge(rank, peer, now)
-                if self.trouble is None:
+                # that a launcher stops some follows from something; the cause may be seen a little later
+                if self.trouble is None or (trouble is not None and isinstance(self.trouble, Stopped)):
                     self.trouble = trouble
 
     def _hear(self, peer: _Peer, said: dict[str, Any] | None, now: float) -> DistckptError | None:

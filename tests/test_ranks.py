@@ -1,10 +1,12 @@
 """Many ranks: who takes part, who does what, and the files by which they keep together. Processes: test_ranks_run.py."""
 
+import errno
 import itertools
 import json
 import os
 import threading
 import time
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -127,6 +129,20 @@ def test_an_earlier_run_that_lives_keeps_its_files(tmp_path, monkeypatch):
     os.close(fd)
     Staging(tmp_path / "out", "f", []).close()
     assert not meeting.exists()
+
+
+def test_a_full_disk_can_still_be_told_of(tmp_path, monkeypatch):
+    board = Board(tmp_path, 1)
+    board.write("rank-1", {"state": "here", "more": "x" * 50})
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    board.write("rank-1", {"state": "failed"})
+    assert board.read("rank-1") == {"state": "failed"}
+    with pytest.raises(DestinationError, match="disk is full"):
+        board.write("rank-2", {"state": "here"})
 
 
 def lines(path, fingerprint, *documents):
