@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from converters.box import Box, contiguous_tiles
+from converters.box import Box
 from converters.errors import RequestError
 from converters.plan import Copy, Op, Target
+from converters.tasks import Task, Tasks, TaskTable, Tile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,14 +72,6 @@ class OutputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """A contiguous box of a source tensor, in its coordinates."""
-
-    source: str
-    box: Box
-
-
-@dataclass(frozen=True, slots=True)
 class Move:
     """Where some elements of a tile go.
 
@@ -117,8 +111,8 @@ class Routes(Protocol):
         """The output files that take elements of a box of a source tensor, and the bytes they take."""
         ...
 
-    def itemsizes(self, source: str) -> Iterable[int]:
-        """Element sizes of the arrays that a source tensor goes to."""
+    def widest(self, sources: Mapping[str, TensorInfo]) -> int:
+        """How many times its size an element of a source has at its target, at the most; rounded up, at least 1."""
         ...
 
     def digest(self) -> str:
@@ -181,9 +175,11 @@ class CopyRoutes:
         """See `Routes`."""
         return total(self.reached(source, box))
 
-    def itemsizes(self, source: str) -> Iterable[int]:
+    def widest(self, sources: Mapping[str, TensorInfo]) -> int:
         """See `Routes`."""
-        return (self.targets[copy.target].dtype.itemsize for copy in self.copies[source])
+        sizes = {name: sources[name].dtype.itemsize for name in self.copies}
+        pairs = {(n, self.targets[c.target].dtype.itemsize) for name, n in sizes.items() for c in self.copies[name]}
+        return max((-(-target // source) for source, target in pairs), default=1)
 
     def digest(self) -> str:
         """See `Routes`."""
@@ -194,23 +190,6 @@ class CopyRoutes:
         for name, place in self.places.items():
             digest.update(f"{name}@{place.file}+{place.offset}:{self.targets[name].dtype};".encode())
         return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """Tiles that one worker does in one go: one large tile, or several small tensors.
-
-    Attributes:
-        number: Position in the job; what the journal records.
-        tiles: In order.
-        files: Positions of the output files it writes to.
-        nbytes: Bytes it writes.
-    """
-
-    number: int
-    tiles: tuple[Tile, ...]
-    files: frozenset[int]
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -227,6 +206,7 @@ class Job:
         peak_memory: Bytes of buffers that all workers hold together.
         seals: The output records that end with a checksum of their own, if the format has such.
         source_fingerprint: Digest of the source as it was when the job was made; it must be the same while it is read.
+        known_tasks: The tasks, if they are known from an earlier job that was the same but for its source's bytes.
     """
 
     sources: Mapping[str, TensorInfo]
@@ -238,7 +218,7 @@ class Job:
     peak_memory: int
     seals: Seals | None = None
     source_fingerprint: str = ""
-    _tasks: list[Task] = field(default_factory=list)
+    known_tasks: TaskTable | None = None
 
     @classmethod
     def build(
@@ -251,30 +231,34 @@ class Job:
         max_memory: int = 64 * MIB,
         threads: int = 2,
         seals: Seals | None = None,
+        known_tasks: TaskTable | None = None,
     ) -> Job:
         """Orders the work by output file and cuts it into tiles that fit in `max_memory` bytes of buffers.
+
+        With `known_tasks`, `sources` are exactly those that the routes read, in their order.
 
         Raises:
             RequestError: `max_memory` is too small to hold a tile for one worker.
         """
-        order = routes.sources()
-        buffers = _buffers(sources, order, routes)
+        buffers = 1 + max(1, routes.widest(sources))  # the tile, and a scratch that holds it in its widest form
         tile, threads = _tile_size(buffers, max_memory, threads)
         digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}:{routes.digest()}".encode())
         for output in files:
             digest.update(f"{output.name}:{output.size}:".encode())
             digest.update(hashlib.sha256(output.literal).digest())
-        used = {name: sources[name] for name in order}
-        return cls(
-            used, routes, files, digest.hexdigest(), tile, threads, threads * tile * buffers, seals, source_fingerprint
-        )
+        used = sources if known_tasks else {name: sources[name] for name in routes.sources()}
+        peak = threads * tile * buffers
+        return cls(used, routes, files, digest.hexdigest(), tile, threads, peak, seals, source_fingerprint, known_tasks)
 
-    @property
-    def tasks(self) -> list[Task]:
+    @cached_property
+    def task_table(self) -> TaskTable:
+        """The work in units, as columns."""
+        return self.known_tasks or TaskTable.make(self.sources, self.routes, self.tile_bytes)
+
+    @cached_property
+    def tasks(self) -> Tasks:
         """The work in units, in order; the same list on every machine and for every number of workers."""
-        if not self._tasks:
-            self._tasks.extend(self._make_tasks())
-        return self._tasks
+        return Tasks(self.task_table, self.sources, self.tile_bytes)
 
     @property
     def bytes_read(self) -> int:
@@ -285,28 +269,6 @@ class Job:
     def bytes_written(self) -> int:
         """Bytes of all output files."""
         return sum(output.size for output in self.files)
-
-    def _make_tasks(self) -> Iterator[Task]:
-        waiting: list[Tile] = []
-        files: set[int] = set()
-        held, written, number = 0, 0, 0
-        for name, source in self.sources.items():
-            itemsize, whole = source.dtype.itemsize, Box.whole(source.shape)
-            fits = source.nbytes <= self.tile_bytes
-            for box in (whole,) if fits else contiguous_tiles(whole, max(1, self.tile_bytes // itemsize)):
-                reached, nbytes = self.routes.touched(name, box)
-                if not nbytes:
-                    continue  # wholly dropped, padding rows for example
-                size = box.volume * itemsize
-                if waiting and held + size > self.tile_bytes:
-                    yield Task(number, tuple(waiting), frozenset(files), written)
-                    waiting, files, held, written, number = [], set(), 0, 0, number + 1
-                waiting.append(Tile(name, box))
-                held += size
-                files.update(reached)
-                written += nbytes
-        if waiting:
-            yield Task(number, tuple(waiting), frozenset(files), written)
 
 
 def total(moves: Iterable[Move]) -> tuple[set[int], int]:
@@ -337,15 +299,6 @@ def _reaxed(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
 
 def _position(place: Place) -> tuple[int, int]:
     return place.file, place.offset
-
-
-def _buffers(sources: Mapping[str, TensorInfo], order: Iterable[str], routes: Routes) -> int:
-    """Tile-sized buffers one worker needs: the tile, a scratch of the same size, more when a cast widens elements."""
-    widest = 1
-    for name in order:
-        size = sources[name].dtype.itemsize
-        widest = max(widest, *(-(-wide // size) for wide in routes.itemsizes(name)))
-    return 1 + widest
 
 
 def _tile_size(buffers: int, max_memory: int, threads: int) -> tuple[int, int]:

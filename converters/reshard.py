@@ -10,27 +10,31 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
 from converters.damage import refuse_damage
 from converters.execute import execute
-from converters.formats.torch_dist_out import FlatOut, ObjectOut, TensorOut, TorchDistOutput, check_tiling
+from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
 from converters.optim import OptimizerState, optimizer_state, prove_masters
 from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
-from converters.reshard_targets import VOCABULARY, Targets
+from converters.reshard_targets import Targets
 from converters.split import Outline
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from converters.catalog import Catalog
+    from converters.catalog import Catalog, TensorInfo
     from converters.engine import Stats
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
+    from converters.formats.torch_dist_out import FlatOut, ObjectOut
     from converters.job import OutputFile
     from converters.layout import Layout
+    from converters.plan_cache import PlanCache
     from converters.publish import Staging
     from converters.ranks import Ranks
 
@@ -67,7 +71,12 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    reader: Reader, destination: Path, layout: Layout, options: ReshardOptions | None = None
+    reader: Reader,
+    destination: Path,
+    layout: Layout,
+    options: ReshardOptions | None = None,
+    *,
+    cache: PlanCache | None = None,
 ) -> ReshardPlan:
     """Decides everything about a reshard and proves it complete; writes nothing.
 
@@ -76,6 +85,7 @@ def plan_reshard(
         destination: Where the result shall appear: a training root with one iteration and its tracker file.
         layout: The layout of the job that will load it.
         options: Optimizer layout, random state, key style and so on.
+        cache: Where plans are kept between runs; None to work everything out.
 
     Raises:
         RequestError: The model cannot be laid out so; the numbers and the nearest possible ones are named.
@@ -85,37 +95,31 @@ def plan_reshard(
     options = options or ReshardOptions()
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite)
-    args = ModelArgs.from_catalog(catalog)
-    shapes = {name: t.shape for name, t in catalog.weights.items()}
-    notes = list(check_layout(args, layout, shapes))
-    outline = Outline.of(args, shapes)
-    sources = dict(catalog.weights) | {n: t for n, t in catalog.tensors.items() if t.kind == "other"}
-    found, options = _optimizer(reader, options)
-    notes += found.notes
-    targets = Targets(catalog, layout, outline, options, args)
-    tensors: list[TensorOut | FlatOut] = list(targets.make(sources))
-    objects: list[ObjectOut] = []
-    sources |= found.tensors
-    if options.optimizer == "dp_reshardable":
-        flat, objects = targets.flatten(found, reader)
-        tensors += flat
-    else:
-        tensors += targets.make(found.tensors)
-    check_tiling(sources, tensors)
+    key = blueprint_key(reader, layout, options) if cache else None
+    known = recall(cache, key) if cache and key else None
+    draft = _draw(reader, layout, options) if known is None else _Draft(known, LazySources(reader, known.columns))
+    made = draft.blueprint
+    options = replace(options, optimizer=made.optimizer)
+    if made.doubt:
+        prove_masters(reader, {n: t for n, t in draft.sources.items() if n.startswith("optimizer.")})
     dropped = _unused(catalog, options)
-    state = target_state(reader, layout, outline, options, stacked=targets.stacked, padded_vocab=_padded(tensors))
-    output = TorchDistOutput(tensors, [*objects, *state.objects])
-    wanted = {name for name, t in catalog.tensors.items() if t.kind != "optimizer" or options.optimizer != "none"}
-    refuse_damage(catalog, wanted)
+    state = target_state(reader, layout, made.outline, options, stacked=made.stacked, padded_vocab=made.padded_vocab)
+    output = TorchDistOutput(made.columns, draft.flats, [*draft.objects, *state.objects])
+    if any(problem.severity == "error" for problem in catalog.problems):
+        wanted = {name for name, t in catalog.tensors.items() if t.kind != "optimizer" or options.optimizer != "none"}
+        refuse_damage(catalog, wanted)
     job = Job.build(
-        sources,
+        draft.sources,
         output,
         _in_folder(output, _folder(catalog)),
         source_fingerprint=reader.fingerprint(),
         max_memory=options.max_memory,
         threads=options.threads,
         seals=output,
+        known_tasks=made.tasks,
     )
+    if cache and key and known is None and draft.lasting:
+        keep(cache, key, made, job.task_table, len(job.files))
     return ReshardPlan(
         reader,
         destination,
@@ -126,8 +130,60 @@ def plan_reshard(
         state,
         job,
         (*dropped, *state.dropped),
-        (*notes, *state.notes),
+        (*made.notes, *state.notes),
     )
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A blueprint with what of this iteration it is filled from.
+
+    Attributes:
+        blueprint: The blueprint.
+        sources: The source tensors.
+        flats: Pieces of flat buckets.
+        objects: Objects that belong to them.
+        lasting: The blueprint serves other iterations, too.
+    """
+
+    blueprint: Blueprint
+    sources: Mapping[str, TensorInfo]
+    flats: Sequence[FlatOut] = ()
+    objects: Sequence[ObjectOut] = ()
+    lasting: bool = True
+
+
+def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
+    """Works everything out from the catalog."""
+    catalog = reader.catalog
+    args = ModelArgs.from_catalog(catalog)
+    shapes = {name: t.shape for name, t in catalog.weights.items()}
+    notes = check_layout(args, layout, shapes)
+    outline = Outline.of(args, shapes)
+    sources = dict(catalog.weights) | {n: t for n, t in catalog.tensors.items() if t.kind == "other"}
+    found, options = _optimizer(reader, options)
+    targets = Targets(catalog, layout, outline, options, args)
+    targets.make(sources)
+    flats: Sequence[FlatOut] = ()
+    objects: Sequence[ObjectOut] = ()
+    if options.optimizer == "dp_reshardable":
+        flats, objects = targets.flatten(found, reader)
+        for flat in flats:
+            flat.check()
+    else:
+        targets.make(found.tensors)
+    blueprint = Blueprint(
+        targets.columns(),
+        outline,
+        options.optimizer,
+        targets.stacked,
+        targets.padded_vocab(),
+        found.doubt is not None,
+        (*notes, *found.notes),
+    )
+    # the order of parameters in flat buckets is found out from the values, anew for each iteration
+    lasting = found.candidate is None and not flats
+    return _Draft(blueprint, sources | found.tensors, flats, objects, lasting)
 
 
 def run_reshard(
@@ -198,8 +254,6 @@ def _optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState,
     ):
         return OptimizerState({}), replace(options, optimizer="none")
     found = optimizer_state(reader)
-    if found.doubt is not None:
-        prove_masters(reader, found.tensors)
     if options.optimizer == "keep":
         options = replace(options, optimizer="fully_reshardable" if found.candidate is None else "dp_reshardable")
     return found, options
@@ -209,8 +263,3 @@ def _unused(catalog: Catalog, options: ReshardOptions) -> list[tuple[str, str]]:
     if options.optimizer != "none":
         return []
     return [(name, "optimizer state is not wanted") for name, t in catalog.tensors.items() if t.kind == "optimizer"]
-
-
-def _padded(tensors: list[TensorOut | FlatOut]) -> int | None:
-    """Rows of the target's embedding."""
-    return next((t.cut.shape[0] for t in tensors if isinstance(t, TensorOut) and t.source == VOCABULARY[0]), None)

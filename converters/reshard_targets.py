@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.formats.torch_dist_out import Cut, FlatOut, ObjectOut, TensorOut
+from converters.formats.torch_dist_columns import Columns
+from converters.formats.torch_dist_parts import ArrayOut, Cut, FlatOut, ObjectOut
 from converters.names import stored_key
 from converters.optim import OptimizerState, candidates
 from converters.optim_groups import read_param_groups
@@ -47,7 +48,7 @@ class _Family:
         lead: Sizes of those axes.
         layered: The first number of the name counts layers.
         share: Experts of one expert-parallel rank; 0 if these are not experts.
-        keys: Key by layer number.
+        arrays: Position of the stored array by layer number.
         owners: Ranks of the pieces by pipeline stage and expert-parallel rank.
     """
 
@@ -57,7 +58,7 @@ class _Family:
     lead: tuple[int, ...]
     layered: bool
     share: int
-    keys: dict[str, str] = field(default_factory=dict)
+    arrays: dict[str, int] = field(default_factory=dict)
     owners: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -86,29 +87,64 @@ class Targets:
         self._stages: dict[str, int] = {}
         self._load: Counter[int] = Counter()
         self._pipeline = self.layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
+        self._names: list[str] = []
+        self._arrays: list[ArrayOut] = []
+        self._keys: dict[str, int] = {}
+        self._array: list[int] = []
+        self._prefix: list[tuple[int, ...]] = []
+        self._owners: dict[tuple[int, ...], int] = {}
+        self._saver: list[int] = []
 
-    def make(self, sources: Mapping[str, TensorInfo]) -> list[TensorOut]:
-        """One entry for each source tensor, in the order that fills the files one after the other."""
+    def make(self, sources: Mapping[str, TensorInfo]) -> None:
+        """Takes one entry for each source tensor, in the order that fills the files one after the other."""
         experts = _expert_counts(sources)
-        return [self._one(source, tensor, experts) for source, tensor in sources.items()]
+        for source, tensor in sources.items():
+            self._one(source, tensor, experts)
 
-    def _one(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> TensorOut:
+    def columns(self) -> Columns:
+        """All that was taken, put into files.
+
+        Raises:
+            RequestError: The pieces of a tensor do not tile it.
+        """
+        for cut, key in {id(a.cut): (a.cut, a.key) for a in self._arrays}.values():
+            cut.check(key)
+        return Columns.place(self._arrays, self._names, self._array, self._prefix, list(self._owners), self._saver)
+
+    def padded_vocab(self) -> int | None:
+        """Rows of the target's embedding."""
+        weight = self.catalog.weights.get(VOCABULARY[0])
+        return None if weight is None else self._target_shape(VOCABULARY[0], weight.shape)[0]
+
+    def _one(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> None:
         state, name = "", source
         if source.startswith("optimizer.state."):
             state, name = source.split(".", 3)[2:]
         pattern, numbers = _NUMBER.sub("*", name), _NUMBER.findall(name)
-        family = self._families.get((pattern, state, tensor.dtype, tensor.shape))
+        kind = (pattern, state, tensor.dtype.name, tensor.shape)
+        family = self._families.get(kind)
         if family is None:
-            family = self._family(name, pattern, tensor, experts[pattern])
-            self._families[pattern, state, tensor.dtype, tensor.shape] = family
+            family = self._families[kind] = self._family(name, pattern, tensor, experts[pattern])
         layer = numbers[0] if family.layered else ""
-        key = family.keys.get(layer)
-        if key is None:
-            key = self._wrapper + stored_key(name, stacked=self.stacked).key
-            key = family.keys[layer] = f"optimizer.state.{state}.{key}" if state else key
+        array = family.arrays.get(layer)
+        if array is None:
+            array = family.arrays[layer] = self._array_of(name, state, family)
         expert = int(numbers[-1]) if family.share else 0
-        prefix = tuple(int(layer) if axis == "layer" else expert for axis in family.axes)
-        return TensorOut(source, key, prefix, family.lead, family.cut, self._ranks(family, name, layer, expert))
+        owners = self._ranks(family, name, layer, expert)
+        self._names.append(source)
+        self._array.append(array)
+        self._prefix.append(tuple([int(layer) if axis == "layer" else expert for axis in family.axes]))
+        self._saver.append(self._owners.setdefault(owners, len(self._owners)))
+
+    def _array_of(self, name: str, state: str, family: _Family) -> int:
+        key = self._wrapper + stored_key(name, stacked=self.stacked).key
+        key = f"optimizer.state.{state}.{key}" if state else key
+        number = self._keys.setdefault(key, len(self._keys))
+        if number == len(self._arrays):
+            self._arrays.append(ArrayOut(key, family.lead, family.cut))
+        elif self._arrays[number].cut is not family.cut:
+            raise RequestError(f"the tensors of {key} differ in type or shape", tensor=name)
+        return number
 
     def _family(self, name: str, pattern: str, tensor: TensorInfo, experts: int) -> _Family:
         shape = self._target_shape(name, tensor.shape)

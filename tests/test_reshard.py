@@ -7,7 +7,6 @@ from reshard_cases import TRAINED, by_parameter, compare, expected, folder_of, r
 from support import read_tensor
 
 from converters.formats import open_checkpoint
-from converters.formats.torch_dist_out import FlatOut
 from converters.optim import optimizer_state
 
 MIB = 1 << 20
@@ -100,7 +99,7 @@ def test_buckets_are_those_that_megatron_saved(name, model, layout, tmp_path):
     plan, _ = reshard(name, tmp_path / "out", layout, optimizer="dp_reshardable")
     mine, theirs = read_with_torch(folder_of(tmp_path / "out")), read_with_torch(golden(model))
     assert mine.keys() == theirs.keys()
-    for chunk in [tensor for tensor in plan.output._tensors if isinstance(tensor, FlatOut)]:
+    for chunk in plan.output.flats:
         for first, count in chunk.gaps:
             gap = slice(chunk.start + first, chunk.start + first + count)
             assert not mine[chunk.key][gap].any()

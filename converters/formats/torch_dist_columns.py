@@ -1,0 +1,220 @@
+"""The tensors of a torch_dist checkpoint to be written, as columns: a million records without an object for each.
+
+    arrays    0: decoder.layers.self_attention.linear_qkv.weight, cut in 4       1: ...mlp.linear_fc1.weight, cut in 8
+    tensors   name                                               array  prefix   records
+              decoder.layers.0.self_attention.linear_qkv.weight  0      0        0..3
+              decoder.layers.0.mlp.linear_fc1.weight             1      0        4..11
+    records   file    0 1 2 3 0 0 1 1 ...                        start  0 0 0 0 32896 ...
+
+Where the records of a file begin depends on the objects that stand before them; `start` counts from the first tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.box import Box
+from converters.dtypes import dtype
+from converters.formats.torch_dist_parts import ArrayOut, Cut
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+__all__ = ["Columns", "stack"]
+
+_COLUMNS = ("array", "prefix", "file", "start")
+
+
+class Columns:
+    """Canonical tensors and where their records lie.
+
+    Args:
+        arrays: The stored arrays.
+        names: Source of each tensor, in the order in which they are read; or their text, as `Columns.text`.
+        array: (n,) position of its array.
+        prefix: (n, depth) its indices along the array's leading axes, 0 where there are fewer.
+        ranks: The ranks that have a file, ascending.
+        file: (records,) position of the rank whose file holds a record; pieces of a tensor lie one behind the other.
+        start: (records,) first byte of a record, counted from the first tensor in its file.
+        sizes: Bytes of all records of each file.
+        digest: `Columns.digest`, if it is known.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[ArrayOut],
+        names: Sequence[str] | bytes,
+        array: NDArray[Any],
+        prefix: NDArray[Any],
+        ranks: Sequence[int],
+        file: NDArray[Any],
+        start: NDArray[Any],
+        sizes: Sequence[int],
+        digest: str = "",
+    ) -> None:
+        self.arrays, self.ranks, self.sizes = arrays, ranks, sizes
+        self.array, self.prefix, self.file, self.start = array, prefix, file, start
+        self._names, self._digest = names, digest
+
+    @classmethod
+    def place(
+        cls,
+        arrays: Sequence[ArrayOut],
+        names: Sequence[str],
+        array: Sequence[int],
+        prefix: Sequence[tuple[int, ...]],
+        owners: Sequence[tuple[int, ...]],
+        owner: Sequence[int],
+    ) -> Columns:
+        """Puts the records into files.
+
+        Args:
+            arrays: The stored arrays.
+            names: Source of each tensor.
+            array: Position of its array.
+            prefix: Its indices along the array's leading axes.
+            owners: Ranks of the pieces of a tensor, for each way there is.
+            owner: Which of these a tensor has.
+        """
+        numbers = np.asarray(array, np.int32)
+        depth = max((len(a.lead) for a in arrays), default=0)
+        indices = np.zeros((len(numbers), depth), np.int32)
+        depths = np.asarray([len(a.lead) for a in arrays], np.int64)[numbers] if len(numbers) else numbers
+        for count in range(1, depth + 1):
+            rows = np.flatnonzero(depths == count)
+            indices[rows, :count] = np.asarray([prefix[row] for row in rows.tolist()], np.int32).reshape(-1, count)
+        rank = _spread(np.asarray(owner, np.int64), owners)
+        lengths = _spread(numbers, [[layout.length for layout in a.cut.layouts] for a in arrays])
+        present = np.flatnonzero(np.bincount(rank)) if len(rank) else rank
+        position = np.zeros(int(rank.max(initial=0)) + 1, np.uint16 if len(present) < 1 << 16 else np.int32)
+        position[present] = np.arange(len(present))
+        file = position[rank]
+        start, sizes = stack(file, lengths, len(present))
+        return cls(arrays, names, numbers, indices, present.tolist(), file, start, sizes.tolist())
+
+    def __len__(self) -> int:
+        """Number of tensors."""
+        return len(self.array)
+
+    @property
+    def records(self) -> int:
+        """Number of records."""
+        return len(self.file)
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Source of each tensor."""
+        if not isinstance(self._names, bytes):
+            return list(self._names)
+        return self._names.decode("utf-8", "surrogatepass").split("\0") if len(self) else []
+
+    @property
+    def text(self) -> bytes:
+        """All names in one piece."""
+        return (
+            self._names if isinstance(self._names, bytes) else "\0".join(self._names).encode("utf-8", "surrogatepass")
+        )
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """Position of each source."""
+        return {name: position for position, name in enumerate(self.names)}
+
+    @cached_property
+    def first(self) -> NDArray[np.int64]:
+        """(n + 1,) first record of each tensor."""
+        counts = np.asarray([len(a.cut.boxes) for a in self.arrays], np.int64)
+        return np.concatenate([[0], np.cumsum(counts[self.array])]) if len(self) else np.zeros(1, np.int64)
+
+    @cached_property
+    def length(self) -> NDArray[np.int64]:
+        """(records,) bytes of each record."""
+        return _spread(self.array, [[layout.length for layout in a.cut.layouts] for a in self.arrays])
+
+    @cached_property
+    def digest(self) -> str:
+        """Changes when any of it changes."""
+        if self._digest:
+            return self._digest
+        facts, columns = self.stored()
+        digest = hashlib.sha256(json.dumps(facts).encode())
+        for name, column in columns.items():
+            digest.update(f"{name}{column.dtype}{column.shape};".encode())
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ keeping them
+
+    def stored(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """The same as plain data and arrays, for `Columns.restored`."""
+        cuts = list({id(a.cut): a.cut for a in self.arrays}.values())
+        at = {id(cut): position for position, cut in enumerate(cuts)}
+        facts = {
+            "cuts": [
+                [c.dtype.name, c.shape, [(b.start, b.shape) for b in c.boxes], c.source_shape, c.leading] for c in cuts
+            ],
+            "arrays": [[a.key, a.lead, at[id(a.cut)]] for a in self.arrays],
+            "ranks": list(self.ranks),
+            "sizes": list(self.sizes),
+        }
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return facts, columns | {"names": np.frombuffer(self.text, np.uint8)}
+
+    @classmethod
+    def restored(cls, facts: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], digest: str) -> Columns:
+        """From what `stored` gave, and the digest of it.
+
+        Raises:
+            ValueError: The parts do not fit together.
+        """
+        cuts = [
+            Cut(dtype(kind), tuple(shape), tuple(Box(tuple(a), tuple(n)) for a, n in boxes), tuple(source), leading)
+            for kind, shape, boxes, source, leading in facts["cuts"]
+        ]
+        arrays = [ArrayOut(str(key), tuple(lead), cuts[at]) for key, lead, at in facts["arrays"]]
+        array, prefix, file, start = (columns[name] for name in _COLUMNS)
+        names, ranks, sizes = columns["names"].tobytes(), facts["ranks"], facts["sizes"]
+        out = cls(arrays, names, array, prefix, ranks, file, start, sizes, digest)
+        if array.ndim != 1 or prefix.ndim != 2 or file.ndim != 1 or len(prefix) != len(array):
+            raise ValueError("columns of wrong shape")
+        if not (_within(array, len(arrays)) and _within(file, len(ranks)) and len(ranks) == len(sizes)):
+            raise ValueError("a tensor of an array, or a record of a file, that is not there")
+        if not int(out.first[-1]) == len(file) == len(start) or start.dtype != np.int64:
+            raise ValueError("records that do not fit")
+        return out
+
+
+def _within(numbers: NDArray[Any], limit: int) -> bool:
+    return not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < limit
+
+
+def stack(file: NDArray[Any], length: NDArray[np.int64], files: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Where each record begins when those of a file lie one behind the other, in order; and the bytes of each file."""
+    order = np.argsort(file, kind="stable")
+    ends = np.cumsum(length[order])
+    last = np.cumsum(np.bincount(file, minlength=files))
+    totals = np.concatenate([[0], ends])[last]
+    before = np.concatenate([[0], totals[:-1]]).astype(np.int64)
+    start = np.empty(len(length), np.int64)
+    start[order] = ends
+    return start - length - before[file], totals - before
+
+
+def _spread(number: NDArray[Any], table: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """The rows of a table with these numbers, one behind the other."""
+    if not len(number):
+        return np.zeros(0, np.int64)
+    counts = np.asarray([len(row) for row in table], np.int64)
+    flat = np.fromiter((value for row in table for value in row), np.int64, int(counts.sum()))
+    begin = np.cumsum(counts) - counts
+    mine = counts[number]
+    ends = np.cumsum(mine)
+    out: NDArray[np.int64] = flat[np.repeat(begin[number] - (ends - mine), mine) + np.arange(int(ends[-1]))]
+    return out
