@@ -108,7 +108,7 @@ class Team:
         self._looked = time.monotonic()
         self._looking, self._saying = threading.Lock(), threading.Lock()
         self._said: dict[str, Any] = {}
-        self._told = False
+        self._told = self._late = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="distckpt-team", daemon=True)
 
@@ -149,7 +149,11 @@ class Team:
         self._told = True
         if self.leads:
             self.say(state="over" if error is None else "failed", error=packed(error))
-            self._wait_quietly(_GRACE, lambda: all(self._has_left(r, p) for r, p in self._peers.items()))
+            # who is still planning shall hear it, too, unless all were told to stop, or have been waited for already
+            all_came = self._late or (self._stop is not None and self._stop.is_set())
+            self._wait_quietly(_GRACE, lambda: all(self._has_left(r, p, all_came) for r, p in self._peers.items()))
+            self._ended.set()
+            self._thread.join()
             self._board.remove()
             return
         heard = bool(self._peers[0].said)
@@ -169,9 +173,11 @@ class Team:
             time.sleep(0.05)
             self.look()
 
-    def _has_left(self, rank: int, peer: _Peer) -> bool:
+    def _has_left(self, rank: int, peer: _Peer, came: bool) -> bool:
+        if not peer.said:
+            return came
         late = time.monotonic() - peer.changed > self.ranks.timeout
-        return not peer.said or late or peer.said["state"] == "left" or self._is_gone(rank, peer)
+        return late or peer.said["state"] == "left" or self._is_gone(rank, peer)
 
     # ------------------------------------------------------------------ saying and hearing
 
@@ -179,7 +185,7 @@ class Team:
         while not self._ended.wait(self._interval):
             with contextlib.suppress(DestinationError):  # if it is no passing trouble, the others hear nothing any more
                 self.look()
-                if not self._told:
+                if self.leads or not self._told:
                     self.say()
 
     def say(self, **news: Any) -> None:
@@ -296,6 +302,7 @@ class Team:
                 said = True
                 self._listener(Note(f"waiting for {listed(missing)} of {self.ranks.world}"))
             if missing and waited > limit:
+                self._late = True
                 raise Interrupted(
                     signal.SIGTERM,
                     f"{listed(missing)} did not come within {limit:g} s",

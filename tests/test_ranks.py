@@ -206,7 +206,7 @@ class Outcome:
         self.stats, self.errors, self.events = {}, {}, []
 
 
-def together(source, into, world, *, stops=None, ranks=None, late=0.0, timeout=20.0, **options):
+def together(source, into, world, *, stops=None, ranks=None, late=0.0, late_rank=0, timeout=20.0, **options):
     """Exports with several ranks, each a thread with a plan of its own."""
     outcome = Outcome()
 
@@ -215,7 +215,7 @@ def together(source, into, world, *, stops=None, ranks=None, late=0.0, timeout=2
             asked = {"max_memory": MIB, "threads": 2, "max_shard_bytes": 4 * MIB} | options
             asked = {k: v(rank) if callable(v) else v for k, v in asked.items()}
             plan = plan_export(open_checkpoint(source), into, ExportOptions(**asked))
-            time.sleep(late if rank == 0 else 0)
+            time.sleep(late if rank == late_rank else 0)
             me = Ranks(rank, world, rank, "threads", timeout)
             listener = outcome.events.append if rank == 0 else None
             stop = stops[rank] if stops else None
@@ -271,8 +271,10 @@ def test_more_ranks_than_tasks(tmp_path):
     assert tree(tmp_path / "out") == tree(tmp_path / "alone")
 
 
-def test_ranks_must_plan_the_same(llama, tmp_path):
-    outcome = together(llama[0], tmp_path / "out", 3, max_shard_bytes=lambda rank: (9 if rank == 2 else 4) * MIB)
+@pytest.mark.parametrize("late_rank", [0, 1, 2])
+def test_ranks_must_plan_the_same(late_rank, llama, tmp_path):
+    size = {"max_shard_bytes": lambda rank: (9 if rank == 2 else 4) * MIB}
+    outcome = together(llama[0], tmp_path / "out", 3, late=1.5, late_rank=late_rank, **size)
     assert {type(error) for error in outcome.errors.values()} == {RequestError}
     assert len(outcome.errors) == 3
     assert "rank 2 on" in str(outcome.errors[0])
