@@ -6,6 +6,7 @@ checking the destination. A blueprint follows from nothing but what `blueprint_k
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -15,6 +16,7 @@ from converters import __version__
 from converters.errors import DistckptError
 from converters.formats.torch_dist_columns import Columns
 from converters.optim import optimizer_state
+from converters.pickles import Global, Obj, PersId
 from converters.plan_cache import code_digest
 from converters.split import Outline
 from converters.tasks import TaskTable
@@ -114,15 +116,31 @@ def blueprint_key(reader: Reader, layout: Layout, options: ReshardOptions) -> di
         return None
     catalog = reader.catalog
     digest, records = reader.geometry
+    lasting = {name: value for name, value in catalog.args.items() if name not in PASSING}
+    try:
+        stated = [hashlib.sha256(_text(v).encode()).hexdigest() for v in (lasting, catalog.config, catalog.content)]
+    except RecursionError:
+        return None
     return {
         "version": [__version__, code_digest()],
         "source": [reader.name, catalog.flavour, list(catalog.producer or ()), digest, records],
-        "args": {name: repr(value) for name, value in catalog.args.items() if name not in PASSING},
-        "config": repr(catalog.config),
-        "content": repr(catalog.content),
+        "stated": stated,
         "layout": asdict(layout),
         "options": asdict(options),
     }
+
+
+def _text(value: Any) -> str:
+    """All of an inert value, unlike its abbreviated repr."""
+    if isinstance(value, Obj):
+        return f"{value.func.path}{_text([value.args, value.kwargs, value.state, value.items, value.pairs])}"
+    if isinstance(value, Global | PersId):
+        return value.path if isinstance(value, Global) else f"<{_text(value.value)}>"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{_text(k)}:{_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}[{','.join(map(_text, value))}]"
+    return repr(value)
 
 
 def recall(cache: PlanCache, key: Mapping[str, Any]) -> Blueprint | None:
@@ -135,12 +153,13 @@ def recall(cache: PlanCache, key: Mapping[str, Any]) -> Blueprint | None:
         columns = Columns.restored(facts["columns"], arrays, str(facts["digest"]))
         tasks = TaskTable(**{name.removeprefix("task_"): a for name, a in arrays.items() if name.startswith("task_")})
         tasks.check(len(columns), facts["files"])
-        return Blueprint(
-            columns, Outline(**facts["outline"]), notes=tuple(facts["notes"]), tasks=tasks, **facts["rest"]
-        )
+        outline, notes = Outline(**facts["outline"]), tuple(facts["notes"])
+        found = Blueprint(columns, outline, notes=notes, tasks=tasks, **facts["rest"])
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, DistckptError) as error:
         cache.refuse(key, error)
         return None
+    cache.taken(key)
+    return found
 
 
 def keep(cache: PlanCache, key: Mapping[str, Any], made: Blueprint, tasks: TaskTable, files: int) -> None:

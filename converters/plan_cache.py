@@ -90,6 +90,10 @@ class PlanCache:
             return found
         return None
 
+    def taken(self, key: Mapping[str, Any]) -> None:
+        """Says that what is stored under a key was used."""
+        self.said.append(f"the plan of an earlier run serves this one, too: {printable(str(self._path(key)))}")
+
     def refuse(self, key: Mapping[str, Any], error: Exception) -> None:
         """Says that what is stored under a key is of no use."""
         text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

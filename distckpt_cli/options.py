@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "RankTimeout", "Verbose"]
+__all__ = ["Ckpt", "Json", "NoPlanCache", "PlanCacheDir", "ProgressMode", "Quiet", "RankTimeout", "Verbose"]
 
 Ckpt = Annotated[
     str, typer.Argument(metavar="CKPT", help="A checkpoint: its folder, the training run's folder, or a file inside.")
@@ -39,4 +39,17 @@ RankTimeout = Annotated[
         help="Under torchrun or srun: a rank silent for so long is lost.",
         rich_help_panel="Resources",
     ),
+]
+PlanCacheDir = Annotated[
+    str | None,
+    typer.Option(
+        "--plan-cache",
+        metavar="DIR",
+        envvar="DISTCKPT_PLAN_CACHE",
+        help="Where plans are kept for the next iteration; by default ~/.cache/distckpt/plans.",
+        rich_help_panel="Resources",
+    ),
+]
+NoPlanCache = Annotated[
+    bool, typer.Option("--no-plan-cache", help="Neither use nor keep a plan.", rich_help_panel="Resources")
 ]

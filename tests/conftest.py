@@ -12,6 +12,15 @@ from oracle.fixtures import megatron_checkpoint, megatron_load
 __all__ = ["megatron_checkpoint", "megatron_load"]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Plans that tests make are not kept in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("DISTCKPT_PLAN_CACHE", raising=False)
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run the tests marked slow too")
 

@@ -10,7 +10,16 @@ import typer
 
 from distckpt_cli.console import Console, UsageProblem, format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Json, ProgressMode, Quiet, RankTimeout, Verbose  # noqa: TC001 - Typer reads the annotations
+from distckpt_cli.options import (  # noqa: TC001 - Typer reads the annotations
+    Ckpt,
+    Json,
+    NoPlanCache,
+    PlanCacheDir,
+    ProgressMode,
+    Quiet,
+    RankTimeout,
+    Verbose,
+)
 
 if TYPE_CHECKING:
     from converters.engine import Stats
@@ -93,6 +102,8 @@ def reshard(
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
     ] = None,
+    plan_cache: PlanCacheDir = None,
+    no_plan_cache: NoPlanCache = False,
     rank_timeout: RankTimeout = 60.0,
 ) -> int:
     """Write a checkpoint for another layout: weights, optimizer, scheduler, arguments.
@@ -111,6 +122,7 @@ def reshard(
     console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
     from converters.formats import open_checkpoint
     from converters.layout import Layout
+    from converters.plan_cache import PlanCache
     from converters.ranks import Ranks
     from converters.reshard import ReshardOptions, plan_reshard, run_reshard
 
@@ -137,7 +149,10 @@ def reshard(
         threads=threads or min(4, max(2, os.cpu_count() or 2)),
         overwrite=overwrite,
     )
-    plan = plan_reshard(open_checkpoint(src), Path(dst).expanduser(), layout, options)
+    cache = None if no_plan_cache else PlanCache.default(plan_cache)
+    plan = plan_reshard(open_checkpoint(src), Path(dst).expanduser(), layout, options, cache=cache)
+    for text in cache.said if cache and verbose else ():
+        console.note(text)
     if dry_run:
         _show_plan(console, plan)
         return ExitCode.OK
