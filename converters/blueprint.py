@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.formats.base import Reader
+    from converters.formats.torch_dist_out import TorchDistOutput
     from converters.layout import Layout
     from converters.plan_cache import PlanCache
     from converters.reshard_state import ReshardOptions
@@ -66,6 +67,7 @@ class Blueprint:
         doubt: The master weights of each iteration must be proved.
         notes: Sentences a person should read.
         tasks: The work in units, once it is known.
+        files: Names of the files that its numbers stand for; which ranks have one depends on the objects, too.
     """
 
     columns: Columns
@@ -76,6 +78,11 @@ class Blueprint:
     doubt: bool
     notes: tuple[str, ...]
     tasks: TaskTable | None = None
+    files: tuple[str, ...] = ()
+
+    def tasks_for(self, output: TorchDistOutput) -> TaskTable | None:
+        """The work, if it is known for these files."""
+        return self.tasks if tuple(file.name for file in output.files) == self.files else None
 
 
 class LazySources(Mapping[str, "TensorInfo"]):
@@ -152,9 +159,10 @@ def recall(cache: PlanCache, key: Mapping[str, Any]) -> Blueprint | None:
     try:
         columns = Columns.restored(facts["columns"], arrays, str(facts["digest"]))
         tasks = TaskTable(**{name.removeprefix("task_"): a for name, a in arrays.items() if name.startswith("task_")})
-        tasks.check(len(columns), facts["files"])
+        files = tuple(facts["files"])
+        tasks.check(len(columns), len(files))
         outline, notes = Outline(**facts["outline"]), tuple(facts["notes"])
-        found = Blueprint(columns, outline, notes=notes, tasks=tasks, **facts["rest"])
+        found = Blueprint(columns, outline, notes=notes, tasks=tasks, files=files, **facts["rest"])
     except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, DistckptError) as error:
         cache.refuse(key, error)
         return None
@@ -162,7 +170,7 @@ def recall(cache: PlanCache, key: Mapping[str, Any]) -> Blueprint | None:
     return found
 
 
-def keep(cache: PlanCache, key: Mapping[str, Any], made: Blueprint, tasks: TaskTable, files: int) -> None:
+def keep(cache: PlanCache, key: Mapping[str, Any], made: Blueprint, tasks: TaskTable, output: TorchDistOutput) -> None:
     """Keeps a blueprint for later runs.
 
     Args:
@@ -170,7 +178,7 @@ def keep(cache: PlanCache, key: Mapping[str, Any], made: Blueprint, tasks: TaskT
         key: What it follows from.
         made: The blueprint.
         tasks: The work of the job that was made from it.
-        files: How many files that job writes.
+        output: What that job writes.
     """
     if len(made.columns) != made.columns.text.count(b"\0") + 1:
         return  # names that hold the separator
@@ -181,6 +189,6 @@ def keep(cache: PlanCache, key: Mapping[str, Any], made: Blueprint, tasks: TaskT
         "outline": asdict(made.outline),
         "rest": {name: getattr(made, name) for name in ("optimizer", "stacked", "padded_vocab", "doubt")},
         "notes": list(made.notes),
-        "files": files,
+        "files": [file.name for file in output.files],
     }
     cache.store(key, document, arrays | {f"task_{name}": column for name, column in tasks.columns().items()})

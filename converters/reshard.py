@@ -116,10 +116,10 @@ def plan_reshard(
         max_memory=options.max_memory,
         threads=options.threads,
         seals=output,
-        known_tasks=made.tasks,
+        known_tasks=made.tasks_for(output),
     )
     if cache and key and known is None and draft.lasting:
-        keep(cache, key, made, job.task_table, len(job.files))
+        keep(cache, key, made, job.task_table, output)
     return ReshardPlan(
         reader,
         destination,

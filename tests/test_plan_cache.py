@@ -126,6 +126,25 @@ def test_other_objects_before_the_tensors_move_them(tmp_path, cache):
     assert known.job.fingerprint != plan(source, tmp_path / "out").job.fingerprint
 
 
+def test_objects_on_another_rank_make_other_tasks(tmp_path, cache, monkeypatch):
+    """A file that holds objects only moves the numbers of the files after it."""
+    source = golden("llama_singleton_weights_tp2pp2")
+    plan(source, tmp_path / "out", cache, Layout(tp=2, dp=2))
+    real = sys.modules["converters.reshard"].target_state
+
+    def moved(*args, **options):
+        state = real(*args, **options)
+        return dataclasses.replace(state, objects=[dataclasses.replace(o, rank=-1) for o in state.objects])
+
+    monkeypatch.setattr("converters.reshard.target_state", moved)
+    known = plan(source, tmp_path / "out", cache, Layout(tp=2, dp=2))
+    plain = plan(source, tmp_path / "out", None, Layout(tp=2, dp=2))
+    assert any("serves this one" in text for text in cache.said)
+    assert not hit(known)
+    assert list(known.job.tasks) == list(plain.job.tasks)
+    assert known.job.fingerprint == plain.job.fingerprint
+
+
 # ---------------------------------------------------------------------- what must not be skipped
 
 
