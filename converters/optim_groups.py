@@ -131,7 +131,7 @@ def read_param_groups(reader: Reader) -> ParamGroups:
         groups += _groups(state.get("param_groups"))
         scalers += [(None, entry["grad_scaler"])] if "grad_scaler" in entry else []
         held = state.get("state")
-        if isinstance(held, Mapping) and "common_step" in held:
+        if isinstance(held, Mapping) and held.get("common_step") is not None:  # None where the groups have the step
             steps.append(_number(reader, held["common_step"]))
     if not groups and isinstance(reader, FlatReader):
         groups = _from_objects(reader, scalers)

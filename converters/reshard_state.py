@@ -30,6 +30,7 @@ from converters.records_out import empty_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from converters.catalog import Catalog, ObjectInfo
     from converters.formats.base import Reader
@@ -117,7 +118,7 @@ def target_state(
     pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
     for info in catalog.objects.values():
         base = info.name.rpartition("/")[2]
-        content = (catalog.path / info.file, info.start, info.length)
+        content = _record(catalog, info)
         if info.name == "common_state" or ".dp_group_idx_" in info.name:
             continue
         if base == "rng_state":
@@ -139,6 +140,15 @@ def target_state(
         objects += _missing_extra_state(catalog, layout, outline, pipeline, stacked, {o.key for o in objects})
     common, changed = _common(reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab)
     return State(objects, common, changed, tuple(dropped))
+
+
+def _record(catalog: Catalog, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
+    """An object's record as torch_dist has it: a list of one."""
+    path = catalog.path / info.file
+    if info.wrapped:
+        return path, info.start, info.length
+    bare = Archive(path, info.start, info.length, info.file)
+    return bare.dump([bare.tree], "archive")
 
 
 def _rng_fits(catalog: Catalog, layout: Layout, options: ReshardOptions, dropped: list[tuple[str, str]]) -> bool:
@@ -323,6 +333,8 @@ def _new_args(
     }
     if padded_vocab is not None:
         values["padded_vocab_size"] = padded_vocab
+    if known.get("ckpt_format") not in (None, "torch_dist"):
+        values |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
     for name, value in values.items():
         if name in known and (known[name] is not None or value is not None):
             yield name, value

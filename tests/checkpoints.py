@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parent.parent
 
-# golden torch_dist checkpoint -> (name of its truth, Hugging Face architecture)
+# golden checkpoint of distributed checkpointing -> (name of its truth, Hugging Face architecture)
 GOLDENS = {
     "llama_adam_tp2pp2": ("llama", "llama"),
     "llama_dpreshardable_tp2pp2dp2": ("llama", "llama"),
@@ -64,12 +64,15 @@ GOLDENS = {
     "gptneox_weights_tp2": ("gptneox", "gpt_neox"),
     "starcoder2_weights_tp2pp2": ("starcoder2", "starcoder2"),
     "nemotron_weights_tp2": ("nemotron", "nemotron"),
+    "v009_zarr_llama_adam_tp2pp2": ("llama", "llama"),
+    "v009_zarr_llama_distopt_tp2pp2dp2": ("llama", "llama"),
+    "nemo1_zarr_llama4_weights_tp2pp2": ("llama4", "llama"),
 }
 
 
 def golden(name: str) -> Path:
     """The data folder of a golden checkpoint."""
-    return next((GOLDEN / name).glob("**/.metadata")).parent
+    return next((GOLDEN / name).glob("**/metadata.json")).parent
 
 
 def truth(config: str) -> dict[str, np.ndarray]:

@@ -57,7 +57,7 @@ def test_stored_chunks_are_the_shards(name):
     assert compared >= len(weights)
 
 
-@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("name", [name for name in FACTS if FACTS[name]["format"] == "torch_dist"])
 def test_every_chunk_was_written_by_a_rank_that_holds_it(name):
     reader, layout, outline = opened(GOLDEN / name)
     pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)

@@ -198,8 +198,10 @@ def test_an_unfinished_nemo_save_is_refused(tmp_path):
         assert "unfinished" in refused(path).message
 
 
-def test_zarr_and_legacy_are_named(tmp_path):
-    assert "zarr" in refused(GOLDEN / "nemo1_zarr_llama4_weights_tp2pp2").message
+def test_other_formats_are_named(tmp_path):
+    shutil.copytree(golden("llama_adam_tp2pp2"), tmp_path / "later" / "iter_0000010")
+    (tmp_path / "later" / "iter_0000010" / "metadata.json").write_text('{"sharded_backend": "fsdp\\u001b[31m"}')
+    assert "the format 'fsdp\\x1b[31m'" in refused(tmp_path / "later").message
     (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt").touch()
     assert "legacy" in refused(tmp_path).message

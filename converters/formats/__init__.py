@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
+from converters.formats.canonical import backend_of
 from converters.formats.folder import resolve_folder
 from converters.formats.torch_dist import TorchDistReader
+from converters.formats.zarr import ZarrReader
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REGISTRY", "open_checkpoint"]
 
-REGISTRY: tuple[type[Reader], ...] = (TorchDistReader,)
+REGISTRY: tuple[type[Reader], ...] = (TorchDistReader, ZarrReader)
 """Every format we read, in the order they are tried."""
 
 
@@ -48,9 +50,7 @@ def _unreadable(folder: Path) -> FormatError:
             f"{shown} is a Megatron-LM legacy checkpoint (mp_rank_* folders), which this version does not read yet",
             details=[f"found: {', '.join(printable(n) for n in names[:4])}"],
         )
-    if (folder / "metadata.json").is_file():
-        return FormatError(
-            f"{shown} is a zarr checkpoint, which this version does not read yet",
-            details=["metadata.json names another backend than torch_dist"],
-        )
+    backend = backend_of(folder)
+    if backend is not None:
+        return FormatError(f"{shown} is in the format '{printable(backend)}', which this version does not read")
     return FormatError(f"{shown} is not a checkpoint that distckpt knows", details=[f"found: {', '.join(names[:6])}"])

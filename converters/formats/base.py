@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from converters.catalog import Catalog
@@ -23,12 +24,15 @@ class Reader(Protocol):
     Attributes:
         name: Name of the format, as `inspect` prints it.
         catalog: What the checkpoint holds.
-        files: The files that records refer to, by position.
     """
 
     name: ClassVar[str]
     catalog: Catalog
-    files: list[Path]
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """The files that records refer to, by position; a format with a file for each chunk makes the paths on demand."""
+        ...
 
     @classmethod
     def detect(cls, folder: Path) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["KeyedArray", "backend_of", "canonical_tensors", "iteration_of", "object_info"]
 
 _OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
-_MOST_TENSORS = 1 << 20  # of one key: more layers times experts than that is a damaged shape
+_MOST_TENSORS = 1 << 18  # of one key: more layers times experts than that is a damaged shape
 
 
 @dataclass(frozen=True, slots=True)

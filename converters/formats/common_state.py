@@ -11,7 +11,7 @@ import zlib
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
-from converters.formats.folder import open_source
+from converters.formats.folder import close_source, open_source, read_at
 from converters.pickles import dumps
 from converters.records import member_offset, read_directory, read_pickle
 from converters.records_out import archive
@@ -20,9 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["Archive"]
+__all__ = ["Archive", "read_tree"]
 
 _LIMIT = 1 << 30
+
+
+def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) -> Any:
+    """The inert tree of a `torch.save` archive; its tensors are not read.
+
+    Args:
+        path: The file.
+        what: How to name it in an error.
+        start: First byte of the archive.
+        length: Bytes; None for the whole file.
+    """
+    fd = open_source(path)
+    try:
+        size = os.fstat(fd).st_size if length is None else length
+        return read_pickle(lambda at, n: read_at(fd, at, n), start, size, what)
+    finally:
+        close_source(fd)
 
 
 class Archive:

@@ -104,6 +104,9 @@ def resolve_folder(path: str | Path) -> Path:
         raise _nowhere(given) from None
     except OSError as error:
         raise FormatError(f"cannot read {printable(str(given))}: {error.strerror}") from error
+    rank = given if stat.S_ISDIR(mode) else given.parent
+    if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
+        return rank.parent
     if not stat.S_ISDIR(mode):
         if _is_data_folder(given.parent):
             _refuse_unfinished(given.parent)
@@ -154,7 +157,10 @@ def _is_data_folder(folder: Path) -> bool:
         return True
     try:
         with os.scandir(folder) as entries:
-            return any(entry.name.endswith(".distcp") or entry.name.startswith("mp_rank_") for entry in entries)
+            return any(
+                entry.name == "common.pt" or entry.name.endswith(".distcp") or entry.name.startswith("mp_rank_")
+                for entry in entries
+            )
     except (FileNotFoundError, NotADirectoryError):
         return False
 

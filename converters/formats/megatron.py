@@ -32,12 +32,14 @@ class CommonFacts:
         content: `content_metadata` (Megatron-Core 0.13 and later).
         iteration: Training iteration.
         keys: Top-level keys of the common state.
+        hyper_parameters: The model configuration that NeMo 1 stores with it, plain data; empty if there is none.
     """
 
     args: Mapping[str, Any] = field(default_factory=dict)
     content: Mapping[str, Any] = field(default_factory=dict)
     iteration: int | None = None
     keys: tuple[str, ...] = ()
+    hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def common_facts(common: Any) -> CommonFacts:
@@ -47,12 +49,28 @@ def common_facts(common: Any) -> CommonFacts:
     args = common.get("args")
     iteration = next((common[key] for key in ("iteration", "global_step") if isinstance(common.get(key), int)), None)
     content = common.get("content_metadata")
+    hyper = _plain(common.get("hyper_parameters"))
     return CommonFacts(
         args=fields(args) if isinstance(args, Obj) else {},
         content=content if isinstance(content, Mapping) else {},
         iteration=iteration,
         keys=tuple(key for key in common if isinstance(key, str)),
+        hyper_parameters=_section(hyper, "cfg") if isinstance(hyper, Mapping) else {},
     )
+
+
+def _plain(node: Any, depth: int = 0) -> Any:
+    """Plain data of a configuration that may be omegaconf's: containers keep `_content`, values keep `_val`."""
+    if depth > 64:
+        return None
+    if isinstance(node, Obj):
+        kept = fields(node)
+        return _plain(kept.get("_content", kept.get("_val")), depth + 1)
+    if isinstance(node, Mapping):
+        return {key: _plain(value, depth + 1) for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return [_plain(value, depth + 1) for value in node]
+    return node if isinstance(node, str | int | float | bool) else None
 
 
 def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
@@ -69,7 +87,9 @@ def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple
         return "NeMo 2", _section(_yaml(path), "config") if path.is_file() else {}
     if folder.name == "model_weights":
         path = folder.parent / "model_config.yaml"
-        return "NeMo 1", _yaml(path) if path.is_file() else {}
+        return "NeMo 1", _yaml(path) if path.is_file() else facts.hyper_parameters
+    if facts.hyper_parameters and "pytorch-lightning_version" in facts.keys:
+        return "NeMo 1", facts.hyper_parameters
     if "pytorch-lightning_version" in facts.keys:
         return "NeMo 2", {}
     if facts.args:

@@ -23,14 +23,15 @@ from converters.catalog import Catalog, FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.canonical import KeyedArray, backend_of, canonical_tensors, iteration_of, object_info
+from converters.formats.common_state import read_tree
 from converters.formats.dcp_metadata import DcpMetadata, StoredTensor, read_metadata
-from converters.formats.folder import close_source, open_source, read_at, read_small
+from converters.formats.folder import read_small
 from converters.formats.geometry import geometry_digest
 from converters.formats.megatron import common_facts, find_flavour, find_producer
 from converters.formats.tiling import tiling_problem
 from converters.names import printable
 from converters.pickles import Obj, fields
-from converters.records import Payload, TensorLocator, TensorRef, locate_tensor, read_pickle
+from converters.records import Payload, TensorLocator, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -201,11 +202,7 @@ class TorchDistReader:
     def _common(self, folder: Path) -> Any:
         path = folder / "common.pt"
         if path.exists():
-            fd = open_source(path)
-            try:
-                return read_pickle(lambda at, n: read_at(fd, at, n), 0, os.fstat(fd).st_size, "common.pt")
-            finally:
-                close_source(fd)
+            return read_tree(path, "common.pt")
         return self._object_value(_COMMON_OBJECT)
 
     def _object_value(self, key: str) -> Any:
@@ -213,12 +210,8 @@ class TorchDistReader:
         stored = self._metadata.objects.get(key)
         if stored is None or stored.file < 0 or not self.files[stored.file].exists():
             return None
-        fd = open_source(self.files[stored.file])
-        try:
-            what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
-            value = read_pickle(lambda at, n: read_at(fd, at, n), stored.offset, stored.length, what)
-        finally:
-            close_source(fd)
+        what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+        value = read_tree(self.files[stored.file], what, stored.offset, stored.length)
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
     def _check_files(

@@ -1,0 +1,276 @@
+"""Megatron-Core's `zarr` backend (0.4 to 0.15) and NeMo 1's `model_weights/`: a folder for each key.
+
+    iter_0000010/
+        metadata.json                        which backend wrote it; written last
+        common.pt                            training args and the rest of the state
+        decoder.layers.mlp.linear_fc1.weight/
+            .zarray  0.0.0  0.1.0  ...       raw chunks, see `zarr_array`
+        optimizer.state.exp_avg.KEY/         in the shape of the parameter, whatever the optimizer was sharded like
+        optimizer.state.exp_avg.KEY.sync/    locks, without content
+        rng_state/
+            shard_0.1_2.2.pt                 torch.save of the object itself, not of a list of one as in torch_dist
+
+Chunks carry no checksum: what can be noticed is a file that is absent or has another size.
+
+Sources: megatron/core/dist_checkpointing/strategies/{zarr,tensorstore,common}.py (tags core_v0.4.0 to core_v0.15.0).
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import math
+import os
+import re
+import stat
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, overload
+
+import numpy as np
+
+from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArray, TensorInfo
+from converters.errors import FormatError
+from converters.formats.canonical import KeyedArray, backend_of, canonical_tensors, iteration_of, object_info
+from converters.formats.common_state import read_tree
+from converters.formats.folder import read_small
+from converters.formats.megatron import common_facts, find_flavour
+from converters.formats.zarr_array import ChunkFiles, parse_zarray, scan_chunks
+from converters.names import parse_key, printable
+from converters.records import Payload, TensorRef, locate_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from converters.formats.base import Read
+
+__all__ = ["ZarrReader"]
+
+_SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt")
+_CHUNK = re.compile(r"\d+(\.\d+)*")
+_ZARRAY_LIMIT = 1 << 20
+_ROLES = {"metadata.json": "metadata", "common.pt": "common state"}
+
+
+class ZarrReader:
+    """An open zarr checkpoint. A record is a chunk file; after these are numbered the tensors inside objects."""
+
+    name: ClassVar[str] = "zarr"
+
+    def __init__(self, folder: Path, arrays: Mapping[str, ChunkFiles], objects: Mapping[str, ObjectInfo]) -> None:
+        self._folder, self._arrays, self._objects = folder, arrays, objects
+        self._firsts = [0, *itertools.accumulate(len(chunks.cells) for chunks in arrays.values())]
+        self._inside: dict[tuple[str, TensorRef], int] = {}
+        self._files = _Files(folder, self._firsts, arrays, [o.file for o in objects.values()])
+        self.files: Sequence[Path] = self._files
+        self.catalog = self._catalog()
+
+    @classmethod
+    def detect(cls, folder: Path) -> bool:
+        """Whether `metadata.json` names the backend or, if it is lost, a folder holds a `.zarray`."""
+        backend = backend_of(folder)
+        if backend is not None:
+            return backend == "zarr"
+        return any((path / ".zarray").is_file() for path in folder.iterdir() if path.suffix != ".sync")
+
+    @classmethod
+    def open(cls, folder: Path) -> ZarrReader:
+        """Reads every `.zarray` and lists every folder; no chunk is opened."""
+        arrays: dict[str, ChunkFiles] = {}
+        objects: dict[str, ObjectInfo] = {}
+        for key in _key_folders(folder):
+            with os.scandir(folder / key) as entries:
+                names = {entry.name: entry for entry in entries}
+            zarray = names.get(".zarray")
+            if zarray is not None and zarray.is_file(follow_symlinks=False):
+                spec = parse_zarray(read_small(folder / key / ".zarray", _ZARRAY_LIMIT), key)
+                arrays[key] = scan_chunks(folder / key, names.values(), spec)
+            elif any(_CHUNK.fullmatch(name) for name in names):
+                raise FormatError(
+                    f"{printable(key)} has chunk files but no .zarray, so nobody knows the tensor's type and shape",
+                    hint="use the previous iteration, or copy the hidden files .zarray too (cp -a, rsync -a)",
+                )
+            objects |= {made.key: made for made in _shards(key, names)}
+        return cls(folder, arrays, objects)
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        if record < self._firsts[-1]:
+            return record
+        return self._firsts[-1] + list(self._objects).index(self._tensor_inside(record)[0])
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in its file the elements of a record lie: a chunk is the whole file."""
+        if record < self._firsts[-1]:
+            nbytes = self._files.owner(record)[1].spec.chunk_nbytes
+            return Payload(0, nbytes, None, 0, nbytes)
+        key, ref = self._tensor_inside(record)
+        stored = self._objects[key]
+        return locate_tensor(read, stored.start, stored.length, ref, printable(stored.file))
+
+    def object_value(self, key: str) -> Any:
+        """The inert tree of a stored object, None if there is none."""
+        stored = self._objects.get(key)
+        if stored is None:
+            return None
+        return read_tree(self._folder / stored.file, printable(stored.file))
+
+    def object_array(self, key: str, ref: TensorRef) -> StoredArray:
+        """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
+        number = self._inside.setdefault((key, ref), self._firsts[-1] + len(self._inside))
+        starts, sizes = np.zeros((1, len(ref.shape)), np.int64), np.array([ref.shape], np.int64)
+        return StoredArray(key, ref.shape, starts, sizes, np.array([number], np.int64))
+
+    def fingerprint(self) -> str:
+        """Digest of the names, sizes and times of all files, and of every `.zarray`."""
+        digest = hashlib.sha256()
+        for folder, inner, names in os.walk(self._folder, onerror=_raise):
+            inner[:] = sorted(name for name in inner if not name.endswith(".sync"))
+            digest.update(os.fsencode(os.path.relpath(folder, self._folder)))
+            for name in sorted(names):
+                try:
+                    status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - of every chunk
+                except FileNotFoundError:
+                    continue
+                digest.update(os.fsencode(f"{name}:{status.st_size}:{status.st_mtime_ns};"))
+        return digest.hexdigest()
+
+    def _tensor_inside(self, record: int) -> tuple[str, TensorRef]:
+        return next(itertools.islice(self._inside, record - self._firsts[-1], None))
+
+    def _catalog(self) -> Catalog:
+        folder = self._folder
+        problems: list[Problem] = []
+        stored = (
+            KeyedArray(chunks.stored(key, first), chunks.spec.dtype)
+            for first, (key, chunks) in zip(self._firsts, self._arrays.items(), strict=False)
+        )
+        tensors = canonical_tensors(stored, problems)
+        for key, chunks in self._arrays.items():
+            problems += _chunk_problems(key, chunks)
+        problems += _object_problems(self._objects.values())
+        if not (folder / "metadata.json").exists():
+            text = "metadata.json is missing: Megatron writes it last, so the save may be unfinished"
+            problems.append(Problem("warning", text))
+        path = folder / "common.pt"
+        common = read_tree(path, "common.pt") if path.exists() else None
+        facts = common_facts(common)
+        flavour, config = find_flavour(folder, facts, [*self._arrays])
+        return Catalog(
+            path=folder,
+            format=self.name,
+            flavour="Megatron-Core" if flavour == "torch DCP" else flavour,
+            tensors=tensors,
+            objects=dict(self._objects),
+            args=facts.args,
+            config=config,
+            common=common,
+            content=facts.content,
+            iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
+            producer=("Megatron-Core 0.4 to 0.15", "no other has the zarr backend"),
+            files=tuple(self._file_infos(tensors)),
+            problems=tuple(problems),
+        )
+
+    def _file_infos(self, tensors: Mapping[str, TensorInfo]) -> Iterator[FileInfo]:
+        for key, chunks in self._arrays.items():
+            nbytes = chunks.spec.chunk_nbytes
+            for position in range(len(chunks.cells)):
+                yield FileInfo(f"{key}/{chunks.file_name(position)}", nbytes, 1, nbytes, nbytes)
+            if found := chunks.trouble():
+                yield FileInfo(f"{key}/{found[0]}", self._size(f"{key}/{found[0]}"), 1, nbytes)
+            for name in (".zarray", *chunks.stray):
+                role = "metadata" if name == ".zarray" else "unreferenced"
+                yield FileInfo(f"{key}/{name}", self._size(f"{key}/{name}"), role=role)
+        for stored in self._objects.values():
+            yield FileInfo(stored.file, stored.length, 1, stored.length, stored.length)
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if entry.is_file():
+                    yield FileInfo(entry.name, entry.stat().st_size, role=_ROLES.get(entry.name, "other"))
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return (self._folder / name).lstat().st_size
+        except FileNotFoundError:
+            return None
+
+
+class _Files(Sequence["Path"]):
+    """The chunk files, then the objects' files; a path is made when it is asked for."""
+
+    def __init__(self, folder: Path, firsts: list[int], arrays: Mapping[str, ChunkFiles], objects: list[str]) -> None:
+        self._folder, self._firsts, self._arrays, self._objects = folder, firsts, [*arrays.items()], objects
+
+    def __len__(self) -> int:
+        return self._firsts[-1] + len(self._objects)
+
+    @overload
+    def __getitem__(self, position: int) -> Path: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[Path]: ...
+    def __getitem__(self, position: int | slice) -> Path | list[Path]:
+        if isinstance(position, slice):
+            return [self[n] for n in range(*position.indices(len(self)))]
+        position = range(len(self))[position]
+        if position >= self._firsts[-1]:
+            return self._folder / self._objects[position - self._firsts[-1]]
+        key, chunks, row = self.owner(position)
+        return self._folder / key / chunks.file_name(row)
+
+    def owner(self, record: int) -> tuple[str, ChunkFiles, int]:
+        """The array that a chunk file belongs to, and its row there."""
+        number = bisect.bisect_right(self._firsts, record) - 1
+        return *self._arrays[number], record - self._firsts[number]
+
+
+def _key_folders(folder: Path) -> list[str]:
+    """Names of the folders that may hold a key. Only what the folder lists is used: no name from inside a file is."""
+    with os.scandir(folder) as entries:
+        found = [entry for entry in entries if not entry.name.endswith(".sync") and entry.is_dir()]
+    linked = next((entry.name for entry in found if entry.is_symlink()), None)
+    if linked is not None:
+        raise FormatError(f"{printable(linked)} is a symbolic link; a checkpoint's folders must lie in it themselves")
+    return sorted(entry.name for entry in found)
+
+
+def _shards(key: str, entries: Mapping[str, os.DirEntry[str]]) -> Iterator[ObjectInfo]:
+    """The objects of a key. Up to 0.6 their names lack the grid's last size, if it has several: `shard_0.1_2.pt`."""
+    found = [(match, entries[name]) for name in entries if (match := _SHARD.fullmatch(name))]
+    shards = [([int(n) for n in m[1].split(".")], [int(n) for n in m[2].split(".")], entry) for m, entry in found]
+    for offset, grid, entry in sorted(shards, key=lambda shard: shard[:2]):
+        status = entry.stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode):
+            raise FormatError(f"{printable(f'{key}/{entry.name}')} is not a regular file")
+        if len(grid) == len(offset) - 1:
+            grid = [*grid, 1 + max(other[-1] for other, *_ in shards)]
+        text = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
+        yield object_info(text, f"{key}/{entry.name}", 0, status.st_size, wrapped=False)
+
+
+def _chunk_problems(key: str, chunks: ChunkFiles) -> Iterator[Problem]:
+    found = chunks.trouble()
+    if found is not None:
+        name, text = f"{key}/{found[0]}", found[1]
+        parsed = parse_key(key)
+        tensors = [parsed.template.format(*prefix) for prefix in chunks.incomplete(len(parsed.axes))]
+        yield Problem("error", f"{printable(name)} {text}", file=name, tensors=tuple(tensors))
+    for name in chunks.stray[:4]:
+        text = f"{printable(f'{key}/{name}')} belongs to no chunk of {list(chunks.spec.shape)}; left over?"
+        yield Problem("warning", text, file=f"{key}/{name}")
+
+
+def _object_problems(objects: Iterable[ObjectInfo]) -> Iterator[Problem]:
+    shards: dict[str, list[ObjectInfo]] = defaultdict(list)
+    for stored in objects:
+        shards[stored.name].append(stored)
+    for name, found in shards.items():
+        wanted = math.prod(found[0].grid)
+        if len(found) != wanted:
+            yield Problem("warning", f"{printable(name)} has {len(found)} of its {wanted} shards")
+
+
+def _raise(error: OSError) -> None:
+    raise error
