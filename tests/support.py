@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.catalog import TensorInfo
-from converters.formats.base import Reader
+if TYPE_CHECKING:
+    from converters.catalog import TensorInfo
+    from converters.formats.base import Reader
 
 GOLDEN = Path(__file__).parent / "golden"
 _UNSIGNED = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8"}

@@ -80,11 +80,13 @@ def test_gaps_and_overlaps_are_found_exactly_when_an_array_has_them(shape, data)
     gap = uncovered(shape, boxes)
     assert (gap is None) == bool((count > 0).all())
     if gap is not None:
-        assert gap.volume > 0 and not count[gap.slices].any()
+        assert gap.volume > 0
+        assert not count[gap.slices].any()
     twice = find_overlap(boxes)
     assert (twice is None) == bool((count <= 1).all())
     if twice is not None:
-        assert twice[0] != twice[1] and boxes[twice[0]].intersect(boxes[twice[1]]) is not None
+        assert twice[0] != twice[1]
+        assert boxes[twice[0]].intersect(boxes[twice[1]]) is not None
 
 
 def test_a_scalar_is_one_tile_without_axes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from pathlib import Path
@@ -221,5 +222,8 @@ def _show_result(console: Console, plan: ExportPlan, stats: Stats, dst: str) -> 
     console.fact(
         "checked", f"{stats.records_checked} source records against their checksums; report in distckpt-report.json"
     )
-    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({dst!r})"
+    if plan.options.hf_config is None:
+        console.note("a checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder")
+    path = json.dumps(dst)
+    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({path})"
     console.next_step(f"python -c {shlex.quote(code)}")

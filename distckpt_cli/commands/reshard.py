@@ -35,19 +35,25 @@ _RESOURCES = "Resources"
 def reshard(
     src: Ckpt,
     dst: Annotated[str, typer.Argument(metavar="DST", help="The training root to make; absent or empty.")],
-    tp: Annotated[int, typer.Option(metavar="T", help="Tensor-parallel size.", rich_help_panel=_LAYOUT)] = 1,
-    pp: Annotated[int, typer.Option(metavar="P", help="Pipeline stages.", rich_help_panel=_LAYOUT)] = 1,
+    tp: Annotated[
+        int, typer.Option(metavar="T", help="Tensor-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
+    ] = 1,
+    pp: Annotated[int, typer.Option(metavar="P", help="Pipeline stages, 1 by default.", rich_help_panel=_LAYOUT)] = 1,
     vpp: Annotated[
         int | None, typer.Option(metavar="V", help="Model chunks of each pipeline rank.", rich_help_panel=_LAYOUT)
     ] = None,
-    ep: Annotated[int, typer.Option(metavar="E", help="Expert-parallel size.", rich_help_panel=_LAYOUT)] = 1,
+    ep: Annotated[
+        int, typer.Option(metavar="E", help="Expert-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
+    ] = 1,
     etp: Annotated[
         int | None,
         typer.Option(
             metavar="X", help="Tensor-parallel size of experts; by default that of --tp.", rich_help_panel=_LAYOUT
         ),
     ] = None,
-    cp: Annotated[int, typer.Option(metavar="C", help="Context-parallel size.", rich_help_panel=_LAYOUT)] = 1,
+    cp: Annotated[
+        int, typer.Option(metavar="C", help="Context-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
+    ] = 1,
     dp: Annotated[
         int | None,
         typer.Option(metavar="D", help="Data-parallel size; by default the least that fits.", rich_help_panel=_LAYOUT),
@@ -149,7 +155,7 @@ def reshard(
         threads=threads or min(4, max(2, os.cpu_count() or 2)),
         overwrite=overwrite,
     )
-    cache = None if no_plan_cache else PlanCache.default(plan_cache)
+    cache = None if no_plan_cache or dry_run else PlanCache.default(plan_cache)
     plan = plan_reshard(open_checkpoint(src), Path(dst).expanduser(), layout, options, cache=cache)
     for text in cache.said if cache and verbose else ():
         console.note(text)
@@ -256,7 +262,27 @@ def _show_result(console: Console, plan: ReshardPlan, stats: Stats, dst: str) ->
     _card(console, plan)
     rate = format_size(stats.bytes_written / stats.seconds) if stats.seconds > 0 else "-"
     kept = f" ({format_size(stats.bytes_kept)} kept from before)" if stats.bytes_kept else ""
-    size = f"{format_size(job.bytes_written)} in {len(job.files)} files{kept}, {stats.seconds:.1f} s, {rate}/s"
+    files = f"{len(job.files)} file{'s' if len(job.files) != 1 else ''}"
+    size = f"{format_size(job.bytes_written)} in {files}{kept}, {stats.seconds:.1f} s, {rate}/s"
     console.fact("wrote", f"{dst}/{plan.folder}  {size}")
     console.fact("checked", f"{stats.records_checked} source records against their checksums")
+    console.note(f"start the job with {_flags(plan, dst)}")
     console.next_step(f"distckpt inspect {dst}")
+
+
+def _flags(plan: ReshardPlan, dst: str) -> str:
+    """What Megatron-LM has to be told to load the result."""
+    layout, optimizer = plan.layout, plan.options.optimizer
+    words = [
+        f"--load {dst}",
+        f"--tensor-model-parallel-size {layout.tp}",
+        f"--pipeline-model-parallel-size {layout.pp}",
+    ]
+    if layout.ep > 1:
+        words.append(f"--expert-model-parallel-size {layout.ep}")
+    if optimizer == "none":
+        words.append("--no-load-optim")
+    else:
+        words.append("--use-distributed-optimizer")
+        words += ["--dist-ckpt-optim-fully-reshardable"] if optimizer == "fully_reshardable" else []
+    return " ".join(words)
