@@ -21,7 +21,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.box import Box
 from converters.errors import FormatError, RequestError
@@ -120,7 +120,15 @@ def _ceil(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def bucket_size(args: Mapping[str, Any], layout: Layout, owners: Owners) -> int | None:
+class Counted(Protocol):
+    """What knows how many elements of parameters a rank has."""
+
+    def numel(self, pp: int) -> int:
+        """Elements of all parameters of a rank of one pipeline stage, experts included."""
+        ...
+
+
+def bucket_size(args: Mapping[str, Any], layout: Layout, owners: Counted) -> int | None:
     """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
 
     Args:

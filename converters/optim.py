@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from converters.buffers import Bucket, Misfit, Owners, Rules, arrange, bucket_size, fit
 from converters.catalog import FlatPart, TensorInfo
 from converters.errors import FormatError
+from converters.formats.base import CommonReader
 from converters.layout import Layout
 from converters.model_args import ModelArgs
 from converters.optim_flat import FlatReader, stored_groups
@@ -100,7 +101,8 @@ def optimizer_state(reader: Reader, layout: Layout | None = None) -> OptimizerSt
         renamed = f"optimizer.state.{_MASTERS.get(state, state)}.{name}"
         tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
     notes = _add_fp32_masters(catalog, tensors)
-    return OptimizerState(tensors, doubt=_shifted(catalog) if tensors else None, notes=notes)
+    doubt = reader.optimizer_doubt if isinstance(reader, CommonReader) else _shifted(catalog)
+    return OptimizerState(tensors, doubt=doubt if tensors else None, notes=notes)
 
 
 def _shifted(catalog: Catalog) -> str | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
+from converters.formats.base import CommonReader
 from converters.formats.folder import close_source, open_source, read_at
 from converters.names import printable
 from converters.optim_flat import FlatReader, stored_groups
@@ -207,6 +208,8 @@ def _number(reader: Reader, node: Node) -> int:
 
 def _elements(reader: Reader, key: str | None, ref: TensorRef) -> bytes:
     """The elements of a small tensor inside a stored object, or inside the common state."""
+    if isinstance(reader, CommonReader):
+        return reader.common_archive().elements(ref)
     catalog = reader.catalog
     path, start, length = catalog.path / "common.pt", 0, None
     if key is not None or not path.exists():

@@ -43,6 +43,7 @@ _PERMITS = {
     "dp_reshardable": "Megatron changes only dp, with the same buckets; not tp, pp or ep",
     "fully_sharded_bucket_space": "Megatron-Core 0.6 to 0.14 changes only dp, with the same buckets; later ones cannot",
     "dp_zero_gather_scatter": "Megatron changes only dp; not tp, pp or ep",
+    "distrib_optim.pt": "Megatron-LM changes only dp; not tp, pp or ep",
     "fsdp_dtensor": "Megatron-FSDP changes the number of ranks",
     "unknown": "not known",
 }
@@ -59,11 +60,22 @@ def optimizer_layout(catalog: Catalog) -> OptimizerLayout:
     if not names and not groups:
         return OptimizerLayout("none", "no optimizer state is stored", _PERMITS["none"])
     states = sorted({_state(t.name) for t in names} - {""})
+    if catalog.format == "legacy":
+        return _legacy(catalog, tuple(states))
     found, reason = _stated(catalog) or _guessed(catalog)
     caution = None
     if found == "fully_reshardable" and catalog.args.get("overlap_grad_reduce") is True:
         caution = _SHIFTED
     return OptimizerLayout(found, reason, _PERMITS.get(found, _PERMITS["unknown"]), tuple(states), caution)
+
+
+def _legacy(catalog: Catalog, states: tuple[str, ...]) -> OptimizerLayout:
+    """Of a folder for each rank: the distributed optimizer has files of its own."""
+    flat = any(file.name.endswith("/distrib_optim.pt") for file in catalog.files)
+    name = "distrib_optim.pt" if flat else "Adam, not distributed"
+    reason = "flat buffers in files of their own" if flat else "optimizer state in model_optim_rng.pt"
+    permits = _PERMITS[name] if flat else "Megatron-LM loads it only at the same tp, pp, ep"
+    return OptimizerLayout(name, reason, permits, states)
 
 
 def _state(name: str) -> str:

@@ -239,6 +239,9 @@ def tensor_ref(node: Any, what: str) -> TensorRef | None:
     func, args = f"{node.func.module}.{node.func.name}", node.args
     if func == "torch._utils._rebuild_parameter" and args:
         return tensor_ref(args[0], what)
+    if func == "torch._tensor._rebuild_from_type_v2" and len(args) == 4 and isinstance(args[0], Global):
+        # a tensor with Python attributes: (rebuild function, type, its arguments, the attributes)
+        return tensor_ref(Obj(args[0], args[2]), what) if isinstance(args[2], tuple) else None
     if func not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
         return None
     try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.formats.torch_dist_out import ObjectOut
 from converters.names import parse_key, stored_key
@@ -118,7 +119,7 @@ def target_state(
     pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
     for info in catalog.objects.values():
         base = info.name.rpartition("/")[2]
-        content = _record(catalog, info)
+        content = _record(reader, info)
         if info.name == "common_state" or ".dp_group_idx_" in info.name:
             continue
         if base == "rng_state":
@@ -142,9 +143,11 @@ def target_state(
     return State(objects, common, changed, tuple(dropped))
 
 
-def _record(catalog: Catalog, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
+def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
     """An object's record as torch_dist has it: a list of one."""
-    path = catalog.path / info.file
+    if isinstance(reader, CommonReader):
+        return reader.object_record(info.key)
+    path = reader.catalog.path / info.file
     if info.wrapped:
         return path, info.start, info.length
     bare = Archive(path, info.start, info.length, info.file)
@@ -243,7 +246,7 @@ def _common(
     keep_rng: bool,
     padded_vocab: int | None,
 ) -> tuple[bytes, dict[str, tuple[Any, Any]]]:
-    archive, tree = _open_common(reader.catalog)
+    archive, tree = _open_common(reader.catalog, reader.common_archive() if isinstance(reader, CommonReader) else None)
     changed: dict[str, tuple[Any, Any]] = {}
     args = tree.get("args")
     if isinstance(args, Obj):
@@ -290,10 +293,10 @@ def _only_newer(value: Any) -> Obj | None:
     return None
 
 
-def _open_common(catalog: Catalog) -> tuple[Archive, dict[Any, Any]]:
+def _open_common(catalog: Catalog, made: Archive | None = None) -> tuple[Archive, dict[Any, Any]]:
     path = catalog.path / "common.pt"
-    if path.exists():
-        archive = Archive(path)
+    if made is not None or path.exists():
+        archive = made or Archive(path)
         tree = archive.tree
     else:
         stored = catalog.objects.get("common_state/shard_0_1")

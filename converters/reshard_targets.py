@@ -230,6 +230,8 @@ class Targets:
 def _key_style(catalog: Catalog, asked: str) -> tuple[str, bool]:
     """The wrapper's prefix of the source's keys, and whether the target's layers share keys."""
     wrapper, stacked, halves = "", False, False
+    if catalog.format == "legacy":  # it has names of modules: which keys a loader asks for follows from the model
+        return wrapper, {"stacked": True, "per-layer": False}.get(asked, _homogeneous(catalog))
     for name, tensor in catalog.weights.items():
         key = tensor.keys[0]
         for style in (True, False):
@@ -241,12 +243,28 @@ def _key_style(catalog: Catalog, asked: str) -> tuple[str, bool]:
         halves = halves or key.endswith(("_w", "_v"))
     if asked == "keep" and not stacked and halves:
         # singleton keys are a saver's choice, not the model's: go back to what every loader's default asks for
-        suffixes = defaultdict(set)
-        for name in catalog.weights:
-            if (found := re.match(r"decoder\.layers\.(\d+)\.(.*)", name)) is not None:
-                suffixes[int(found[1])].add(found[2])
-        stacked = len({frozenset(v) for v in suffixes.values()}) == 1
+        stacked = _alike(catalog)
     return wrapper, {"stacked": True, "per-layer": False}.get(asked, stacked)
+
+
+def _alike(catalog: Catalog) -> bool:
+    """Whether all layers have the same parameters."""
+    suffixes = defaultdict(set)
+    for name in catalog.weights:
+        if (found := re.match(r"decoder\.layers\.(\d+)\.(.*)", name)) is not None:
+            suffixes[int(found[1])].add(found[2])
+    return len({frozenset(v) for v in suffixes.values()}) == 1
+
+
+def _homogeneous(catalog: Catalog) -> bool:
+    """Whether Megatron-Core saves a model's layers under shared keys (transformer_block.py, sharded_state_dict)."""
+    args = catalog.args
+    for name in ("moe_layer_freq", "linear_attention_freq"):
+        frequency = args.get(name)
+        if isinstance(frequency, list | str) or (isinstance(frequency, int) and frequency > 1):
+            return False
+    mixed = args.get("heterogeneous_layers_config_path") or args.get("heterogeneous_layers_config_encoded_json")
+    return _alike(catalog) and not mixed
 
 
 def _expert_counts(sources: Mapping[str, TensorInfo]) -> Counter[str]:

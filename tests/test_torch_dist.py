@@ -204,7 +204,7 @@ def test_other_formats_are_named(tmp_path):
     assert "the format 'fsdp\\x1b[31m'" in refused(tmp_path / "later").message
     (tmp_path / "iter_0000010" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt").touch()
-    assert "legacy" in refused(tmp_path).message
+    assert "mp_rank_00/model_optim_rng.pt is empty" in refused(tmp_path).message
 
 
 # ---------------------------------------------------------------------- damage that is noticed at open

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from converters.errors import FormatError
 from converters.formats.canonical import backend_of
 from converters.formats.folder import resolve_folder
+from converters.formats.legacy import LegacyReader
 from converters.formats.torch_dist import TorchDistReader
 from converters.formats.zarr import ZarrReader
 from converters.names import printable
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REGISTRY", "open_checkpoint"]
 
-REGISTRY: tuple[type[Reader], ...] = (TorchDistReader, ZarrReader)
+REGISTRY: tuple[type[Reader], ...] = (TorchDistReader, ZarrReader, LegacyReader)
 """Every format we read, in the order they are tried."""
 
 
@@ -34,7 +35,8 @@ def open_checkpoint(path: str | Path) -> Reader:
             if reader.detect(folder):
                 opened = reader.open(folder)
                 given = Path(path).expanduser()
-                opened.catalog = replace(opened.catalog, opened=given if given.is_dir() else folder)
+                outer = given.is_dir() and not given.name.startswith("mp_rank_")
+                opened.catalog = replace(opened.catalog, opened=given if outer else folder)
                 return opened
         raise _unreadable(folder)
     except OSError as error:  # a failing disk, a folder that may not be listed
@@ -45,11 +47,6 @@ def open_checkpoint(path: str | Path) -> Reader:
 def _unreadable(folder: Path) -> FormatError:
     names = sorted(entry.name for entry in folder.iterdir())
     shown = printable(str(folder))
-    if any(name.startswith("mp_rank_") for name in names):
-        return FormatError(
-            f"{shown} is a Megatron-LM legacy checkpoint (mp_rank_* folders), which this version does not read yet",
-            details=[f"found: {', '.join(printable(n) for n in names[:4])}"],
-        )
     backend = backend_of(folder)
     if backend is not None:
         return FormatError(f"{shown} is in the format '{printable(backend)}', which this version does not read")

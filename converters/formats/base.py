@@ -6,16 +6,17 @@ file a stored piece lies (`locate`). The engine does all reading, for every form
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from converters.catalog import Catalog
+    from converters.formats.common_state import Archive
     from converters.records import Payload
 
-__all__ = ["Reader"]
+__all__ = ["CommonReader", "Reader"]
 
 
 class Reader(Protocol):
@@ -66,6 +67,25 @@ class Reader(Protocol):
 
     def fingerprint(self) -> str:
         """A digest that changes when the checkpoint changes: its metadata, its files' sizes and times."""
+        ...
+
+
+@runtime_checkable
+class CommonReader(Reader, Protocol):
+    """A reader whose checkpoint has neither `common.pt` nor objects in records of their own: it makes them.
+
+    Attributes:
+        optimizer_doubt: Why the optimizer's tensors must be proved before anything is published; None if they are certain.
+    """
+
+    optimizer_doubt: str | None
+
+    def common_archive(self) -> Archive:
+        """The common state as a `common.pt` would hold it; a new one with each call, which the caller may change."""
+        ...
+
+    def object_record(self, key: str) -> bytes:
+        """The record of an object of the catalog, as torch_dist stores it."""
         ...
 
 

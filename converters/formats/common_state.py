@@ -6,6 +6,7 @@ stays what it was. Tensors inside (a step counter, a random state) are members o
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from converters.records_out import archive
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from converters.records import TensorRef
 
 __all__ = ["Archive", "read_tree"]
 
@@ -59,7 +62,7 @@ class Archive:
     """
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
-        what = what or path.name
+        what = self._what = what or path.name
         fd = open_source(path)
         try:
             size = os.fstat(fd).st_size if length is None else length
@@ -78,6 +81,31 @@ class Archive:
                 self._members[name] = data
         finally:
             os.close(fd)
+
+    @classmethod
+    def of(cls, tree: Any, members: Mapping[str, bytes], what: str) -> Archive:
+        """An archive that is put together from parts of another file.
+
+        Args:
+            tree: The value, inert.
+            members: The other members, with the storages that the tree refers to.
+            what: How to name it in an error.
+        """
+        made = cls.__new__(cls)
+        made.tree, made._members, made._what = tree, dict(members), what
+        return made
+
+    def elements(self, ref: TensorRef) -> bytes:
+        """The elements of a tensor in the tree.
+
+        Raises:
+            FormatError: Its storage is missing, or it does not lie in C order.
+        """
+        size = ref.dtype.itemsize
+        raw = self._members.get(f"data/{ref.storage}", b"")
+        if not ref.contiguous or len(raw) != ref.storage_numel * size:
+            raise FormatError(f"{self._what} lacks storage {ref.storage}, or a tensor in it has odd strides")
+        return raw[ref.offset * size : (ref.offset + math.prod(ref.shape)) * size]
 
     def add(self, members: Mapping[str, bytes]) -> None:
         """Puts storages into the archive, for tensors that come into the tree from elsewhere."""

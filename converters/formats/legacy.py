@@ -1,0 +1,345 @@
+"""Megatron-LM's legacy checkpoints (`--ckpt-format torch`, the only format before 2024): one file for each rank.
+
+Layers and experts are counted within the rank that holds them, tensors are the rank's own parts; here they get the names
+and the places that they have in the whole model.
+
+    mp_rank_00_001/model_optim_rng.pt                    catalog
+      model                                        ->
+        decoder.layers.0.mlp.linear_fc1.weight            decoder.layers.1.mlp.linear_fc1.weight
+          [gate of rank 0; up of rank 0]                    box (0, 0), (24, 32) and box (48, 0), (24, 32)
+
+A replicated tensor is taken from tensor-parallel rank 0, a dense one from expert-parallel rank 0, an embedding that two
+stages share from the first.
+
+Sources: megatron/training/checkpointing.py (`save_checkpoint`, `get_checkpoint_name`), Megatron-LM v2.0 to core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from converters.box import Box
+from converters.buffers import Misfit
+from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
+from converters.errors import FormatError, RequestError
+from converters.formats.common_state import Archive
+from converters.formats.legacy_files import MODEL, OPTIMIZER, PtFile, Storages, find_grid, rank_folders
+from converters.formats.legacy_model import LegacyModel, Rank, model_chunks
+from converters.formats.legacy_optim import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
+from converters.formats.megatron import common_facts, find_flavour
+from converters.names import natural_key, printable
+from converters.records import tensor_ref
+from converters.records_out import object_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from converters.formats.base import Read
+    from converters.formats.legacy_files import Grid
+    from converters.pickles import Node
+    from converters.records import Payload
+
+__all__ = ["LegacyReader"]
+
+
+class LegacyReader:
+    """An open legacy checkpoint."""
+
+    name: ClassVar[str] = "legacy"
+
+    def __init__(self, folder: Path, grid: Grid, files: Mapping[Rank, PtFile], flat: Mapping[Rank, PtFile]) -> None:
+        self._folder, self._grid, self._model_files, self._flat_files = folder, grid, files, flat
+        self._storages = Storages(folder)
+        for file in (*files.values(), *flat.values()):
+            self._storages.add(file)
+        self.files = [folder / file.name for file in self._storages.files]
+        self._problems: list[Problem] = []
+        self._objects: dict[str, tuple[ObjectInfo, PtFile, Node]] = {}
+        self._common_file = max(files.values(), key=lambda f: len(optimizer_entries(f.tree.get("optimizer"))))
+        self.optimizer_doubt: str | None = None
+        self.catalog = self._catalog()
+
+    @classmethod
+    def detect(cls, folder: Path) -> bool:
+        """Whether the folder has `mp_rank_*` folders and nothing of a later format."""
+        names = {path.name for path in folder.iterdir()}
+        return not {".metadata", "metadata.json"} & names and any(name.startswith("mp_rank_") for name in names)
+
+    @classmethod
+    def open(cls, folder: Path) -> LegacyReader:
+        """Reads directory and pickle of every file."""
+        names = rank_folders(folder)
+        if not names:
+            raise FormatError(f"{printable(str(folder))} has no mp_rank_* folders")
+        _refuse_old_files(folder, names)
+        first = _read_model(folder, names[0])
+        args = common_facts(first.tree).args
+        ends = any(key.startswith(("output_layer.", "decoder.final")) for chunk in model_chunks(first) for key in chunk)
+        grid = find_grid(names, args, first_has_end=ends)
+        files, flat = {}, {}
+        for rank, name in grid.folders.items():
+            files[rank] = first if name == names[0] else _read_model(folder, name)
+            if (folder / name / OPTIMIZER).exists():
+                flat[rank] = PtFile.read(folder, f"{name}/{OPTIMIZER}")
+        _refuse_mixture(files)
+        try:
+            return cls(folder, grid, files, flat)
+        except RequestError as error:  # what a layout cannot be is a request elsewhere; here a file says it
+            raise FormatError(error.message, details=error.details, hint=error.hint, tensor=error.tensor) from error
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        return self._storages.file[record]
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in its file the elements of a storage lie."""
+        return self._storages.locate(record, read)
+
+    def fingerprint(self) -> str:
+        """Digest of the size and time of every file."""
+        digest = hashlib.sha256()
+        for file, path in zip(self._storages.files, self.files, strict=True):
+            status = path.stat()
+            sums = "".join(f"{m.crc:08x}" for m in file.members.values())
+            digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns}:{sums};".encode())
+        return digest.hexdigest()
+
+    def object_record(self, key: str) -> bytes:
+        """The record of an object as torch_dist stores it: a `torch.save` archive of a list of one."""
+        _, file, node = self._objects[key]
+        return object_record([node], self._storages_of(file, node))
+
+    def common_archive(self) -> Archive:
+        """The common state as the `common.pt` of a torch_dist checkpoint would hold it; the caller may change it."""
+        file = PtFile.read(self._folder, self._common_file.name)
+        tree = _common_tree(file, self._folder)
+        small = {name: file.contents(self._folder, name) for name in file.members if not name.startswith("data")}
+        return Archive.of(tree, {**small, **self._storages_of(file, tree)}, file.name)
+
+    def _storages_of(self, file: PtFile, node: Node) -> dict[str, bytes]:
+        refs = {ref.storage for ref in tensors_in(node)}
+        return {f"data/{key}": file.contents(self._folder, f"data/{key}") for key in sorted(refs)}
+
+    def _catalog(self) -> Catalog:
+        facts = common_facts(self._common_file.tree)
+        self._args = facts.args
+        model = LegacyModel(self._grid, self._model_files, facts.args, self._storages)
+        tensors = model.tensors()
+        for key, rank, node in model.extra_states:
+            name, file = f"{key}/shard_0_1", self._model_files[rank]
+            self._objects[name] = (ObjectInfo(key, name, (0,), (1,), file.name, 0, self._size(file, node)), file, node)
+        self._add_rng(model)
+        tensors |= self._optimizer(model)
+        tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
+        problems = [Problem("warning", text) for text in (*self._grid.notes, *model.warnings)]
+        flavour, config = find_flavour(self._folder, facts, [])
+        return Catalog(
+            path=self._folder,
+            format=self.name,
+            flavour="Megatron-LM" if flavour.startswith(("Megatron-Core", "torch")) else flavour,
+            tensors=tensors,
+            objects={key: info for key, (info, _, _) in self._objects.items()},
+            args=facts.args,
+            config=config,
+            common=_common_tree(self._common_file, self._folder),
+            iteration=_iteration(self._common_file.tree),
+            files=self._file_infos(),
+            problems=(*problems, *self._problems),
+            details=model.details,
+        )
+
+    def _size(self, file: PtFile, node: Node) -> int:
+        return sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))
+
+    def _file_infos(self) -> tuple[FileInfo, ...]:
+        out = []
+        for file in self._storages.files:
+            sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
+            out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
+        known = {file.name for file in self._storages.files}
+        for path in sorted(self._folder.rglob("*")):
+            name = str(path.relative_to(self._folder))
+            if path.is_file() and name not in known:
+                out.append(FileInfo(name, path.stat().st_size, role="other"))
+        return tuple(out)
+
+    def _add_rng(self, model: LegacyModel) -> None:
+        """Random states, in the grid that torch_dist has: (pp, tp), and dp as well with expert parallelism."""
+        grid, layout = self._grid, model.layout
+        if any(not isinstance(file.tree.get("rng_state"), list) for file in self._model_files.values()):
+            return
+        if grid.ep > 1 and layout.edp > 1:
+            self._problems.append(
+                Problem(
+                    "warning",
+                    f"only {grid.ep} of {layout.dp} random states of each stage were saved; they are left out",
+                )
+            )
+            return
+        sizes = (grid.pp, grid.tp) if grid.ep == 1 else (grid.pp, grid.tp, grid.ep)
+        for (tp, pp, ep), file in sorted(
+            self._model_files.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])
+        ):
+            offset, node = (pp, tp, ep)[: len(sizes)], file.tree["rng_state"]
+            key = f"rng_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
+            info = ObjectInfo("rng_state", key, offset, sizes, file.name, 0, self._size(file, node))
+            self._objects[key] = (info, file, node)
+
+    def _optimizer(self, model: LegacyModel) -> dict[str, TensorInfo]:
+        """The optimizer's tensors; if they cannot be told apart, as they are, with the reason among the problems."""
+        try:
+            return self._named_optimizer(model)
+        except Misfit as error:
+            found = dict(self._raw_optimizer())
+            text = " ".join([f"the optimizer state is not understood: {error.message}", *error.details])
+            self._problems.append(Problem("error", text, tensors=tuple(found)))
+            return found
+
+    def _named_optimizer(self, model: LegacyModel) -> dict[str, TensorInfo]:
+        found = Collected()
+        lacking = [f"{name}/{OPTIMIZER}" for rank, name in self._grid.folders.items() if rank not in self._flat_files]
+        if self._flat_files and lacking:
+            raise Misfit(f"{len(lacking)} files are missing: {', '.join(lacking[:8])}")
+        numel = sum(p.local.numel for p in model.owned[0, 0, 0])
+        for rank, file in self._model_files.items():
+            if self._flat_files:
+                flat = FlatFile(self._flat_files[rank], self._storages, model.layout, self._args, rank[1], numel)
+                flat.place(model.owned[rank], found)
+            elif any(_has_state(entry) for entry in optimizer_entries(file.tree.get("optimizer"))):
+                place_plain(optimizer_entries(file.tree["optimizer"]), model.owned[rank], file, self._storages, found)
+        if not found.pieces:
+            if file.tree.get("optimizer"):
+                self._problems.append(Problem("warning", f"there are param groups, but no state and no {OPTIMIZER}"))
+            return {}
+        self.optimizer_doubt = "the order of parameters in its optimizer state was inferred"
+        out = {}
+        trained = {
+            name: model.shapes[name] for owned in model.owned.values() for p in owned for name, _ in p.local.segments
+        }
+        for prefix in dict.fromkeys(".".join(name.split(".")[:3]) for name in found.pieces):
+            for name, shape in trained.items():
+                missing = found.missing(f"{prefix}.{name}", shape)
+                if missing and (prefix != "optimizer.state.param" or missing < Box.whole(shape).volume):
+                    raise Misfit(f"{missing:,} elements of {prefix}.{name} are in no file", tensor=name)
+                if not missing:
+                    out[f"{prefix}.{name}"] = found.tensor(f"{prefix}.{name}", shape, "optimizer")
+        return out
+
+    def _raw_optimizer(self) -> Iterator[tuple[str, TensorInfo]]:
+        """The tensors of the optimizer as the files have them."""
+        for file in self._storages.files:
+            tree = file.tree.get("optimizer") if file.name.endswith(MODEL) else file.tree
+            for number, ref in enumerate(tensors_in(tree)):
+                name = f"optimizer.{file.name.partition('/')[0]}.{number}"
+                array = self._storages.array(file, ref, name)
+                part = FlatPart(array, ((Box.whole(ref.shape), ref.offset),))
+                yield (
+                    name,
+                    TensorInfo(name, ref.dtype, ref.shape, "optimizer", (part,), "state of an unknown parameter"),
+                )
+
+
+def _read_model(folder: Path, name: str) -> PtFile:
+    file = PtFile.read(folder, f"{name}/{MODEL}")
+    if not isinstance(file.tree, dict):
+        raise FormatError(f"{file.name} does not hold a dictionary, so it is not what Megatron-LM saves")
+    return file
+
+
+def _refuse_old_files(folder: Path, names: list[str]) -> None:
+    for name in names:
+        if not (folder / name / MODEL).exists() and (folder / name / "model_rng.pt").exists():
+            raise FormatError(
+                f"{name} has model_rng.pt and optim.pt, as Megatron-LM wrote them from 2022-03 to 2023-05 with the "
+                "distributed optimizer; that form is not read",
+                hint="load and save it once with the Megatron-LM of that time without --use-distributed-optimizer",
+            )
+
+
+def _refuse_mixture(files: Mapping[Rank, PtFile]) -> None:
+    """All files must be of one iteration and one job."""
+    facts = {file.name: (_iteration(file.tree), _sizes(file.tree)) for file in files.values()}
+    (first, known), *rest = facts.items()
+    for name, found in rest:
+        if found[0] != known[0]:
+            raise FormatError(
+                f"two iterations are mixed: {first} is of iteration {known[0]}, {name} of {found[0]}",
+                hint="one of two saves was interrupted, or copied in part; use an earlier iteration",
+            )
+        if found[1] != known[1]:
+            raise FormatError(
+                f"two jobs are mixed: {first} is of one with tp, pp, ep {known[1]}, {name} of one with {found[1]}",
+                hint="copy the folders of one save only",
+            )
+
+
+def _sizes(tree: Mapping[Any, Node]) -> tuple[Node, ...]:
+    args = common_facts(tree).args
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+    return tuple(args.get(name) for name in names)
+
+
+def _iteration(tree: Mapping[Any, Node]) -> int | None:
+    found = next((tree[key] for key in ("iteration", "total_iters") if type(tree.get(key)) is int), None)
+    return found if found is None or found >= 0 else None
+
+
+def _has_state(entry: Node) -> bool:
+    if not isinstance(entry, Mapping):
+        return False
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
+    state = inner if isinstance(inner, Mapping) else entry
+    return bool(state.get("state"))
+
+
+_NOT_COMMON = ("rng_state", "optimizer", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
+
+
+def _common_tree(file: PtFile, folder: Path) -> dict[Any, Node]:
+    """The rest of a file: what is neither model, nor tensors of the optimizer, nor random state."""
+    tree = {
+        key: value
+        for key, value in file.tree.items()
+        if not (isinstance(key, str) and (key.startswith("model") or key in (*_NOT_COMMON, "rng_tracker_states")))
+    }
+    tree["checkpoint_version"] = 3.0  # rows of query, key and value lie as they do since then
+    iteration = _iteration(file.tree)
+    if iteration is not None:
+        tree["iteration"] = iteration
+    entries = [entry for entry in optimizer_entries(file.tree.get("optimizer")) if isinstance(entry, Mapping)]
+    if entries:
+        tree["optimizer"] = [_common_optimizer(entry, file, folder) for entry in entries]
+    return tree
+
+
+def _common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> dict[str, Node]:
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
+    state = inner if isinstance(inner, Mapping) else entry
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in state.get("param_groups") or ()
+        if isinstance(group, Mapping)
+    ]
+    held = state.get("state")
+    steps = [item["step"] for item in held.values() if "step" in item] if isinstance(held, Mapping) else []
+    if steps:  # torch's own Adam counts steps parameter by parameter
+        for group in groups:
+            group.setdefault("step", _number(steps[0], file, folder))
+    out: dict[str, Node] = {"optimizer": {"param_groups": groups}}
+    if entry.get("grad_scaler") is not None:
+        out["grad_scaler"] = entry["grad_scaler"]
+    return out
+
+
+def _number(node: Node, file: PtFile, folder: Path) -> int:
+    if type(node) in (int, float):
+        return int(node)
+    ref = tensor_ref(node, f"{file.name}: step")
+    if ref is None or ref.dtype.name != "float32" or ref.shape not in ((), (1,)):
+        raise FormatError(f"{file.name}: a step of the optimizer is not a number")
+    raw = file.contents(folder, f"data/{ref.storage}")
+    return int(struct.unpack_from("<f", raw, 4 * ref.offset)[0])

@@ -1,0 +1,260 @@
+"""The files of a Megatron-LM legacy checkpoint: found, read once each, and their storages numbered as records.
+
+    iter_0000010/
+        mp_rank_00/model_optim_rng.pt           tp only
+        mp_rank_00_001/model_optim_rng.pt       tp and pp; or tp and ep, when there is one pipeline stage
+        mp_rank_00_001_003/model_optim_rng.pt   tp, pp and ep
+                          /distrib_optim.pt     the distributed optimizer of that rank
+
+Every file is one `torch.save` archive with hundreds of tensors; its directory and its pickle are read once. A record is a
+whole storage, which several tensors may share as views: with the distributed optimizer all weights of a rank do.
+
+Source: megatron/training/checkpointing.py (`get_checkpoint_name`), Megatron-LM v2.0 to core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.catalog import StoredArray
+from converters.errors import FormatError
+from converters.formats.folder import close_source, open_source, read_at
+from converters.names import printable
+from converters.pickles import PickleFormatError, parse, parse_stream
+from converters.records import Member, Payload, member_offset, read_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from converters.formats.base import Read
+    from converters.records import TensorRef
+
+__all__ = ["Grid", "PtFile", "Storages", "find_grid", "rank_folders"]
+
+MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_PICKLE_LIMIT = 1 << 30
+
+
+@dataclass
+class PtFile:
+    """One file, its pickle as an inert tree.
+
+    Attributes:
+        name: Path relative to the iteration's folder: `mp_rank_00_000/model_optim_rng.pt`.
+        size: Bytes.
+        tree: What was saved.
+        members: The archive's members by name.
+        position: Its place in the reader's list of files.
+    """
+
+    name: str
+    size: int
+    tree: Any
+    members: dict[str, Member]
+    position: int = -1
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> PtFile:
+        """Reads directory and pickle of a file, no tensor data.
+
+        Raises:
+            FormatError: Missing, cut short, unsafe, or not a zip archive at all.
+        """
+        fd = open_source(folder / name)
+        try:
+            size = os.fstat(fd).st_size
+
+            def read(at: int, n: int) -> bytes:
+                return read_at(fd, at, n)
+
+            if read(0, 4) != b"PK\x03\x04":
+                raise _no_archive(read(0, 256), name, size)
+            members = read_directory(read, 0, size, name)
+            pickle = members.get("data.pkl")
+            if pickle is None or pickle.size > _PICKLE_LIMIT:
+                found = "has no data.pkl" if pickle is None else f"has a data.pkl of {pickle.size} bytes"
+                raise FormatError(f"{name} {found}; it is not a checkpoint that torch.save wrote")
+            order = members.get("byteorder")
+            if order is not None and read(member_offset(read, 0, order, name), order.size) != b"little":
+                raise FormatError(f"{name} was written on a big-endian machine, which is not supported")
+            raw = read(member_offset(read, 0, pickle, name), pickle.size)
+            return cls(name, size, parse(raw, what=f"{name}: data.pkl"), members)
+        finally:
+            close_source(fd)
+
+    def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
+        """The bytes of a small member."""
+        found = self.members.get(member)
+        if found is None or found.size > limit:
+            size = "missing" if found is None else f"{found.size} bytes"
+            raise FormatError(f"{self.name}: member {member} is {size}")
+        fd = open_source(folder / self.name)
+        try:
+            return read_at(fd, member_offset(lambda at, n: read_at(fd, at, n), 0, found, self.name), found.size)
+        finally:
+            close_source(fd)
+
+
+def _no_archive(head: bytes, name: str, size: int) -> FormatError:
+    if not size:
+        return FormatError(f"{name} is empty")
+    try:  # the magic number, alone in a pickle, that torch.save began its files with
+        old = parse_stream(head, what=name)[0] == 0x1950A86A20F9469CFC6C
+    except PickleFormatError:
+        old = False
+    if old:
+        return FormatError(
+            f"{name} was saved by a torch before 1.6, or with _use_new_zipfile_serialization=False: its tensors cannot be "
+            "located without unpickling all of it",
+            hint="rewrite each file once with torch.save(torch.load(f, map_location='cpu'), f), where you trust it",
+        )
+    return FormatError(f"{name} is not a file that torch.save wrote: it begins with {head[:8]!r}")
+
+
+class Storages:
+    """Record numbers of storages: each storage of each file is one record, read as elements of one type."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[PtFile] = []
+        self.file: list[int] = []
+        self.member: list[Member] = []
+        self._known: dict[tuple[int, str, str], StoredArray] = {}
+
+    def add(self, file: PtFile) -> None:
+        """Gives a file its position."""
+        file.position = len(self.files)
+        self.files.append(file)
+
+    def array(self, file: PtFile, ref: TensorRef, what: str) -> StoredArray:
+        """The whole storage that a tensor lies in, as an array of one chunk.
+
+        Raises:
+            FormatError: The archive has no such storage, or the tensor's elements do not lie in C order.
+        """
+        if not ref.contiguous:
+            raise FormatError(f"{what} has strides {list(ref.strides)}; only C order can be read", tensor=what)
+        key = (file.position, ref.storage, ref.dtype.name)
+        found = self._known.get(key)
+        if found is None:
+            member = file.members.get(f"data/{ref.storage}")
+            if member is None or member.size != ref.storage_numel * ref.dtype.itemsize:
+                have = "no such member" if member is None else f"{member.size} bytes"
+                raise FormatError(
+                    f"{file.name}: data/{ref.storage} should have {ref.storage_numel * ref.dtype.itemsize} bytes, "
+                    f"found {have}"
+                )
+            name = f"{file.name}: data/{ref.storage}"
+            starts, sizes = np.zeros((1, 1), np.int64), np.array([[ref.storage_numel]], np.int64)
+            records = np.array([len(self.member)], np.int64)
+            found = self._known[key] = StoredArray(name, (ref.storage_numel,), starts, sizes, records)
+            self.file.append(file.position)
+            self.member.append(member)
+        return found
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where a storage lies in its file."""
+        file, member = self.files[self.file[record]], self.member[record]
+        begin = member_offset(read, 0, member, file.name)
+        # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
+        crc = member.crc if member.crc or file.members["data.pkl"].crc else None
+        return Payload(begin, member.size, crc, begin, member.size)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks that wrote files.
+
+    Attributes:
+        tp: Tensor-parallel size.
+        pp: Pipeline stages.
+        ep: Expert-parallel size.
+        folders: Folder of each rank, by (tp, pp, ep).
+        notes: How an ambiguous name was understood.
+    """
+
+    tp: int
+    pp: int
+    ep: int
+    folders: Mapping[tuple[int, int, int], str]
+    notes: tuple[str, ...] = field(default=())
+
+
+def rank_folders(folder: Path) -> list[str]:
+    """Names of the `mp_rank_*` folders, in order."""
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("mp_rank_") and path.is_dir())
+
+
+def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool) -> Grid:
+    """Which rank each folder belongs to.
+
+    Args:
+        names: What `rank_folders` found.
+        args: Training arguments of the first of them.
+        first_has_end: The first folder's model has an output layer or a final norm, so it is not a part of a pipeline.
+
+    Raises:
+        FormatError: Folders are missing, or there are some that the job cannot have written.
+    """
+    numbers: dict[tuple[int, ...], str] = {}
+    for name in names:
+        found = _RANK.fullmatch(name)
+        if found is None:
+            raise FormatError(f"{printable(name)} is not a folder that Megatron-LM writes (mp_rank_TT, _PPP, _EEE)")
+        numbers[tuple(int(n) for n in found.groups() if n is not None)] = name
+    fields = max(len(key) for key in numbers)
+    sizes = [max(key[axis] for key in numbers if len(key) == fields) + 1 for axis in range(fields)]
+    tp = _size(args, "tensor_model_parallel_size", "model_parallel_size") or sizes[0]
+    pp, ep = _size(args, "pipeline_model_parallel_size"), _size(args, "expert_model_parallel_size")
+    notes = []
+    if fields == 2 and pp is None and ep is None:
+        axis = "expert" if first_has_end else "pipeline"
+        notes.append(f"the second number of {names[0]} was taken for the {axis}-parallel rank: no argument tells")
+        pp, ep = (1, sizes[1]) if first_has_end else (sizes[1], 1)
+    pp, ep = pp or (sizes[1] if fields == 3 else 1), ep or (sizes[2] if fields == 3 else 1)
+    if fields != 1 + (pp > 1) + (ep > 1):
+        raise _contradiction(names, tp, pp, ep)
+    ranks = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp)]
+    folders = {rank: _folder(*rank, pp, ep) for rank in ranks}
+    missing = [name for name in folders.values() if name not in names]
+    if missing:
+        shown = [*missing[:12], *([f"and {len(missing) - 12} more"] if len(missing) > 12 else [])]
+        raise FormatError(
+            f"{len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep} are missing",
+            details=[", ".join(shown)],
+            hint="copy them from the machine that wrote them; every one holds a part of the model",
+        )
+    extra = [name for name in names if name not in folders.values()]
+    if extra:
+        raise FormatError(
+            f"{len(extra)} folders belong to no rank of a job with tp {tp}, pp {pp}, ep {ep}: two saves lie in one place",
+            details=[", ".join(extra[:12])],
+            hint="move the folders of the other save away",
+        )
+    return Grid(tp, pp, ep, folders, tuple(notes))
+
+
+def _contradiction(names: list[str], tp: int, pp: int, ep: int) -> FormatError:
+    return FormatError(
+        f"the folders are not those of the job in the arguments (tp {tp}, pp {pp}, ep {ep})",
+        details=[f"found: {', '.join(names[:8])}"],
+        hint="mp_rank_TT_NNN alone does not say whether NNN counts pipeline stages or expert-parallel ranks; "
+        "pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide",
+    )
+
+
+def _folder(tp: int, pp: int, ep: int, stages: int, experts: int) -> str:
+    name = f"mp_rank_{tp:02d}"
+    name += f"_{pp:03d}" if stages > 1 else ""
+    return name + (f"_{ep:03d}" if experts > 1 else "")
+
+
+def _size(args: Mapping[str, Any], *names: str) -> int | None:
+    return next((value for name in names if type(value := args.get(name)) is int and value > 0), None)

@@ -1,0 +1,349 @@
+"""The model of a legacy checkpoint: every rank's parameters as boxes of whole tensors. See `converters.formats.legacy`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.buffers import Local
+from converters.catalog import Catalog
+from converters.errors import FormatError, RequestError
+from converters.formats.legacy_names import (
+    Piece,
+    QkvOrder,
+    layer_number,
+    local_experts,
+    pieces,
+    plain_name,
+    segments,
+)
+from converters.formats.legacy_optim import DEEPEST, Collected, Owned
+from converters.layout import Layout
+from converters.model_args import ModelArgs
+from converters.names import natural_key, parse_key, printable
+from converters.pickles import PickleFormatError, pairs
+from converters.records import tensor_ref
+from converters.registration import trainable
+from converters.split import Outline, shards, split_rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from converters.catalog import TensorInfo
+    from converters.formats.legacy_files import Grid, PtFile, Storages
+    from converters.pickles import Node
+    from converters.records import TensorRef
+
+__all__ = ["LegacyModel", "Rank", "model_chunks"]
+
+Rank = tuple[int, int, int]
+"""(tp, pp, ep)"""
+
+_CHUNK = re.compile(r"model(\d*)")
+_WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_EXTRA = "._extra_state"
+_MLA_DOWN = {
+    "self_attention.linear_q_down_proj.weight": ("q_lora_rank",),
+    "self_attention.linear_kv_down_proj.weight": ("kv_lora_rank", "qk_pos_emb_head_dim"),
+}
+
+
+def model_chunks(file: PtFile) -> list[dict[str, Node]]:
+    """What a rank has of the model, one dictionary for each of its model chunks, under plain names.
+
+    Raises:
+        FormatError: There is no model in the file.
+    """
+    tree = file.tree
+    if not isinstance(tree, dict):
+        raise FormatError(f"{file.name} does not hold a dictionary")
+    names = sorted((k for k in tree if isinstance(k, str) and _CHUNK.fullmatch(k)), key=natural_key)
+    if not names:
+        raise FormatError(f"{file.name} has no model: found {', '.join(printable(str(k)) for k in list(tree)[:8])}")
+    out = []
+    for name in names:
+        flat = dict(_flattened(tree[name], file.name))
+        old = before_core(flat)
+        out.append({plain_name(key, before_core=old): node for key, node in flat.items()})
+        if len(out[-1]) != len(flat):
+            raise FormatError(f"{file.name}: two entries of {name} mean the same parameter")
+    return out
+
+
+def before_core(names: Mapping[str, Any]) -> bool:
+    """Whether the names are those of Megatron-LM's own models, before Megatron-Core."""
+    return any(".query_key_value." in name or ".dense_h_to_4h." in name for name in names)
+
+
+def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Node]]:
+    """Entries of nested dictionaries: models before Megatron-Core keep their parts apart."""
+    if depth > DEEPEST:
+        raise FormatError(f"{what}: the model's dictionaries lie in one another more than {DEEPEST} deep")
+    try:
+        entries = pairs(node)
+    except PickleFormatError as error:
+        raise FormatError(f"{what}: the model is not a dictionary of parameters") from error
+    for key, value in entries:
+        if not isinstance(key, str):
+            raise FormatError(f"{what}: the model has a parameter without a name")
+        if isinstance(value, dict) or (tensor_ref(value, what) is None and getattr(value, "pairs", None)):
+            yield from _flattened(value, what, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A parameter in a rank's file, before it is known how the whole tensors are divided."""
+
+    key: str
+    ref: TensorRef
+    parts: list[Piece]
+    chunk: int
+    copy: bool
+
+
+class LegacyModel:
+    """All ranks' parameters.
+
+    Args:
+        grid: Which rank wrote which folder.
+        files: The file of each rank.
+        args: Training arguments.
+        storages: Where storages are noted.
+
+    Attributes:
+        layout: Of the job that saved, as far as it matters.
+        shapes: Whole shape of every tensor.
+        owned: Each rank's trainable parameters, in the order of `named_parameters()`.
+        extra_states: Canonical name, rank and value of every module's extra state.
+        warnings: Sentences a person should read.
+        details: Facts worth showing.
+    """
+
+    def __init__(self, grid: Grid, files: Mapping[Rank, PtFile], args: Mapping[str, Any], storages: Storages) -> None:
+        self._grid, self._files, self._args, self._storages = grid, files, args, storages
+        self.extra_states: list[tuple[str, Rank, Node]] = []
+        self.warnings: list[str] = []
+        self.details = {"grid": f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}"}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.owned: dict[Rank, list[Owned]] = {}
+        self._homes: dict[str, tuple[int, int]] = {}
+        self._shape_from: dict[str, str] = {}
+        self._chunks = {rank: model_chunks(file) for rank, file in files.items()}
+        self.layout = self._layout()
+        self._offsets = self._layer_offsets()
+        self._order = self._qkv_order()
+        self._mla_split: bool | None = None
+        entries = {rank: list(self._entries(rank)) for rank in self._ranks()}
+        facts = ModelArgs.from_catalog(Catalog(Path(), "legacy", "", {}, args=args))
+        outline = Outline.of(facts, self.shapes)
+        self.outline = replace(outline, mla_down_split=self._mla_split is True)
+        self._weights = Collected()
+        for rank, mine in entries.items():
+            self.owned[rank] = list(self._place(rank, mine))
+        if any(entry.copy for mine in entries.values() for entry in mine):
+            self.details["tied"] = f"copies of {_WORDS} on later stages are not read again"
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """The model's tensors.
+
+        Raises:
+            FormatError: Some elements are in no file.
+        """
+        out = {}
+        for name, shape in self.shapes.items():
+            missing = self._weights.missing(name, shape)
+            if missing:
+                raise FormatError(
+                    f"{printable(name)}: {missing:,} of {math.prod(shape):,} elements are in no file", tensor=name
+                )
+            out[name] = self._weights.tensor(name, shape, parse_key(name).kind)
+        return out
+
+    def _ranks(self) -> list[Rank]:
+        return sorted(self._files, key=lambda rank: (rank[1], rank[2], rank[0]))
+
+    def _layout(self) -> Layout:
+        grid, args = self._grid, self._args
+        etp = args.get("expert_tensor_parallel_size")
+        experts = any(".mlp.experts." in key for chunks in self._chunks.values() for chunk in chunks for key in chunk)
+        if experts and type(etp) is int and etp != grid.tp:
+            raise FormatError(
+                f"its experts were divided over expert_tensor_parallel_size {etp}, everything else over tp {grid.tp}",
+                details=["the folders are numbered by tp, so two ranks wrote to one file: parts of experts are lost"],
+            )
+        return Layout.from_args(args, tp=grid.tp, pp=grid.pp, ep=grid.ep, etp=None, vpp=self._vpp(), pp_layout=None)
+
+    def _vpp(self) -> int | None:
+        counts = {len(chunks): self._files[rank].name for rank, chunks in self._chunks.items()}
+        if len(counts) > 1:
+            raise FormatError(
+                "the ranks have different numbers of model chunks",
+                details=[f"{name}: {count}" for count, name in counts.items()],
+            )
+        (count,) = counts
+        return count if count > 1 else None
+
+    def _layer_offsets(self) -> dict[tuple[str, int, int], int]:
+        """Number in the whole model of each chunk's first layer, by (`decoder.layers`, pp, chunk): counted."""
+        offsets: dict[tuple[str, int, int], int] = {}
+        total: dict[str, int] = defaultdict(int)
+        for chunk in range(self.layout.vpp or 1):
+            for pp in range(self._grid.pp):
+                counts = {rank: self._count(rank, chunk) for rank in self._files if rank[1] == pp}
+                first = counts[0, pp, 0]
+                for rank, count in counts.items():
+                    if count != first:
+                        raise FormatError(
+                            f"{self._files[rank].name} has other layers than {self._files[0, pp, 0].name}",
+                            details=[f"{dict(count)} and {dict(first)}"],
+                        )
+                for section in ("decoder.layers", "encoder.layers", "mtp.layers"):
+                    offsets[section, pp, chunk] = total[section]
+                    total[section] += first.get(section, 0)
+        stated = self._args.get("num_layers")
+        if type(stated) is int and stated not in (total["decoder.layers"], total["encoder.layers"]):
+            self.warnings.append(f"the files hold {total['decoder.layers']} layers, the arguments say {stated}")
+        return offsets
+
+    def _count(self, rank: Rank, chunk: int) -> dict[str, int]:
+        found: dict[str, set[int]] = defaultdict(set)
+        for key in self._chunks[rank][chunk]:
+            layer = layer_number(key)
+            if layer:
+                found[layer[0]].add(layer[1])
+        for section, numbers in found.items():
+            if max(numbers) + 1 != len(numbers):
+                raise FormatError(
+                    f"{self._files[rank].name} lacks layers: {section} has {len(numbers)} of {max(numbers) + 1}"
+                )
+        return {section: len(numbers) for section, numbers in found.items()}
+
+    def _qkv_order(self) -> QkvOrder | None:
+        """How rows of query, key and value lie; only models before Megatron-Core ever had another order than today's."""
+        file = self._files[0, 0, 0]
+        version = file.tree.get("checkpoint_version", 0)
+        if not isinstance(version, int | float):
+            raise FormatError(f"{file.name}: checkpoint_version is {printable(str(version))[:40]}, not a number")
+        first = next((tree for name, tree in file.tree.items() if _CHUNK.fullmatch(str(name))), None)
+        if version >= 2 or not before_core(dict(_flattened(first, file.name))):
+            return None
+        dim, heads, hidden = (self._args.get(n) for n in ("kv_channels", "num_attention_heads", "hidden_size"))
+        if type(dim) is not int and type(heads) is int and type(hidden) is int and heads:
+            dim = hidden // heads
+        if type(dim) is not int or self._args.get("group_query_attention") is True:
+            raise FormatError(
+                f"{file.name} has checkpoint_version {version}, whose rows of query, key and value lie in another order, "
+                "and the arguments do not tell the size of a head",
+                tensor="self_attention.query_key_value",
+            )
+        return QkvOrder(int(version), dim)
+
+    def _entries(self, rank: Rank) -> Iterator[_Entry]:
+        """A rank's parameters with the tensors they are parts of; notes whole shapes and extra states on the way."""
+        _, pp, ep = rank
+        file = self._files[rank]
+        for number, chunk in enumerate(self._chunks[rank]):
+            found = {key: ref for key, node in chunk.items() if (ref := tensor_ref(node, f"{file.name}: {key}"))}
+            refs = {key: ref for key, ref in found.items() if not key.endswith(_EXTRA)}
+            stated = self._args.get("num_experts")
+            each = stated // self._grid.ep if type(stated) is int else None
+            experts = local_experts({key: ref.shape for key, ref in refs.items()}, each)
+            for key, node in chunk.items():
+                layer = layer_number(key)
+                offset = self._offsets[layer[0], pp, number] if layer else 0
+                if key.endswith(_EXTRA):
+                    self._extra_state(key, offset, rank, node)
+                ref = refs.get(key)
+                if ref is None:
+                    continue
+                parts = pieces(key, ref.shape, refs, offset=offset, first_expert=ep * experts, experts=experts)
+                copy = self._tied_copy(key, rank)
+                if copy:
+                    parts = [Piece(_WORDS, ref.shape)]
+                for part in parts:
+                    self._note(part, rank, number)
+                yield _Entry(key, ref, parts, number, copy or (parts[0].name == _WORDS and (pp, number) != (0, 0)))
+
+    def _tied_copy(self, key: str, rank: Rank) -> bool:
+        """Whether an output layer is a copy of the embedding, which the first stage has."""
+        if key != _OUTPUT or not self._args:
+            return False
+        if self._args.get("untie_embeddings_and_output_weights") is True:
+            return False
+        return any(_WORDS in chunk for chunk in self._chunks[rank[0], 0, rank[2]])
+
+    def _extra_state(self, key: str, offset: int, rank: Rank, node: Node) -> None:
+        if rank[0] or rank[2] or node is None or ".mlp.experts." in key:
+            return  # the same for all ranks of a stage; experts have theirs filled in, one for each
+        name = pieces(key, (), (), offset=offset, first_expert=0, experts=0)[0].name
+        self.extra_states.append((name, rank, node))
+
+    def _note(self, part: Piece, rank: Rank, chunk: int) -> None:
+        """Notes the whole shape of a tensor, and the first stage that has it."""
+        shape, file = self._whole_shape(part), self._files[rank].name
+        known = self.shapes.setdefault(part.name, shape)
+        self._shape_from.setdefault(part.name, file)
+        if known != shape:
+            raise FormatError(
+                f"{printable(part.name)} is {list(shape)} in whole by {file}, {list(known)} by "
+                f"{self._shape_from[part.name]}",
+                tensor=part.name,
+            )
+        stage = (chunk, rank[1])
+        self._homes[part.name] = min(self._homes.get(part.name, stage), stage)
+
+    def _whole_shape(self, part: Piece) -> tuple[int, ...]:
+        """Every rank has an equal part along the axis that is divided."""
+        tp = self._grid.tp
+        if ".mixer." in part.name:
+            raise FormatError("Mamba layers of legacy checkpoints are not read yet", tensor=part.name)
+        try:
+            axis = split_rule(part.name).axis
+        except RequestError:
+            if tp > 1 or self._grid.ep > 1:
+                raise
+            axis = None
+        for tail, sizes in _MLA_DOWN.items():
+            if part.name.endswith(tail) and tp > 1:
+                whole = [self._args.get(name) for name in sizes]
+                split = all(type(n) is int for n in whole) and part.shape[0] * tp == sum(n or 0 for n in whole)
+                if self._mla_split not in (None, split):
+                    raise FormatError(f"{part.name}: some down projections are divided over tp, others are not")
+                self._mla_split, axis = split, 0 if split else None
+        if axis is None or axis >= len(part.shape):
+            return part.shape
+        return (*part.shape[:axis], part.shape[axis] * tp, *part.shape[axis + 1 :])
+
+    def _place(self, rank: Rank, entries: list[_Entry]) -> Iterator[Owned]:
+        """Notes where a rank's parameters are stored, and yields those that were trained."""
+        tp, pp, ep = rank
+        file = self._files[rank]
+        for entry in entries:
+            boxes, first, expert = [], True, False
+            for part in entry.parts:
+                found = shards(part.name, self.shapes[part.name], self.layout, self.outline)
+                mine = [shard for shard in found if shard.tp in (None, tp) and shard.ep in (None, ep)]
+                if not mine:
+                    raise FormatError(
+                        f"{file.name} has a part of {printable(part.name)}, which belongs to another rank",
+                        tensor=part.name,
+                    )
+                boxes += [(part.name, box) for box in segments(part, mine, self._order)]
+                expert = mine[0].ep is not None and self._grid.ep > 1
+                # replicas: the first rank that has it speaks for all
+                first &= self._homes[part.name] == (entry.chunk, pp) and not (entry.copy and entry.key == _OUTPUT)
+                first &= (mine[0].tp is not None or tp == 0) and (mine[0].ep is not None or ep == 0)
+            name = entry.parts[0].name
+            shared = self._grid.pp > 1 and name == _WORDS and (self.outline.tied or self.outline.mtp_layers > 0)
+            local = Local(name, entry.ref.dtype, tuple(boxes), math.prod(entry.ref.shape), first, shared)
+            array = self._storages.array(file, entry.ref, f"{file.name}: {entry.key}")
+            self._weights.add("", local, array, entry.ref.dtype, entry.ref.offset)
+            if entry.ref.dtype.floating and trainable(name):
+                outer = name in (_WORDS, _OUTPUT)
+                yield Owned(entry.key, local, entry.ref.shape, entry.chunk, expert, outer)

@@ -1,0 +1,334 @@
+"""Optimizer state of a Megatron-LM legacy checkpoint, under the names of its parameters.
+
+    plain Adam               state by number: the parameters of group after group, each in the order of the model; the fp32
+                             master weights in a list of their own, which lacks parameters that are fp32 themselves
+    distrib_optim.pt         flat buffers, see `converters.buffers`; the order is that of the rank's own model, whose names
+                             lie beside it. One array for each state (from 2024-04), or one for each bucket (from 2024-02)
+
+A mixture of experts with expert parallelism has a list of two of either: the dense parameters, and the experts.
+
+Sources: Megatron-Core, optimizer/optimizer.py (`Float16OptimizerWithFloat16Params.state_dict`, `ChainedOptimizer`),
+optimizer/__init__.py (`_get_param_groups`), optimizer/distrib_optimizer.py (`get_parameter_state_dp_zero`), tags
+core_v0.4.0 to core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from converters.buffers import Bucket, Local, Misfit, Rules, arrange, bucket_size, fit
+from converters.catalog import FlatPart, TensorInfo
+from converters.dtypes import dtype
+from converters.errors import FormatError
+from converters.pickles import Global
+from converters.records import tensor_ref
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from converters.box import Box
+    from converters.catalog import StoredArray
+    from converters.dtypes import DType
+    from converters.formats.legacy_files import PtFile, Storages
+    from converters.layout import Layout
+    from converters.records import TensorRef
+
+__all__ = ["Collected", "FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]
+
+DEEPEST = 64  # a pickle may hold a dictionary that holds itself
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A parameter of one rank.
+
+    Attributes:
+        key: Its name in the rank's file.
+        local: What it is: boxes of whole tensors.
+        shape: Its shape there.
+        chunk: Which model chunk it belongs to.
+        expert: It belongs to a routed expert.
+        outer: It is the embedding or the output layer, which may have a learning rate of their own.
+    """
+
+    key: str
+    local: Local
+    shape: tuple[int, ...]
+    chunk: int
+    expert: bool
+    outer: bool
+
+
+@dataclass
+class Collected:
+    """Stored pieces of every tensor that were found so far.
+
+    Attributes:
+        pieces: Tensor -> array (by its key) -> boxes and the elements of the array where they begin.
+    """
+
+    pieces: dict[str, dict[str, list[tuple[Box, int]]]] = field(default_factory=lambda: defaultdict(dict))
+    arrays: dict[str, StoredArray] = field(default_factory=dict)
+    types: dict[str, DType] = field(default_factory=dict)
+
+    def add(self, prefix: str, local: Local, array: StoredArray, kind: DType, at: int) -> None:
+        """Notes a parameter that begins at an element of an array, unless it is a replica."""
+        if not local.first:
+            return
+        for tensor, box in local.segments:
+            name = prefix + tensor
+            if self.types.setdefault(name, kind) != kind:
+                raise Misfit(f"{name} is stored as {self.types[name]} and as {kind}", tensor=name)
+            self.arrays[array.key] = array
+            self.pieces[name].setdefault(array.key, []).append((box, at))
+            at += box.volume
+
+    def tensor(self, name: str, shape: tuple[int, ...], kind: str) -> TensorInfo:
+        """The tensor of a name that was noted."""
+        parts = tuple(FlatPart(self.arrays[key], tuple(found)) for key, found in self.pieces[name].items())
+        return TensorInfo(name, self.types[name], shape, kind, parts)
+
+    def missing(self, name: str, shape: Sequence[int]) -> int:
+        """How many elements nothing was noted for."""
+        total = 1
+        for n in shape:
+            total *= n
+        return total - sum(box.volume for found in self.pieces.get(name, {}).values() for box, _ in found)
+
+
+def optimizer_entries(value: Any) -> list[Any]:
+    """The states of a rank's optimizers: one, or one for dense parameters and one for experts; None for no state."""
+    return list(value) if isinstance(value, list) else [value]
+
+
+def place_plain(entries: list[Any], owned: Sequence[Owned], file: PtFile, storages: Storages, out: Collected) -> None:
+    """The state of an optimizer that is not distributed.
+
+    Raises:
+        Misfit: The groups are not those that Megatron makes of these parameters.
+    """
+    for entry, mine in _chained(entries, owned, file.name):
+        if not isinstance(entry, Mapping):
+            continue
+        inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
+        state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores torch's own dictionary
+        groups, held = state.get("param_groups"), state.get("state")
+        if not isinstance(groups, list) or not isinstance(held, Mapping):
+            raise Misfit(f"{file.name}: the optimizer is not the dictionary that Megatron-LM writes")
+        masters = entry.get("fp32_from_fp16_params", entry.get("fp32_from_fp16", []))
+        members = _grouped(groups, mine, file.name)
+        for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
+            low = iter(masters[number] if isinstance(masters, list) and number < len(masters) else ())
+            for index, parameter in zip(group["params"], parameters, strict=True):
+                nodes = dict(held.get(index, {}))
+                if masters and parameter.local.dtype.name != "float32":
+                    nodes["param"] = next(low, None)
+                _place_states(nodes, parameter, file, storages, out)
+            if next(low, None) is not None:
+                raise Misfit(f"{file.name}: group {number} has more master weights than parameters")
+
+
+def _place_states(nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: Collected) -> None:
+    for state, node in nodes.items():
+        what = f"{file.name}: {state} of {parameter.key}"
+        ref = tensor_ref(node, what)
+        if ref is None and state != "param":
+            continue  # a step as a number
+        if ref is not None and ref.shape in ((), (1,)) and state == "step":
+            continue
+        if ref is None or ref.shape != parameter.shape:
+            raise Misfit(f"{what} is {list(ref.shape) if ref else 'missing'}, the parameter {list(parameter.shape)}")
+        out.add(f"optimizer.state.{state}.", parameter.local, storages.array(file, ref, what), ref.dtype, ref.offset)
+
+
+def _chained(entries: list[Any], owned: Sequence[Owned], what: str) -> Iterator[tuple[Any, list[Owned]]]:
+    """Each optimizer of a rank with its parameters (`get_megatron_optimizer`)."""
+    experts = [p for p in owned if p.expert]
+    dense = [p for p in owned if not p.expert]
+    if len(entries) > 1 and experts:
+        yield entries[-1], experts
+        entries = entries[:-1]
+    else:
+        dense = list(owned)
+    if len(entries) == 1:
+        yield entries[0], dense
+    elif len(entries) == 2:  # overlap_param_gather_with_optimizer_step: the first model chunk has its own
+        yield entries[0], [p for p in dense if p.chunk == 0]
+        yield entries[1], [p for p in dense if p.chunk > 0]
+    else:
+        raise Misfit(f"{what}: {len(entries)} chained optimizers are not known to Megatron-LM")
+
+
+def _grouped(groups: list[Any], owned: Sequence[Owned], what: str) -> list[list[Owned]]:
+    """The parameters of each group: with or without weight decay, with a learning rate of their own or not."""
+    keys = []
+    for group in groups:
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            raise Misfit(f"{what}: a param group has no list of parameters")
+        keys.append((group.get("wd_mult", 1.0) == 0.0, group.get("is_decoupled_lr") is True))
+    if len(set(keys)) != len(keys):
+        raise Misfit(f"{what}: {len(keys)} param groups with equal decay; which parameter is in which is not stored")
+    decoupled = any(apart for _, apart in keys)
+    members: list[list[Owned]] = [[] for _ in keys]
+    for parameter in owned:
+        key = (parameter.key.endswith(".bias") or len(parameter.shape) == 1, decoupled and parameter.outer)
+        if key not in keys:
+            raise Misfit(f"{what}: no param group is for {parameter.key}", tensor=parameter.key)
+        members[keys.index(key)].append(parameter)
+    for number, (group, mine) in enumerate(zip(groups, members, strict=True)):
+        if len(group["params"]) != len(mine):
+            raise Misfit(f"{what}: group {number} has {len(group['params'])} parameters, {len(mine)} belong into it")
+    return members
+
+
+@dataclass(frozen=True)
+class FlatFile:
+    """A `distrib_optim.pt` and what decides how its job cut the buffers in it.
+
+    Attributes:
+        file: The file.
+        storages: Where its storages are noted.
+        layout: The job's layout.
+        args: Training arguments.
+        pp: Pipeline rank.
+        first_numel: Elements of all parameters of a rank of the first pipeline stage.
+    """
+
+    file: PtFile
+    storages: Storages
+    layout: Layout
+    args: Mapping[str, Any]
+    pp: int
+    first_numel: int
+
+    def numel(self, pp: int) -> int:
+        """Elements of all parameters of a rank of the first pipeline stage (the only one with several buckets)."""
+        return self.first_numel if pp == 0 else 0
+
+    def place(self, owned: Sequence[Owned], out: Collected) -> None:
+        """Notes where the state of every parameter lies.
+
+        Args:
+            owned: The rank's parameters, in the order of `named_parameters()`.
+            out: Where to note it.
+
+        Raises:
+            Misfit: The parameters do not fill the buffers.
+        """
+        for entry, mine in _chained(optimizer_entries(self.file.tree), owned, self.file.name):
+            if entry is None:
+                continue  # another rank wrote it
+            if not isinstance(entry, Mapping):
+                raise Misfit(f"{self.file.name} is not the dictionary that Megatron-LM writes")
+            wanted: dict[tuple[int, DType], list[Owned]] = {}
+            for parameter in mine:
+                wanted.setdefault((parameter.chunk, parameter.local.dtype), []).append(parameter)
+            numbers = sorted(key for key in entry if type(key) is int)
+            if len(numbers) != len(wanted):
+                raise Misfit(f"{self.file.name} has {len(numbers)} buffers, the parameters make {len(wanted)}")
+            for number, ((chunk, kind), parameters) in zip(numbers, wanted.items(), strict=True):
+                what = f"{self.file.name}: buffer {number}"
+                sizes = _bucket_sizes(entry.get("per_bucket_numel_unpadded"), number)
+                rules = list(self._rules(chunk, expert=parameters[0].expert))
+                self._buffer(_states(entry[number], kind, what), [p.local for p in parameters], sizes, rules, out)
+
+    def _rules(self, chunk: int, *, expert: bool) -> Iterator[Rules]:
+        """How they may have been cut, the likeliest first: the version that wrote the file is not known."""
+        dp = self.layout.edp if expert else self.layout.dp_cp
+        busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
+        size = bucket_size(self.args, self.layout, self) if self.pp == 0 and chunk == 0 else None
+        for align in (64, 1):
+            for early in (False, True):
+                yield Rules(dp, align, size, busbw, early)
+
+    def _buffer(
+        self,
+        states: Mapping[str, list[Any]],
+        parameters: list[Local],
+        sizes: list[int] | None,
+        rules: list[Rules],
+        out: Collected,
+    ) -> None:
+        for state, nodes in states.items():
+            what = f"{self.file.name}: {state}"
+            refs = [_flat(node, what) for node in nodes]
+            coalesced = len(refs) == 1 and sizes is None
+            if coalesced:
+                buckets = _arranged(parameters, refs[0].shape[0], rules, what)
+            else:
+                buckets = _fitted(parameters, sizes or [ref.shape[0] for ref in refs], what)
+            base = 0
+            for number, bucket in enumerate(buckets):
+                ref = refs[0 if coalesced else number]
+                array = self.storages.array(self.file, ref, what)
+                for local, start in bucket.placed:
+                    if base + start + local.numel > ref.shape[0]:
+                        raise Misfit(f"{what} has {ref.shape[0]:,} elements, its parameters take more")
+                    out.add(f"optimizer.state.{state}.", local, array, ref.dtype, ref.offset + base + start)
+                base += bucket.numel_unpadded if coalesced else 0
+
+
+def _states(value: Any, kind: DType, what: str) -> dict[str, list[Any]]:
+    """State -> its array, or its arrays bucket by bucket."""
+    if not isinstance(value, Mapping) or len(value) != 1:
+        raise Misfit(f"{what} is not what Megatron-LM has written since 2024-02; older files were keyed by model")
+    ((types, states),) = value.items()
+    names = [node.name for node in (types if isinstance(types, tuple) else (types,)) if isinstance(node, Global)]
+    if len(names) == 2 and dtype(names[0]) != kind:
+        raise Misfit(f"{what} is for {names[0]} parameters, the model's are {kind}")
+    if not isinstance(states, Mapping):
+        raise Misfit(f"{what} has no states")
+    return {
+        state: node if isinstance(node, list) else [node]
+        for state, node in states.items()
+        if isinstance(state, str) and not state.startswith("numel")
+    }
+
+
+def _bucket_sizes(value: Any, number: int) -> list[int] | None:
+    entry = value.get(number) if isinstance(value, Mapping) else None
+    if isinstance(value, list) and number < len(value):
+        entry = value[number]
+    sizes = next(iter(entry.values()), None) if isinstance(entry, Mapping) else None
+    return sizes if isinstance(sizes, list) and all(type(n) is int for n in sizes) else None
+
+
+def _flat(node: Any, what: str) -> TensorRef:
+    ref = tensor_ref(node, what)
+    if ref is None or len(ref.shape) != 1:
+        raise Misfit(f"{what} is not a flat tensor")
+    return ref
+
+
+def _fitted(parameters: list[Local], sizes: list[int], what: str) -> list[Bucket]:
+    try:
+        return fit(parameters, sizes, 64, what)
+    except Misfit:
+        return fit(parameters, sizes, 1, what)
+
+
+def _arranged(parameters: list[Local], total: int, candidates: list[Rules], what: str) -> list[Bucket]:
+    """Where parameters lie in a buffer whose buckets are stored end to end: the first rules that fill it."""
+    taken = []
+    for rules in candidates:
+        buckets = arrange(parameters, rules)
+        taken.append(sum(bucket.numel_unpadded for bucket in buckets))
+        if taken[-1] == total:
+            return buckets
+    raise Misfit(f"{what} has {total:,} elements, the rank's parameters take {taken[0]:,}")
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[TensorRef]:
+    """Every tensor somewhere in a tree of dictionaries, lists and tuples."""
+    if depth > DEEPEST:
+        raise FormatError(f"dictionaries and lists lie in one another more than {DEEPEST} deep")
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, depth + 1)
+    else:
+        ref = tensor_ref(value, "the optimizer")
+        if ref is not None:
+            yield ref
