@@ -151,6 +151,7 @@ def test_the_library_example_runs(tmp_path):
 
 
 MEGATRON = {
+    "--ckpt-format",
     "--load",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
