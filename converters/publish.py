@@ -26,6 +26,7 @@ from converters.formats.folder import open_source
 from converters.journal import JOURNAL
 from converters.names import printable
 from converters.ranks import dismiss_earlier
+from converters.records import check_archive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -340,6 +341,8 @@ def _write_slice(fd: int, piece: Slice) -> None:
     path, offset, length = piece.content
     source, at = open_source(path), piece.at
     try:
+        what = f"{printable(path.name)} at {offset}"
+        check_archive(lambda begin, n: os.pread(source, n, begin), offset, length, what)
         while length:
             data = os.pread(source, min(length, 1 << 20), offset)
             if not data:

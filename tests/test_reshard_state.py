@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 from checkpoints import REPOSITORY, copy_golden, flip, golden, payloads, run_cli, tree, write_llama
 from reshard_cases import args_of, common_of, folder_of, reshard
+from support import GOLDEN
 
-from converters.errors import DestinationError, IntegrityError, Interrupted, RequestError
+from converters.errors import DestinationError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Resumed, StopFlag
 from converters.formats import open_checkpoint
 from converters.layout import Layout
@@ -453,3 +455,17 @@ def test_another_request_does_not_continue_it(llama, tmp_path):
     assert stats.bytes_kept == 0
     reshard(source, tmp_path / "fresh", {"tp": 2}, max_memory=MIB)
     assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
+
+
+def test_an_object_that_is_carried_is_compared_with_its_checksum(tmp_path):
+    source = tmp_path / "src"
+    shutil.copytree(GOLDEN / "llama_adam_tp2pp2", source)
+    info = open_checkpoint(source).catalog.objects["rng_state/shard_0.0_2.2"]
+    path = source / "iter_0000010" / info.file
+    raw = bytearray(path.read_bytes())
+    raw[info.start + info.length // 2] ^= 4
+    path.write_bytes(raw)
+    plan = plan_reshard(open_checkpoint(source), tmp_path / "dst", Layout(tp=2, pp=2), ReshardOptions(rng="keep"))
+    with pytest.raises((IntegrityError, FormatError)):
+        run_reshard(plan)
+    assert not (tmp_path / "dst").exists()
