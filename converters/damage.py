@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.box import find_overlap, uncovered
-from converters.errors import IntegrityError
+from converters.errors import IntegrityError, RequestError
 from converters.names import fold, printable
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
+    from converters.model_args import ModelArgs
 
-__all__ = ["check_stored", "refuse_damage"]
+__all__ = ["check_stored", "refuse_contradictions", "refuse_damage"]
 
 
 def refuse_damage(catalog: Catalog, used: set[str]) -> None:
@@ -54,4 +55,15 @@ def check_stored(source: TensorInfo) -> None:
     if twice is not None:
         raise IntegrityError(
             f"{source.name} is stored twice at {boxes[twice[0]]} and {boxes[twice[1]]}", tensor=source.name
+        )
+
+
+def refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:
+    """A result made from either side of a contradiction would be wrong."""
+    found = args.contradictions(catalog)
+    if found:
+        raise RequestError(
+            "the checkpoint contradicts itself: its arguments do not fit its tensors",
+            details=[printable(text) for text in found[:8]],
+            hint="a config.json made from either would be wrong; was the checkpoint edited, or args taken from elsewhere?",
         )

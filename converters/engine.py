@@ -178,9 +178,7 @@ class _Run:
         if self.team is not None:
             self.team.check()
         if self.stop is not None and self.stop.is_set():
-            raise Interrupted(
-                self.stop.signum or 2, "stopped; finished work is kept", hint="run the same command again"
-            )
+            raise Interrupted(self.stop.signum or 2, "finished work is kept", hint="run the same command again")
 
     def _share(self, team: Team, todo: list[Task]) -> list[Task]:
         """What this rank is to do of the tasks that are left; only rank 0 knows which are."""

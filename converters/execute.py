@@ -107,8 +107,8 @@ def _ignore(event: object) -> None:
 
 def _need_room(destination: Path, needed: int) -> None:
     try:
-        free = free_bytes(destination.parent)
         staged = beside(destination, "partial")
+        free = free_bytes(staged.parent)
         held = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
     except OSError as error:
         raise os_trouble(error, destination, "checking") from error

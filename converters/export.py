@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from converters import __version__
-from converters.damage import refuse_damage
+from converters.damage import refuse_contradictions, refuse_damage
 from converters.errors import FormatError, RequestError
 from converters.execute import execute
 from converters.formats.folder import read_small
@@ -163,7 +163,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     reference = _read_reference(options.hf_config)
     args = ModelArgs.from_catalog(catalog)
-    _refuse_contradictions(args, catalog)
+    refuse_contradictions(args, catalog)
     model = _choose(args, catalog, options, reference)
     vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")
     mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
@@ -232,16 +232,6 @@ def _size(files: Mapping[str, bytes | Path]) -> int:
         return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
     except OSError as error:
         raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
-
-
-def _refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:
-    found = args.contradictions(catalog)
-    if found:
-        raise RequestError(
-            "the checkpoint contradicts itself: its arguments do not fit its tensors",
-            details=[printable(text) for text in found[:8]],
-            hint="a config.json made from either would be wrong; was the checkpoint edited, or args taken from elsewhere?",
-        )
 
 
 def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any]) -> Model:

@@ -60,12 +60,22 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
     if destination.is_symlink() and not destination.exists():
         raise DestinationError(f"{shown} is a dangling symbolic link")
     if destination.exists():
+        if destination.is_mount():
+            raise DestinationError(
+                f"{shown} is a mount point, which nothing can be renamed onto", hint=f"use a folder in it: {shown}/NAME"
+            )
         if not destination.is_dir():
             raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
         if not overwrite and not _is_empty(destination):
             raise DestinationError(
                 f"{shown} already exists and is not empty",
                 hint="choose another directory, or add --overwrite to replace it after success",
+            )
+        if overwrite and not _is_empty(destination) and not _is_ours(destination):
+            raise DestinationError(
+                f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it",
+                details=[f"it holds {', '.join(printable(e.name) for e in sorted(destination.iterdir())[:4])}"],
+                hint="choose another directory",
             )
     ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
     if not ancestor.is_dir():
@@ -87,6 +97,13 @@ def beside(destination: Path, what: str) -> Path:
     """The hidden folder beside a destination that holds what is not the result yet."""
     real = _resolve(destination)
     return real.with_name(f".{real.name}.distckpt-{what}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds what a checkpoint or a model folder holds, so that replacing it is what was meant."""
+    marks = {"distckpt-report.json", "latest_checkpointed_iteration.txt", "config.json", ".metadata", "metadata.json"}
+    with os.scandir(folder) as entries:
+        return any(entry.name in marks or entry.name.endswith(".safetensors") for entry in entries)
 
 
 def free_bytes(path: Path) -> int:

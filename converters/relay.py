@@ -22,7 +22,7 @@ def packed(error: BaseException | None) -> dict[str, Any] | None:
     if error is None:
         return None
     if isinstance(error, KeyboardInterrupt):
-        error = Interrupted(signal.SIGINT, "stopped; finished work is kept", hint=AGAIN)
+        error = Interrupted(signal.SIGINT, "finished work is kept", hint=AGAIN)
     if not isinstance(error, DistckptError):
         error = DistckptError(f"internal error: {type(error).__name__}: {error}", hint="this is a bug in distckpt")
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
-from converters.damage import refuse_damage
+from converters.damage import refuse_contradictions, refuse_damage
 from converters.execute import execute
 from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
@@ -130,8 +130,17 @@ def plan_reshard(
         state,
         job,
         (*dropped, *state.dropped),
-        (*made.notes, *state.notes),
+        (*made.notes, *state.notes, *_losses(catalog)),
     )
+
+
+def _losses(catalog: Catalog) -> list[str]:
+    if catalog.args:
+        return []
+    return [
+        f"the model's configuration that {catalog.flavour} keeps beside its tensors is not carried over: "
+        "copy it for the job that loads the result, and export to Hugging Face from the source"
+    ]
 
 
 @dataclass(frozen=True)
@@ -157,6 +166,7 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     """Works everything out from the catalog."""
     catalog = reader.catalog
     args = ModelArgs.from_catalog(catalog)
+    refuse_contradictions(args, catalog)
     shapes = {name: t.shape for name, t in catalog.weights.items()}
     notes = check_layout(args, layout, shapes)
     outline = Outline.of(args, shapes)

@@ -217,13 +217,22 @@ class Targets:
         return (self._vocab_rows(name, shape[0]), *shape[1:]) if name in VOCABULARY else shape
 
     def _vocab_rows(self, name: str, stored: int) -> int:
-        true = self.options.vocab_size or self.args.vocab_size
+        asked, known = self.options.vocab_size, self.args.vocab_size
+        if asked is not None and not 0 < asked <= stored:
+            raise RequestError(f"--vocab-size {asked} is not possible: {name} has {stored} rows", tensor=name)
+        if asked is not None and known is not None and asked < known:
+            raise RequestError(
+                f"--vocab-size {asked} would cut trained rows: the vocabulary of {name} has {known}", tensor=name
+            )
+        true = known if asked is None else asked
         divisible = self.catalog.args.get("make_vocab_size_divisible_by", 128)
+        if not isinstance(divisible, int) or divisible < 1:
+            raise RequestError(f"the argument make_vocab_size_divisible_by is {divisible!r}, not a positive number")
         if true is None:  # nobody knows how many rows are padding: keep them all, and pad further if tp asks for it
             return -(-stored // self.layout.tp) * self.layout.tp
         rows = padded_vocab(true, divisible, self.layout.tp)
-        if true > stored:
-            raise RequestError(f"--vocab-size {true} is more than the {stored} rows of {name}", tensor=name)
+        if not 0 < true <= stored:
+            raise RequestError(f"the arguments give a vocabulary of {true}, but {name} has {stored} rows", tensor=name)
         return rows
 
 

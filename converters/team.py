@@ -277,7 +277,7 @@ class Team:
         if self.trouble is not None and not (stopped and isinstance(self.trouble, Stopped)):
             raise self.trouble
         if stopped and self._stop is not None:
-            raise Interrupted(self._stop.signum or 2, "stopped; finished work is kept", hint=AGAIN)
+            raise Interrupted(self._stop.signum or 2, "finished work is kept", hint=AGAIN)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         begin = time.monotonic()

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import typer
@@ -25,7 +26,7 @@ from distckpt_cli.exits import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Console", "UsageProblem", "format_count", "format_size", "parse_size", "plain", "table"]
+__all__ = ["Console", "UsageProblem", "format_count", "format_size", "named", "parse_size", "plain", "table"]
 
 _STYLES = {"error": "31;1", "warning": "33;1", "ok": "32", "dim": "2", "bold": "1", "hint": "36"}
 _LABEL = 10  # width of the labels of a card: "model     "
@@ -76,6 +77,17 @@ def parse_size(text: str, option: str = "size") -> int:
         )
     exponent = " kmgtp".index((found[2] or " ").lower())
     return int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if exponent else int(float(found[1]))
+
+
+def named(dst: str) -> Path:
+    """The destination that was named.
+
+    Raises:
+        UsageProblem: An empty one, most likely a shell variable that is not set.
+    """
+    if not dst:
+        raise UsageProblem("no destination was named: the path is empty", hint="is a shell variable unset?")
+    return Path(dst).expanduser()
 
 
 def plain(value: Any) -> Any:

@@ -340,7 +340,9 @@ def test_vocab_size(tmp_path):
             assert got[name].shape == (asked, 32)
         assert np.array_equal(got["model.embed_tokens.weight"][:120], want[:asked])
         assert json.loads((tmp_path / str(asked) / "config.json").read_text())["vocab_size"] == asked
-        padding = [d for d in report_of(tmp_path / str(asked))["dropped"] if "padding" in d["reason"]]
+        dropped = report_of(tmp_path / str(asked))["dropped"]
+        padding = [d for d in dropped if "padding rows" in d["reason"] or "are trained" in d["reason"]]
+        assert all(("are trained" in d["reason"]) == (asked < 120) for d in padding)
         assert len(padding) == (0 if asked == 128 else 2)
     for asked in (0, -1, 129):
         with pytest.raises(RequestError, match="128 rows"):
@@ -548,6 +550,9 @@ def test_overwrite_replaces_only_after_success(tmp_path):
     (out / "mine.txt").write_text("keep me until the end")
     with pytest.raises(DestinationError, match="not empty"):
         export(GOLDEN / "llama_adam_tp2pp2", out)
+    with pytest.raises(DestinationError, match="does not look like a checkpoint or a model"):
+        export(GOLDEN / "llama_adam_tp2pp2", out, overwrite=True)
+    (out / "config.json").write_text("{}")
     with pytest.raises(RequestError):
         export(GOLDEN / "llama_adam_tp2pp2", out, overwrite=True, arch="gpt2")
     assert (out / "mine.txt").exists()

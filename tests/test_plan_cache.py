@@ -618,6 +618,7 @@ def test_the_command_says_so_only_when_asked(tmp_path):
 # ---------------------------------------------------------------------- what it is for
 
 
+@pytest.mark.slow  # speed is measured by scripts/; a loaded machine must not turn the suite red
 def test_the_second_run_plans_in_no_time(tmp_path, cache):
     """CPU time, the best of three; scripts/bench_plan.py measures it precisely."""
     first, second = [], []

@@ -95,6 +95,8 @@ def resolve_folder(path: str | Path) -> Path:
     Raises:
         FormatError: Nothing there, or more than one checkpoint and no tracker file to choose.
     """
+    if not str(path):
+        raise FormatError("no checkpoint was named: the path is empty", hint="is a shell variable unset?")
     given = Path(path).expanduser()
     if given.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
         given = given.absolute() if not given.name else given.resolve()

@@ -171,6 +171,9 @@ class TorchDistReader:
             problems.append(
                 Problem("warning", "metadata.json is missing: Megatron writes it last, so the save may be unfinished")
             )
+        if common is None and flavour != "torch DCP":
+            text = "common.pt is missing: arguments, scheduler and parts of the optimizer are not known"
+            problems.append(Problem("warning", text))
         evidence = {
             "save_id": _save_id(metadata),
             "embedded": _COMMON_OBJECT in metadata.objects,

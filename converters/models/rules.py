@@ -147,7 +147,12 @@ class Vocab:
         out.rows(target + self.target, tensor, [(0, 0, out.vocab)])
         if out.vocab < rows:
             padding = Box((out.vocab, *(0,) * (len(tensor.shape) - 1)), (rows - out.vocab, *tensor.shape[1:]))
-            out.drops.append(Drop(tensor.name, padding, "padding rows of the vocabulary"))
+            known = out.args.vocab_size
+            cut = known is not None and out.vocab < known
+            reason = (
+                f"beyond --vocab-size, although {known} rows are trained" if cut else "padding rows of the vocabulary"
+            )
+            out.drops.append(Drop(tensor.name, padding, reason))
 
 
 def _qkv_rows(args: ModelArgs) -> Iterator[tuple[int, int, int, int]]:

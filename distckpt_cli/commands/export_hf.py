@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.console import Console, UsageProblem, format_count, format_size, parse_size
+from distckpt_cli.console import Console, UsageProblem, format_count, format_size, named, parse_size
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Ckpt, Json, ProgressMode, Quiet, RankTimeout, Verbose  # noqa: TC001 - Typer reads the annotations
 
@@ -86,7 +86,7 @@ def export_hf(
     from converters.formats import open_checkpoint
     from converters.ranks import Ranks
 
-    plan = plan_export(open_checkpoint(src), Path(dst).expanduser(), options)
+    plan = plan_export(open_checkpoint(src), named(dst), options)
     if dry_run:
         _show_plan(console, plan)
         return ExitCode.OK
@@ -169,10 +169,10 @@ def _card(console: Console, plan: ExportPlan) -> None:
 
 
 def _show_plan(console: Console, plan: ExportPlan) -> None:
-    from converters.publish import free_bytes
+    from converters.publish import beside, free_bytes
 
     job = plan.job
-    free = free_bytes(plan.destination)
+    free = free_bytes(beside(plan.destination, "partial").parent)
     if console.json_asked:
         body: dict[str, Any] = {
             **plan.report(),

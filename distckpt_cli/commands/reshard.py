@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.console import Console, UsageProblem, format_size, parse_size
+from distckpt_cli.console import Console, UsageProblem, format_size, named, parse_size
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import (  # noqa: TC001 - Typer reads the annotations
     Ckpt,
@@ -121,6 +120,19 @@ def reshard(
     from distckpt_cli.signals import stop_on_signals
 
     mode = choose_mode(progress, quiet=quiet)
+    sizes = {
+        "--tp": tp,
+        "--pp": pp,
+        "--vpp": vpp,
+        "--ep": ep,
+        "--etp": etp,
+        "--cp": cp,
+        "--dp": dp,
+        "--threads": threads,
+    }
+    for option, value in sizes.items():
+        if value is not None and value < 1:
+            raise UsageProblem(f"{option} is {value}; it must be 1 or more")
     _check("--optimizer", optimizer, ("fully_reshardable", "dp_reshardable", "keep", "none"))
     _check("--layers", layers, ("stacked", "per-layer", "keep"))
     _check("--rng", rng, ("keep", "drop", "auto"))
@@ -155,8 +167,8 @@ def reshard(
         threads=threads or min(4, max(2, os.cpu_count() or 2)),
         overwrite=overwrite,
     )
-    cache = None if no_plan_cache or dry_run else PlanCache.default(plan_cache)
-    plan = plan_reshard(open_checkpoint(src), Path(dst).expanduser(), layout, options, cache=cache)
+    cache = None if no_plan_cache else PlanCache.default(plan_cache)
+    plan = plan_reshard(open_checkpoint(src), named(dst), layout, options, cache=cache)
     for text in cache.said if cache and verbose else ():
         console.note(text)
     if dry_run:
@@ -228,17 +240,17 @@ def _card(console: Console, plan: ReshardPlan) -> None:
 
 
 def _show_plan(console: Console, plan: ReshardPlan) -> None:
-    from converters.publish import free_bytes
+    from converters.publish import beside, free_bytes
 
-    job = plan.job
+    job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)
     if console.json_asked:
         body = {**_document(plan), "dry_run": True, "bytes_read": job.bytes_read, "bytes_written": job.bytes_written}
-        console.document("distckpt.reshard/1", {**body, "free_bytes": free_bytes(plan.destination)})
+        console.document("distckpt.reshard/1", {**body, "free_bytes": free})
         return
     _card(console, plan)
     console.fact("read", f"{format_size(job.bytes_read)} from {len(plan.reader.files)} files")
     size = f"{format_size(job.bytes_written)} to {len(job.files)} files in {plan.destination}/{plan.folder}"
-    console.fact("write", f"{size}  (free: {format_size(free_bytes(plan.destination))})")
+    console.fact("write", f"{size}  (free: {format_size(free)})")
     console.fact("workers", f"{job.threads}, {format_size(job.peak_memory)} of buffers")
     for text in plan.notes:
         console.note(text)

@@ -212,12 +212,13 @@ class Replacing(Case):
     def prepare(self):
         (self.out / "sub").mkdir(parents=True)
         (self.out / "theirs.txt").write_text("old")
+        (self.out / "config.json").write_text("{}")  # a folder without any such mark is not replaced
         (self.out / "sub" / "more.txt").write_text("old")
 
     def complete(self):
         assert self.out.exists(), "neither the old nor the new contents are there"
         if (self.out / "theirs.txt").exists():
-            assert tree(self.out).keys() == {"theirs.txt", "sub/more.txt"}
+            assert tree(self.out).keys() == {"theirs.txt", "config.json", "sub/more.txt"}
             return False
         assert tree(self.out) == self.wanted
         return True
