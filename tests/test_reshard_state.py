@@ -266,7 +266,9 @@ def test_state_of_the_saving_ranks_is_dropped_and_listed(tmp_path):
         ("llama4_dpreshardable_pp4dp2", ["--pp", "3"], "--pp 3", "1, 2 or 4"),
         ("mixtral_adam_ep2tp2", ["--ep", "3"], "4 experts cannot be divided among --ep 3", "try 1, 2 or 4"),
         ("llama_adam_tp2pp2", ["--ep", "2"], "--ep 2 is for a mixture of experts", "leave --ep out"),
-        ("llama_adam_tp2pp2", ["--vocab-size", "500"], "--vocab-size 500 is more than the 128 rows", None),
+        ("llama_adam_tp2pp2", ["--vocab-size", "500"], "--vocab-size 500 is not possible", None),
+        ("llama_adam_tp2pp2", ["--vocab-size", "100"], "--vocab-size 100 would cut trained rows", None),
+        ("llama_adam_tp2pp2", ["--vocab-size", "-4"], "--vocab-size -4 is not possible", None),
         ("llama_adam_tp2pp2", ["--tp", "4", "--rng", "keep"], "random state", "--rng drop"),
     ],
 )
