@@ -290,7 +290,7 @@ def test_a_signal_to_all_is_an_interruption(llama, tmp_path):
         done = finish(processes, begin, 30)
     assert done.codes == [143] * 3
     assert done.err.count("stopping after") == 1
-    assert done.err.count("stopped; finished work is kept") == 1
+    assert done.err.count("stopped finished work is kept") == 1
     resume(1, llama[0], into, llama[1])
 
 
