@@ -10,31 +10,28 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
-from converters.damage import check_stored
 from converters.errors import FormatError, IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
-from converters.names import printable
+from converters.gather import Gatherer, Sources
 from converters.publish import os_trouble
 from converters.sealing import seal
 from converters.worker import Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from converters.catalog import Chunk
     from converters.crc import Segment
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
+    from converters.gather import Segments
     from converters.job import Job, Task
     from converters.publish import Staging
-    from converters.records import Payload
     from converters.team import Team, TeamStaging
-    from converters.worker import Segments
 
 __all__ = ["Stats", "run"]
 
@@ -119,10 +116,7 @@ class _Run:
         self.job, self.reader, self.staging, self.listener, self.stop = job, reader, staging, listener, stop
         self.team = team
         self.stats = Stats()
-        self.sums = RecordSums()
-        self.payloads: dict[int, Payload] = {}
-        self.owner: dict[int, str] = {}
-        self.chunks: OrderedDict[str, list[Chunk]] = OrderedDict()
+        self.sources = Sources(reader, job.sources)
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
         self.finished: list[Task] = []  # since the last safe point
@@ -195,19 +189,20 @@ class _Run:
     def _progress(self) -> dict[str, Any]:
         with self.lock:
             written = self.stats.bytes_written
-            return {"bytes": written, "moved": written + self.stats.bytes_read, "files": self.complete.copy()}
+            return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self.complete.copy()}
 
     def _hand_over(self, team: Team) -> None:
         """Gives rank 0 the checksums of records that this rank has not read or written all of."""
-        sums = [(self.owner[piece[0]], *piece) for piece in self.sums.listed()]
-        team.hand_over({"sums": sums, "written": self.written.listed(), "stats": vars(self.stats)})
+        self._count_reading()
+        team.hand_over(
+            {"sums": self.sources.sums.listed(), "written": self.written.listed(), "stats": vars(self.stats)}
+        )
 
     def _take_over(self, team: Team) -> None:
         """Waits for the other ranks, and goes on with what they have begun."""
         for left in team.collect():
-            for owner, record, *segment in left["sums"]:
-                self.owner[record] = owner
-                self.sums.add(record, tuple(segment))
+            for record, *segment in left["sums"]:
+                self.sources.sums.add(record, tuple(segment))
             for record, *segment in left["written"]:
                 self.written.add(record, tuple(segment))
             for name in ("bytes_read", "bytes_written", "records_checked"):
@@ -244,7 +239,7 @@ class _Run:
         for line in self.staging.resumed:
             done.update(line["tasks"])
             for record, *segment in line["sums"]:
-                self.sums.add(record, tuple(segment))
+                self.sources.sums.add(record, tuple(segment))
             for record, *segment in line["written"]:
                 self.written.add(record, tuple(segment))
         todo = [task for task in self.job.tasks if task.number not in done]
@@ -254,9 +249,6 @@ class _Run:
             self.stats.bytes_kept = sum(task.nbytes for task in kept)
             whole = len(self.job.files) - len(left)
             self.listener(Resumed(self.stats.bytes_kept, whole))
-            for task in kept:
-                for tile in task.tiles:
-                    self.chunks_of(tile.source)
         return todo
 
     def _watch(self, threads: Sequence[threading.Thread]) -> None:
@@ -291,41 +283,11 @@ class _Run:
         except OSError as error:
             raise os_trouble(error, path, "syncing") from error
 
-    def payload(self, record: int, locate: Callable[[], Payload]) -> Payload:
-        """Where a record's elements lie; `locate` finds out the first time."""
-        known = self.payloads.get(record)
-        if known is None:
-            known = locate()
-            with self.lock:
-                self.payloads[record] = known
-        return known
-
-    def chunks_of(self, source: str) -> list[Chunk]:
-        """The stored pieces of a source tensor, checked to tile it."""
-        with self.lock:
-            known = self.chunks.get(source)
-            if known is not None:
-                return known
-        info = self.job.sources[source]
-        check_stored(info)
-        made = info.chunks()
-        with self.lock:
-            self.owner.update((chunk.record, source) for chunk in made)
-            self.chunks[source] = made
-            while len(self.chunks) > 64:
-                self.chunks.popitem(last=False)
-        return made
-
     def should_stop(self) -> bool:
         """Whether workers should stop before the next tile."""
         if self.failure is not None or (self.stop is not None and self.stop.is_set()):
             return True
         return self.team is not None and self.team.should_stop()
-
-    def count_read(self, nbytes: int) -> None:
-        """Notes bytes that a worker has read."""
-        with self.lock:
-            self.stats.bytes_read += nbytes
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first failure; the others follow from it."""
@@ -358,39 +320,14 @@ class _Run:
         for number in complete:
             self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
 
-    def check_sum(self, record: int, payload: Payload) -> None:
-        """Compares a record's checksum if all of it has been read, and forgets the record."""
-        if payload.crc is None:
-            return
-        found = self.sums.take(record, payload.crc_nbytes)
-        if found is None:
-            return
-        if found != payload.crc:
-            file = self.reader.files[self.reader.file_of(record)].name
-            tensor = self.owner[record]
-            raise IntegrityError(
-                f"{printable(file)} is damaged: the bytes of {printable(tensor)} do not match their checksum",
-                details=[
-                    f"record at byte {payload.crc_offset}, {payload.crc_nbytes} bytes: "
-                    f"stored CRC-32 {payload.crc:08x}, computed {found:08x}"
-                ],
-                hint="restore this file from a copy; nothing was published",
-                tensor=tensor,
-            )
-        with self.lock:
-            self.stats.records_checked += 1
-            self.owner.pop(record, None)
-            self.payloads.pop(record, None)
-
     def _complete_sums(self) -> None:
-        """Reads what is still unread of records that were read in part, so that every record used is checked."""
-        worker = Worker(self)
+        gatherer = Gatherer(self.sources)
         try:
-            for record in sorted(self.sums.pieces):
-                payload = worker.payload(record)
-                if payload.crc is not None:
-                    for start, nbytes in self.sums.gaps(record, payload.crc_nbytes):
-                        worker.read_through(record, payload, start, nbytes)
-                self.check_sum(record, payload)
+            self.sources.complete(gatherer)
         finally:
-            worker.close()
+            gatherer.close()
+        self._count_reading()
+
+    def _count_reading(self) -> None:
+        self.stats.bytes_read += self.sources.bytes_read
+        self.stats.records_checked += self.sources.records_checked

@@ -50,6 +50,7 @@ LEVELS = {
     "blueprint": 5,
     "board": 5,
     "engine": 5,
+    "gather": 4,
     "publish": 5,
     "reshard_state": 5,
     "reshard_targets": 5,
