@@ -7,33 +7,29 @@ element. It is also how the `fully_reshardable` files of Megatron-Core 0.15.0 to
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.box import Box, contiguous_tiles, runs
+from converters.box import Box, contiguous_tiles
 from converters.errors import FormatError, IntegrityError
-from converters.formats.folder import close_source, open_source, read_at
+from converters.gather import UNSIGNED, Gatherer, Sources
 from converters.names import fold, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from converters.catalog import Catalog, Chunk, TensorInfo
+    from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
     from converters.formats.base import Reader
-    from converters.records import Payload
 
 __all__ = ["mismatches", "prove_masters", "refusal", "rounded"]
 
 _PREFIX = "optimizer.state.param."
 _TILE = 1 << 20  # elements
 _SAMPLE = 1 << 12
-_UNSIGNED: dict[int, Any] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_OPEN_FILES = 32
 
 
 def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
@@ -75,11 +71,13 @@ def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo], *, sample: boo
     names = [name for name in names if name in weights]
     if sample:
         names = [name for _, members in fold(names) for name in _spread(members)]
-    source = _Source(reader)
+    both = {_PREFIX + n: tensors[_PREFIX + n] for n in names} | {n: weights[n] for n in names}
+    gatherers = [Gatherer(sources := Sources(reader, both)), Gatherer(sources)]
     try:
-        return [n for n in names if not _agree(source, tensors[_PREFIX + n], weights[n], sample=sample)]
+        return [n for n in names if not _agree(gatherers, tensors[_PREFIX + n], weights[n], sample=sample)]
     finally:
-        source.close()
+        for gatherer in gatherers:
+            gatherer.close()
 
 
 def _spread(members: list[str], most: int = 16) -> list[str]:
@@ -88,16 +86,14 @@ def _spread(members: list[str], most: int = 16) -> list[str]:
     return [members[i * (len(members) - 1) // steps] for i in range(steps + 1)] if steps else members[:1]
 
 
-def _agree(source: _Source, master: TensorInfo, weight: TensorInfo, *, sample: bool) -> bool:
+def _agree(gatherers: Sequence[Gatherer], master: TensorInfo, weight: TensorInfo, *, sample: bool) -> bool:
     if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
         return False
     rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
-    chunks = master.chunks(), weight.chunks()
     for number, box in enumerate(contiguous_tiles(Box.whole(rows), _SAMPLE if sample else _TILE)):
         if sample and number:
             break
-        have = source.read(chunks[0], box, master.dtype)
-        want = source.read(chunks[1], box, weight.dtype)
+        have, want = (g.gather(tensor.name, box) for g, tensor in zip(gatherers, (master, weight), strict=True))
         if not _same(rounded(have, master.dtype, weight.dtype), want, weight.dtype):
             return False
     return True
@@ -132,77 +128,9 @@ def rounded(bits: NDArray[Any], source: DType, target: DType) -> NDArray[Any]:
         values = _floats(np.ascontiguousarray(bits), source)
         out: NDArray[Any]
         if target.name != "bfloat16":
-            out = values.astype(f"<f{target.itemsize}").view(_UNSIGNED[target.itemsize])
+            out = values.astype(f"<f{target.itemsize}").view(UNSIGNED[target.itemsize])
             return out
         wide: NDArray[Any] = values.astype("<f4").view("<u4")
         out = ((wide + (((wide >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype("<u2")
         out[np.isnan(values)] = 0x7FC0
         return out
-
-
-class _Source:
-    """Reads boxes of stored tensors; holds one tile."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self._open: OrderedDict[int, int] = OrderedDict()
-        self._payloads: OrderedDict[int, Payload] = OrderedDict()
-
-    def read(self, chunks: Iterable[Chunk], box: Box, kind: DType) -> NDArray[Any]:
-        """The elements of a box, as unsigned integers of their size.
-
-        Raises:
-            IntegrityError: Nothing is stored for some of them.
-        """
-        out: NDArray[Any] = np.zeros(box.shape, _UNSIGNED[kind.itemsize])
-        left = box.volume
-        for chunk in chunks:
-            part = chunk.box.intersect(box) if box.shape else box
-            if part is None:
-                continue
-            if chunk.record < 0:
-                raise IntegrityError("a record of the optimizer state is missing")
-            piece = self._piece(chunk, part, kind.itemsize).view(out.dtype).reshape(part.shape)
-            out[part.relative_to(box.start).slices] = piece
-            left -= part.volume
-        if left:
-            raise IntegrityError(f"{left} elements of the optimizer state or of its weight are not stored once")
-        return out
-
-    def _piece(self, chunk: Chunk, part: Box, itemsize: int) -> NDArray[np.uint8]:
-        payload, fd = self._payload(chunk.record), self._file(self._reader.file_of(chunk.record))
-        first, length, outer = runs(part.relative_to(chunk.box.start), chunk.box.shape)
-        skips = np.zeros(1, np.int64)
-        for count, stride in outer:
-            skips = (skips[:, None] + np.arange(count, dtype=np.int64) * stride).reshape(-1)
-        begin = payload.offset + (chunk.base + first) * itemsize
-        if int(skips[-1]) * itemsize + begin + length * itemsize > payload.offset + payload.nbytes:
-            raise FormatError(f"a chunk reaches beyond its record of {payload.nbytes} bytes")
-        raw = b"".join(read_at(fd, begin + skip * itemsize, length * itemsize) for skip in skips.tolist())
-        if len(raw) != part.volume * itemsize:
-            raise FormatError(f"{self._reader.files[self._reader.file_of(chunk.record)].name} ends early")
-        return np.frombuffer(raw, np.uint8)
-
-    def _payload(self, record: int) -> Payload:
-        known = self._payloads.get(record)
-        if known is None:
-            fd = self._file(self._reader.file_of(record))
-            known = self._payloads[record] = self._reader.locate(record, lambda at, n: read_at(fd, at, n))
-            while len(self._payloads) > 4096:
-                self._payloads.popitem(last=False)
-        return known
-
-    def _file(self, number: int) -> int:
-        fd = self._open.get(number)
-        if fd is None:
-            if len(self._open) >= _OPEN_FILES:
-                close_source(self._open.popitem(last=False)[1])
-            fd = self._open[number] = open_source(self._reader.files[number])
-        else:
-            self._open.move_to_end(number)
-        return fd
-
-    def close(self) -> None:
-        """Closes all files."""
-        while self._open:
-            close_source(self._open.popitem()[1])
