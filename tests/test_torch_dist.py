@@ -11,7 +11,7 @@ from support import GOLDEN, read_tensor
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
-from converters.formats.folder import resolve_folder
+from converters.formats.resolve import resolve
 from converters.optimizer_layout import optimizer_layout
 from converters.pickles import fields, set_field
 
@@ -140,18 +140,18 @@ def test_paths_that_lead_to_a_checkpoint(tmp_path):
     root = GOLDEN / "llama_adam_tp2pp2"
     data = root / "iter_0000010"
     for path in (root, data, data / ".metadata", data / "__1_0.distcp", data / "common.pt", str(root)):
-        assert resolve_folder(path) == data
+        assert resolve(path) == data
     nemo = golden("nemo2_llama4_weights_tp2pp2")
     for path in (GOLDEN / "nemo2_llama4_weights_tp2pp2", nemo.parent, nemo, nemo.parent / "context"):
-        assert resolve_folder(path) == nemo
+        assert resolve(path) == nemo
     shutil.copytree(data, tmp_path / "a" / "release")
     (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text("release\n")
     shutil.copytree(data, tmp_path / "a" / "iter_0000020")
-    assert resolve_folder(tmp_path / "a").name == "release"
+    assert resolve(tmp_path / "a").name == "release"
     (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text("20")
-    assert resolve_folder(tmp_path / "a").name == "iter_0000020"
+    assert resolve(tmp_path / "a").name == "iter_0000020"
     shutil.copytree(data, tmp_path / "b" / "iter_0000030")  # one iteration and no tracker
-    assert resolve_folder(tmp_path / "b").name == "iter_0000030"
+    assert resolve(tmp_path / "b").name == "iter_0000030"
 
 
 def refused(path):

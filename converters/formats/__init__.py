@@ -1,4 +1,4 @@
-"""Storage formats: one file each, found by `open_checkpoint`."""
+"""Storage formats: one file each, declared in `registry`, found by `open_checkpoint`."""
 
 from __future__ import annotations
 
@@ -6,48 +6,56 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import FormatError
-from converters.formats.canonical import backend_of
-from converters.formats.folder import resolve_folder
-from converters.formats.legacy import LegacyReader
-from converters.formats.torch_dist import TorchDistReader
-from converters.formats.zarr import ZarrReader
+from converters.errors import FormatError, RequestError
+from converters.formats.registry import REGISTRY, backend_of, detect
+from converters.formats.resolve import resolve
 from converters.names import printable
 
 if TYPE_CHECKING:
     from converters.formats.base import Reader
+    from converters.formats.registry import Format
 
 __all__ = ["REGISTRY", "open_checkpoint"]
 
-REGISTRY: tuple[type[Reader], ...] = (TorchDistReader, ZarrReader, LegacyReader)
-"""Every format we read, in the order they are tried."""
 
-
-def open_checkpoint(path: str | Path) -> Reader:
+def open_checkpoint(path: str | Path, name: str | None = None) -> Reader:
     """Opens the checkpoint that a path means: a training root, an iteration, NeMo's folder, or a file inside.
+
+    Args:
+        path: Where it lies.
+        name: Name of the format to read it as; by default it is recognised.
 
     Raises:
         FormatError: Nothing there, unfinished, unsafe, or in a format we do not know.
+        RequestError: There is no format of that name.
     """
     try:
-        folder = resolve_folder(path)
-        for reader in REGISTRY:
-            if reader.detect(folder):
-                opened = reader.open(folder)
-                given = Path(path).expanduser()
-                outer = given.is_dir() and not given.name.startswith("mp_rank_")
-                opened.catalog = replace(opened.catalog, opened=given if outer else folder)
-                return opened
-        raise _unreadable(folder)
+        place = resolve(path)
+        found = _named(name) if name is not None else detect(place)
+        if found is None:
+            raise _unreadable(place)
+        opened = found.load().open(place)
+        given = Path(path).expanduser()
+        outer = given.is_dir() and not given.name.startswith("mp_rank_")
+        opened.catalog = replace(opened.catalog, opened=given if outer else place)
+        return opened
     except OSError as error:  # a failing disk, a folder that may not be listed
         what = printable(str(error.filename or path))
         raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
 
 
-def _unreadable(folder: Path) -> FormatError:
-    names = sorted(entry.name for entry in folder.iterdir())
-    shown = printable(str(folder))
-    backend = backend_of(folder)
+def _named(name: str) -> Format:
+    for found in REGISTRY:
+        if found.name == name:
+            return found
+    known = ", ".join(found.name for found in REGISTRY)
+    raise RequestError(f"there is no format {printable(name)!r}", hint=f"known: {known}")
+
+
+def _unreadable(place: Path) -> FormatError:
+    names = sorted(entry.name for entry in place.iterdir())
+    shown = printable(str(place))
+    backend = backend_of(place)
     if backend is not None:
         return FormatError(f"{shown} is in the format '{printable(backend)}', which this version does not read")
     return FormatError(f"{shown} is not a checkpoint that distckpt knows", details=[f"found: {', '.join(names[:6])}"])

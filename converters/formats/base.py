@@ -36,11 +36,6 @@ class Reader(Protocol):
         ...
 
     @classmethod
-    def detect(cls, folder: Path) -> bool:
-        """Whether a folder, as `resolve_folder` found it, is in this format. Looks at names and small files only."""
-        ...
-
-    @classmethod
     def open(cls, folder: Path) -> Reader:
         """Reads what is needed to know the catalog; no tensor data.
 

@@ -6,7 +6,6 @@ each layer, each expert, and the whole projection.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ import numpy as np
 
 from converters.catalog import ObjectInfo, Part, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
-from converters.formats.folder import read_small
 from converters.names import natural_key, parse_key, printable
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.names import ParsedKey
 
-__all__ = ["KeyedArray", "backend_of", "canonical_tensors", "iteration_of", "object_info"]
+__all__ = ["KeyedArray", "canonical_tensors", "iteration_of", "object_info"]
 
 _OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
 _MOST_TENSORS = 1 << 18  # of one key: more layers times experts than that is a damaged shape
@@ -138,25 +136,6 @@ def object_info(key: str, file: str, start: int, length: int, *, wrapped: bool =
     name, offset, grid = (found[1], found[2], found[3]) if found else (key, "0", "1")
     numbers = [tuple(int(n) for n in text.split(".") if n) for text in (offset, grid)]
     return ObjectInfo(name, key, numbers[0], numbers[1], file, start, length, wrapped)
-
-
-def backend_of(folder: Path) -> str | None:
-    """The `sharded_backend` that `metadata.json` names; None if there is no such file.
-
-    Raises:
-        FormatError: It is not the JSON that Megatron writes.
-    """
-    path = folder / "metadata.json"
-    if not path.exists():
-        return None
-    try:
-        document = json.loads(read_small(path, 1 << 20))
-        backend = document.get("sharded_backend")
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise FormatError(
-            "metadata.json is not the JSON that Megatron writes", details=[printable(str(error))]
-        ) from error
-    return str(backend)
 
 
 def iteration_of(folder: Path) -> int | None:

@@ -64,12 +64,6 @@ class LegacyReader:
         self.catalog = self._catalog()
 
     @classmethod
-    def detect(cls, folder: Path) -> bool:
-        """Whether the folder has `mp_rank_*` folders and nothing of a later format."""
-        names = {path.name for path in folder.iterdir()}
-        return not {".metadata", "metadata.json"} & names and any(name.startswith("mp_rank_") for name in names)
-
-    @classmethod
     def open(cls, folder: Path) -> LegacyReader:
         """Reads directory and pickle of every file."""
         names = rank_folders(folder)

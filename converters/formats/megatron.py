@@ -7,11 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from converters.errors import FormatError
-from converters.formats.folder import read_small
-from converters.names import parse_key, printable
+from converters.names import parse_key
 from converters.pickles import Obj, fields
 
 if TYPE_CHECKING:
@@ -19,8 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = ["CommonFacts", "common_facts", "find_flavour", "find_producer"]
-
-_YAML_LIMIT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,35 +93,9 @@ def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple
 
 
 def _yaml(path: Path) -> Mapping[str, Any]:
-    raw = read_small(path, _YAML_LIMIT)
-    try:
-        document = yaml.load(raw, Loader=_PlainLoader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise FormatError(f"{path.name} is not plain YAML", details=[printable(str(error))[:300]]) from error
-    return document if isinstance(document, Mapping) else {}
+    from converters.formats.plain_yaml import read_yaml  # Megatron-LM's checkpoints have none: do not import the parser
 
-
-class _PlainLoader(yaml.SafeLoader):
-    """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            self._aliases = getattr(self, "_aliases", 0) + 1
-            if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes
-                raise yaml.YAMLError("too many aliases")
-        return super().compose_node(parent, index)
-
-
-def _ignore_tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.MappingNode):
-        return loader.construct_mapping(node, deep=True)
-    if isinstance(node, yaml.SequenceNode):
-        return loader.construct_sequence(node, deep=True)
-    return suffix or node.value
-
-
-_PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", _ignore_tag)
-_PlainLoader.add_multi_constructor("!", _ignore_tag)
+    return read_yaml(path)
 
 
 def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

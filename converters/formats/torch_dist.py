@@ -22,12 +22,13 @@ import numpy as np
 from converters.catalog import Catalog, FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
-from converters.formats.canonical import KeyedArray, backend_of, canonical_tensors, iteration_of, object_info
+from converters.formats.canonical import KeyedArray, canonical_tensors, iteration_of, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.dcp_metadata import DcpMetadata, StoredTensor, read_metadata
 from converters.formats.folder import read_small
 from converters.formats.geometry import geometry_digest
 from converters.formats.megatron import common_facts, find_flavour, find_producer
+from converters.formats.registry import backend_of
 from converters.formats.tiling import tiling_problem
 from converters.names import printable
 from converters.pickles import Obj, fields
@@ -59,14 +60,6 @@ class TorchDistReader:
         self._inside: dict[tuple[str, TensorRef], int] = {}  # record numbers of tensors inside objects
         self._number_records()
         self.catalog = self._catalog(folder)
-
-    @classmethod
-    def detect(cls, folder: Path) -> bool:
-        """Whether the folder has DCP metadata or data files, and does not claim another backend."""
-        backend = backend_of(folder)
-        if backend is not None:
-            return backend == "torch_dist"
-        return (folder / ".metadata").exists() or any(p.suffix == ".distcp" for p in folder.iterdir())
 
     @classmethod
     def open(cls, folder: Path) -> TorchDistReader:

@@ -32,7 +32,7 @@ import numpy as np
 
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
-from converters.formats.canonical import KeyedArray, backend_of, canonical_tensors, iteration_of, object_info
+from converters.formats.canonical import KeyedArray, canonical_tensors, iteration_of, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.folder import read_small
 from converters.formats.megatron import common_facts, find_flavour
@@ -66,14 +66,6 @@ class ZarrReader:
         self._files = _Files(folder, self._firsts, arrays, [o.file for o in objects.values()])
         self.files: Sequence[Path] = self._files
         self.catalog = self._catalog()
-
-    @classmethod
-    def detect(cls, folder: Path) -> bool:
-        """Whether `metadata.json` names the backend or, if it is lost, a folder holds a `.zarray`."""
-        backend = backend_of(folder)
-        if backend is not None:
-            return backend == "zarr"
-        return any((path / ".zarray").is_file() for path in folder.iterdir() if path.suffix != ".sync")
 
     @classmethod
     def open(cls, folder: Path) -> ZarrReader:

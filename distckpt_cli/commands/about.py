@@ -11,7 +11,7 @@ def formats(as_json: Json = False) -> None:
     from converters.formats import REGISTRY
 
     console = Console(json_asked=as_json)
-    rows = [(reader.name, (reader.__doc__ or "").strip().partition("\n")[0]) for reader in REGISTRY]
+    rows = [(found.name, found.summary) for found in REGISTRY]
     if as_json:
         console.document("distckpt.formats/1", {"formats": [{"name": n, "summary": s} for n, s in rows]})
     else:

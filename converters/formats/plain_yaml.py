@@ -1,0 +1,56 @@
+"""Configuration files of NeMo and Megatron-Bridge, as plain data: a tag that names a class is not followed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from converters.errors import FormatError
+from converters.formats.folder import read_small
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["read_yaml"]
+
+_LIMIT = 8 << 20
+
+
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """The mapping that a YAML file holds; empty if it holds something else.
+
+    Raises:
+        FormatError: Not YAML, too large, or more aliases than a configuration has.
+    """
+    raw = read_small(path, _LIMIT)
+    try:
+        document = yaml.load(raw, Loader=_PlainLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise FormatError(f"{path.name} is not plain YAML", details=[printable(str(error))[:300]]) from error
+    return document if isinstance(document, Mapping) else {}
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            self._aliases = getattr(self, "_aliases", 0) + 1
+            if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes
+                raise yaml.YAMLError("too many aliases")
+        return super().compose_node(parent, index)
+
+
+def _ignore_tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return loader.construct_mapping(node, deep=True)
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return suffix or node.value
+
+
+_PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", _ignore_tag)
+_PlainLoader.add_multi_constructor("!", _ignore_tag)

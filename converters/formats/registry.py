@@ -1,0 +1,159 @@
+"""The formats that are read: one declaration each. Nothing heavy is imported to find out which one a checkpoint is in.
+
+A declaration says how the format is recognised by names and small files, which class reads it, and what is shown to work:
+`distckpt formats` prints that. The class's module is imported only when a checkpoint of that format is opened.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from converters.errors import FormatError
+from converters.formats.folder import close_source, open_source, read_at, read_small
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from converters.formats.base import Reader
+
+__all__ = ["REGISTRY", "Format", "Seen", "backend_of", "detect"]
+
+
+class Seen:
+    """A folder, or a file that may be a checkpoint of its own, as detection sees it; each look is taken once.
+
+    Args:
+        path: What is looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names in the folder; none for a file."""
+        return frozenset(e.name for e in self.path.iterdir()) if self.path.is_dir() else frozenset()
+
+    @cached_property
+    def backend(self) -> str | None:
+        """The backend that `metadata.json` names; None if there is no such file."""
+        return backend_of(self.path) if "metadata.json" in self.names else None
+
+    @cached_property
+    def head(self) -> bytes:
+        """The first 512 bytes of a file; none of a folder."""
+        if self.path.is_dir():
+            return b""
+        fd = open_source(self.path)
+        try:
+            return read_at(fd, 0, 512)
+        finally:
+            close_source(fd)
+
+    def has(self, *endings: str) -> bool:
+        """Whether a name in the folder ends so."""
+        return any(name.endswith(endings) for name in self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A storage format.
+
+    Attributes:
+        name: What `inspect` calls it, and what `--from` and `--to` take.
+        summary: What it is, in one line.
+        reader: `module:class` below this package.
+        detect: Whether something is in this format.
+        read: What is shown to be read, with versions.
+        written: What is shown to load what we write; empty if it is not written.
+    """
+
+    name: str
+    summary: str
+    reader: str
+    detect: Callable[[Seen], bool]
+    read: str
+    written: str = ""
+
+    def load(self) -> type[Reader]:
+        """The reader's class; its module is imported by this."""
+        module, _, name = self.reader.partition(":")
+        return cast("type[Reader]", getattr(import_module(f"{__package__}.{module}"), name))
+
+
+def detect(path: Path) -> Format | None:
+    """The first format that a folder, or a file, is in; None if we know none."""
+    seen = Seen(path)
+    return next((found for found in REGISTRY if found.detect(seen)), None)
+
+
+def backend_of(folder: Path) -> str | None:
+    """The `sharded_backend` that `metadata.json` names; None if there is no such file.
+
+    Raises:
+        FormatError: It is not the JSON that Megatron writes.
+    """
+    path = folder / "metadata.json"
+    if not path.exists():
+        return None
+    try:
+        document = json.loads(read_small(path, 1 << 20))
+        backend = document.get("sharded_backend")
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise FormatError(
+            "metadata.json is not the JSON that Megatron writes", details=[printable(str(error))]
+        ) from error
+    return str(backend)
+
+
+def _torch_dist(seen: Seen) -> bool:
+    """DCP metadata or data files, and no claim to be of another backend."""
+    if seen.backend is not None:
+        return seen.backend == "torch_dist"
+    return ".metadata" in seen.names or seen.has(".distcp")
+
+
+def _zarr(seen: Seen) -> bool:
+    """`metadata.json` names the backend or, if it is lost, a folder holds a `.zarray`."""
+    if seen.backend is not None:
+        return seen.backend == "zarr"
+    return any((seen.path / name / ".zarray").is_file() for name in seen.names if not name.endswith(".sync"))
+
+
+def _legacy(seen: Seen) -> bool:
+    """`mp_rank_*` folders and nothing of a later format."""
+    later = {".metadata", "metadata.json"} & seen.names
+    return not later and any(name.startswith("mp_rank_") for name in seen.names)
+
+
+REGISTRY: tuple[Format, ...] = (
+    Format(
+        "torch_dist",
+        "torch_dist of Megatron-LM, NeMo and Megatron-Bridge, and plain torch DCP folders",
+        "torch_dist:TorchDistReader",
+        _torch_dist,
+        read="Megatron-Core 0.9.0, 0.12.0, 0.14.0, 0.16.1, 0.19.1",
+        written="loaded by Megatron-Core 0.16.1",
+    ),
+    Format(
+        "zarr",
+        "zarr of Megatron-Core 0.4 to 0.15 and NeMo 1",
+        "zarr:ZarrReader",
+        _zarr,
+        read="Megatron-Core 0.9.0",
+    ),
+    Format(
+        "legacy",
+        "mp_rank_* folders of Megatron-LM's --ckpt-format torch",
+        "legacy:LegacyReader",
+        _legacy,
+        read="Megatron-Core 0.12.0, 0.16.1",
+    ),
+)
+"""Every format we read, in the order in which they are tried."""
