@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import GOLDENS, copy_golden, golden, truth
+from conformance import Conformance, megatron_case
 from reshard_cases import TRAINED, by_parameter, compare, expected, folder_of, read_with_torch, reshard
 from support import GOLDEN, read_tensor
 from test_export import differing, export, exported
@@ -81,6 +82,12 @@ def refused(path):
 def edit(folder, key, **changes):
     path = folder / key / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+class TestZarr(Conformance):
+    FORMAT = "zarr"
+    CASES = tuple(megatron_case(name) for name in REAL)
+    CHECKSUMS = False  # raw chunks
 
 
 # ---------------------------------------------------------------------- what is read
