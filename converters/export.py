@@ -8,14 +8,15 @@ run_export(plan)                                      # makes it happen
 from __future__ import annotations
 
 import json
+import shlex
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters import __version__
+from converters.conversion import Conversion, ExtraFile, WriteOptions, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage
 from converters.errors import FormatError, RequestError
-from converters.execute import execute
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.job import CopyRoutes, Job
@@ -31,22 +32,17 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
-    from converters.engine import Stats
-    from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.formats.safetensors import SafetensorsLayout
     from converters.models import HfMapping, Model
-    from converters.publish import Staging
-    from converters.ranks import Ranks
 
 __all__ = ["ExportOptions", "ExportPlan", "plan_export", "run_export"]
 
 REPORT = "distckpt-report.json"
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ExportOptions:
+class ExportOptions(WriteOptions):
     """What a person may ask of an export.
 
     Attributes:
@@ -56,9 +52,6 @@ class ExportOptions:
         mtp: "keep", "drop" or "auto" (keep where the architecture has a place) for multi-token-prediction layers.
         hf_config: A Hugging Face folder whose config.json, tokenizer and code files are taken over, after a cross-check.
         max_shard_bytes: Largest shard.
-        max_memory: Bytes of buffers.
-        threads: Workers in this process.
-        overwrite: Replace an existing destination after success.
     """
 
     arch: str | None = None
@@ -67,36 +60,23 @@ class ExportOptions:
     mtp: str = "auto"
     hf_config: Path | None = None
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
-    max_memory: int = 64 * MIB
-    threads: int = 2
-    overwrite: bool = False
 
 
-@dataclass(frozen=True)
-class ExportPlan:
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan(Conversion):
     """An export, proved to be complete, with nothing moved yet.
 
     Attributes:
-        reader: The source.
-        destination: Where the folder will appear.
         options: What was asked.
         model: The architecture.
         mapping: Which element goes where, and what is dropped.
         layout: The shards.
-        job: The work.
-        extra_files: Small files of the result by name: config.json, tokenizer, report.
-        notes: Sentences a person should read.
     """
 
-    reader: Reader
-    destination: Path
     options: ExportOptions
     model: Model
     mapping: HfMapping
     layout: SafetensorsLayout
-    job: Job
-    extra_files: Mapping[str, bytes | Path]
-    notes: tuple[str, ...] = field(default=())
 
     def report(self) -> dict[str, Any]:
         """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin."""
@@ -185,53 +165,46 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         extra = _extra_files(mapping, layout, options, reference, notes)
     except OSError as error:
         raise FormatError(f"reading {printable(str(options.hf_config))} failed: {error.strerror or error}") from error
-    plan = ExportPlan(reader, destination, options, model, mapping, layout, job, extra, tuple(notes))
-    return replace(plan, extra_files={**extra, REPORT: _json(plan.report())})
-
-
-def run_export(
-    plan: ExportPlan,
-    *,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
-    ranks: Ranks | None = None,
-) -> Stats:
-    """Carries out a plan; the destination appears complete, or not at all.
-
-    Args:
-        plan: What to do; with several ranks, every one of them has made the same plan.
-        listener: Told about progress.
-        stop: Polled between tiles.
-        ranks: The processes that do it together; by default this one alone.
-
-    Raises:
-        DistckptError: See `converters.execute.execute`.
-    """
-
-    def finish(staging: Staging) -> None:
-        for name, content in plan.extra_files.items():
-            staging.add(name, content if isinstance(content, bytes) else read_small(content))
-
-    return execute(
-        plan.job,
-        plan.reader,
-        plan.destination,
-        finish,
+    plan = ExportPlan(
         command="export",
-        notes=plan.notes,
-        extra_bytes=_size(plan.extra_files),
-        overwrite=plan.options.overwrite,
-        listener=listener,
-        stop=stop,
-        ranks=ranks,
+        reader=reader,
+        destination=destination,
+        job=job,
+        dropped=_dropped(catalog, mapping),
+        notes=tuple(notes),
+        overwrite=options.overwrite,
+        options=options,
+        model=model,
+        mapping=mapping,
+        layout=layout,
+    )
+    report = plan.report()
+    tokenizer = "a checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
+    code = f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({json.dumps(str(destination))})"
+    return replace(
+        plan,
+        extra_files={**extra, REPORT: _json(report)},
+        facts={**report, "config": mapping.config},
+        report_file=REPORT,
+        summary=(("model", _summary(model, report)),),
+        advice=() if options.hf_config else (tokenizer,),
+        next_step=f"python -c {shlex.quote(code)}",
     )
 
 
-def _size(files: Mapping[str, bytes | Path]) -> int:
-    try:
-        return sum(len(content) if isinstance(content, bytes) else content.stat().st_size for content in files.values())
-    except OSError as error:
-        raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
+run_export = run_conversion
+
+
+def _summary(model: Model, report: Mapping[str, Any]) -> str:
+    parameters, tensors = report["parameters"], report["source_tensors"]["weights"]
+    return f"{model.name} ({model.architecture}), {parameters:,} parameters, {tensors} tensors accounted for"
+
+
+def _dropped(catalog: Catalog, mapping: HfMapping) -> tuple[tuple[str, str], ...]:
+    dropped = [(drop.source, drop.reason) for drop in mapping.drops]
+    dropped += [(name, "optimizer state") for name, tensor in catalog.tensors.items() if tensor.kind == "optimizer"]
+    kinds = sorted({o.name.rpartition(".")[2] for o in catalog.objects.values()})
+    return *dropped, *((kind, f"{len(catalog.objects)} stored objects") for kind in kinds)
 
 
 def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any]) -> Model:
@@ -271,8 +244,8 @@ def _extra_files(
     options: ExportOptions,
     reference: Mapping[str, Any],
     notes: list[str],
-) -> dict[str, bytes | Path]:
-    files: dict[str, bytes | Path] = {}
+) -> dict[str, ExtraFile]:
+    files: dict[str, ExtraFile] = {}
     config = dict(mapping.config)
     if options.hf_config is not None:
         contradictions = check_hf_config(dict(reference), mapping)

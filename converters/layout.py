@@ -117,6 +117,13 @@ class Layout:
         if self.world_size % (self.expert_tp * self.ep * self.pp):
             raise self._uneven_experts()
 
+    def __str__(self) -> str:
+        parts = [f"tp {self.tp}", f"pp {self.pp}"]
+        parts += [f"{name} {value}" for name in ("vpp", "cp", "ep") if (value := getattr(self, name) or 1) > 1]
+        parts += [f"etp {self.expert_tp}"] if self.ep > 1 or self.expert_tp != self.tp else []
+        ranks = f"({self.world_size} rank{'s' if self.world_size > 1 else ''})"
+        return "  ".join([*parts, f"dp {self.dp}", ranks])
+
     def _uneven_experts(self) -> RequestError:
         need, have = self.expert_tp * self.ep, self.tp * self.cp * self.dp
         least = need // math.gcd(need, self.tp * self.cp)

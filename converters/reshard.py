@@ -7,14 +7,15 @@ run_reshard(plan)
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
+from converters.conversion import Conversion, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage
-from converters.execute import execute
 from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
+from converters.layout import Layout
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
 from converters.optim import OptimizerState, optimizer_state, prove_masters
@@ -28,46 +29,29 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.catalog import Catalog, TensorInfo
-    from converters.engine import Stats
-    from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.formats.torch_dist_out import FlatOut, ObjectOut
     from converters.job import OutputFile
-    from converters.layout import Layout
     from converters.plan_cache import PlanCache
-    from converters.publish import Staging
-    from converters.ranks import Ranks
 
 __all__ = ["ReshardOptions", "ReshardPlan", "plan_reshard", "run_reshard"]
 
 
-@dataclass(frozen=True)
-class ReshardPlan:
-    """A reshard, decided and proved, with nothing moved yet.
+@dataclass(frozen=True, kw_only=True)
+class ReshardPlan(Conversion):
+    """A reshard, decided and proved, with nothing moved yet; the destination is a training root with one iteration.
 
     Attributes:
-        reader: The source.
-        destination: Where the training root will appear; the iteration's folder lies in it.
-        folder: Name of that folder: `iter_0050000`.
         layout: The target layout.
         options: What was asked.
         output: The data files.
         state: Everything that is not a tensor, at the target layout.
-        job: The work.
-        dropped: What is not carried over, with the reason.
-        notes: Sentences a person should read.
     """
 
-    reader: Reader
-    destination: Path
-    folder: str
     layout: Layout
     options: ReshardOptions
     output: TorchDistOutput
     state: State
-    job: Job
-    dropped: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...] = field(default=())
 
 
 def plan_reshard(
@@ -108,10 +92,11 @@ def plan_reshard(
     if any(problem.severity == "error" for problem in catalog.problems):
         wanted = {name for name, t in catalog.tensors.items() if t.kind != "optimizer" or options.optimizer != "none"}
         refuse_damage(catalog, wanted)
+    folder = _folder(catalog)
     job = Job.build(
         draft.sources,
         output,
-        _in_folder(output, _folder(catalog)),
+        _in_folder(output, folder),
         source_fingerprint=reader.fingerprint(),
         max_memory=options.max_memory,
         threads=options.threads,
@@ -120,18 +105,60 @@ def plan_reshard(
     )
     if cache and key and known is None and draft.lasting:
         keep(cache, key, made, job.task_table, output)
+    changed = {name: {"from": old, "to": new} for name, (old, new) in state.changed.items()}
+    changes = [f"{name} {old} -> {new}" for name, (old, new) in state.changed.items()]
     return ReshardPlan(
-        reader,
-        destination,
-        _folder(catalog),
-        layout,
-        options,
-        output,
-        state,
-        job,
-        (*dropped, *state.dropped),
-        (*made.notes, *state.notes, *_losses(catalog)),
+        command="reshard",
+        reader=reader,
+        destination=destination,
+        job=job,
+        folder=folder,
+        extra_files={
+            f"{folder}/.metadata": lambda: output.metadata(folder),
+            f"{folder}/common.pt": state.common,
+            # the four-field form is the one that every Megatron-Core from 0.4 on reads; Megatron, too, writes it last
+            f"{folder}/metadata.json": _METADATA_JSON,
+            TRACKER: folder.removeprefix("iter_").lstrip("0").encode() or b"0",
+        },
+        dropped=(*dropped, *state.dropped),
+        notes=(*made.notes, *state.notes, *_losses(catalog)),
+        summary=(
+            ("from", str(Layout.saved(catalog))),
+            ("to", f"{layout}, optimizer: {options.optimizer}"),
+            *(("" if number else "args", line) for number, line in enumerate(changes)),
+        ),
+        facts={
+            "layout": {name: getattr(layout, name) for name in _SIZES},
+            "optimizer": options.optimizer,
+            "objects": len(state.objects),
+            "changed_args": changed,
+        },
+        advice=(f"start the job with {_flags(destination, layout, options)}",),
+        next_step=f"distckpt inspect {destination}",
+        overwrite=options.overwrite,
+        layout=layout,
+        options=options,
+        output=output,
+        state=state,
     )
+
+
+run_reshard = run_conversion
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_SIZES = ("tp", "pp", "vpp", "cp", "ep", "expert_tp", "dp", "world_size")
+
+
+def _flags(root: Path, layout: Layout, options: ReshardOptions) -> str:
+    """What Megatron-LM has to be told to load the result."""
+    words = [f"--load {root}", f"--tensor-model-parallel-size {layout.tp}"]
+    words.append(f"--pipeline-model-parallel-size {layout.pp}")
+    words += [f"--expert-model-parallel-size {layout.ep}"] if layout.ep > 1 else []
+    if options.optimizer == "none":
+        return " ".join([*words, "--no-load-optim"])
+    words.append("--use-distributed-optimizer")
+    words += ["--dist-ckpt-optim-fully-reshardable"] if options.optimizer == "fully_reshardable" else []
+    return " ".join(words)
 
 
 def _losses(catalog: Catalog) -> list[str]:
@@ -194,47 +221,6 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     # the order of parameters in flat buckets is found out from the values, anew for each iteration
     lasting = found.candidate is None and not flats
     return _Draft(blueprint, sources | found.tensors, flats, objects, lasting)
-
-
-def run_reshard(
-    plan: ReshardPlan,
-    *,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
-    ranks: Ranks | None = None,
-) -> Stats:
-    """Carries out a plan; the destination appears complete, or not at all.
-
-    Args:
-        plan: What to do; with several ranks, every one of them has made the same plan.
-        listener: Told about progress.
-        stop: Polled between tiles.
-        ranks: The processes that do it together; by default this one alone.
-
-    Raises:
-        DistckptError: See `converters.execute.execute`.
-    """
-
-    def finish(staging: Staging) -> None:
-        folder = plan.folder
-        staging.add(f"{folder}/.metadata", plan.output.metadata(folder))
-        staging.add(f"{folder}/common.pt", plan.state.common)
-        # the four-field form is the one that every Megatron-Core from 0.4 on reads; Megatron, too, writes it last
-        staging.add(f"{folder}/metadata.json", _METADATA_JSON)
-        staging.add("latest_checkpointed_iteration.txt", folder.removeprefix("iter_").lstrip("0").encode() or b"0")
-
-    return execute(
-        plan.job,
-        plan.reader,
-        plan.destination,
-        finish,
-        command="reshard",
-        notes=plan.notes,
-        overwrite=plan.options.overwrite,
-        listener=listener,
-        stop=stop,
-        ranks=ranks,
-    )
 
 
 _METADATA_JSON = json.dumps(

@@ -19,6 +19,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.conversion import WriteOptions
 from converters.errors import RequestError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
@@ -41,11 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ReshardOptions", "State", "target_state"]
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
-class ReshardOptions:
+class ReshardOptions(WriteOptions):
     """What a person may ask of a reshard.
 
     Attributes:
@@ -55,9 +54,6 @@ class ReshardOptions:
         extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
         fully_parallel: Spread what data-parallel replicas share over their files, by bytes.
-        max_memory: Bytes of buffers.
-        threads: Workers in this process.
-        overwrite: Replace an existing destination after success.
     """
 
     optimizer: str = "fully_reshardable"
@@ -66,9 +62,6 @@ class ReshardOptions:
     extra_state: str = "fill"
     vocab_size: int | None = None
     fully_parallel: bool = False
-    max_memory: int = 64 * MIB
-    threads: int = 2
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-__all__ = ["Ckpt", "Json", "NoPlanCache", "PlanCacheDir", "ProgressMode", "Quiet", "RankTimeout", "Verbose"]
+from distckpt_cli.console import UsageProblem
+
+__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "RankTimeout", "Verbose", "check_choice", "spread"]
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 Ckpt = Annotated[
     str, typer.Argument(metavar="CKPT", help="A checkpoint: its folder, the training run's folder, or a file inside.")
@@ -40,16 +48,43 @@ RankTimeout = Annotated[
         rich_help_panel="Resources",
     ),
 ]
-PlanCacheDir = Annotated[
-    str | None,
-    typer.Option(
-        "--plan-cache",
-        metavar="DIR",
-        envvar="DISTCKPT_PLAN_CACHE",
-        help="Where plans are kept for the next iteration; by default ~/.cache/distckpt/plans.",
-        rich_help_panel="Resources",
-    ),
-]
-NoPlanCache = Annotated[
-    bool, typer.Option("--no-plan-cache", help="Neither use nor keep a plan.", rich_help_panel="Resources")
-]
+
+
+def spread(command: _Command) -> _Command:
+    """Lets a command take a group of options as one parameter: a dataclass whose fields are annotated for Typer.
+
+    Typer sees the fields as parameters of the command; the command sees the dataclass.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name not in groups:
+            parameters.append(parameter.replace(annotation=hints[name]))
+            continue
+        own = get_type_hints(groups[name], include_extras=True)
+        parameters += [
+            inspect.Parameter(f.name, parameter.kind, default=f.default, annotation=own[f.name])
+            for f in fields(groups[name])
+        ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> Any:
+        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        return command(**given, **made)
+
+    run.__signature__ = inspect.Signature(parameters, return_annotation=hints.get("return"))  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run  # type: ignore[return-value]
+
+
+def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses a word that is none of the choices.
+
+    Raises:
+        UsageProblem: It is not.
+    """
+    if value not in choices:
+        raise UsageProblem(
+            f"{option} {value!r} is not a choice", hint=f"choose {', '.join(choices[:-1])} or {choices[-1]}"
+        )

@@ -49,6 +49,7 @@ LEVELS = {
     "models": 4,
     "blueprint": 5,
     "board": 5,
+    "conversion": 5,
     "engine": 5,
     "gather": 4,
     "publish": 5,
@@ -58,7 +59,6 @@ LEVELS = {
     "team": 5,
     "worker": 5,
     "check": 6,
-    "execute": 6,
     "export": 6,
     "reshard": 6,
 }

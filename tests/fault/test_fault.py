@@ -257,16 +257,16 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(small_disk, tmp_
 
 def test_a_disk_that_fills_up_meanwhile(small_disk, tmp_path, monkeypatch):
     """Room when it was planned, none when it is written; with room again the same command goes on."""
-    from converters import execute, export
+    from converters import conversion, export
     from converters.errors import DestinationError
     from converters.formats import open_checkpoint
 
     write_llama(tmp_path / "src", layers=2, hidden=64, ffn=256, vocab=2048)
     plan = export.plan_export(open_checkpoint(tmp_path / "src"), small_disk / "out")
-    execute._need_room(plan.destination, plan.job.bytes_written)
+    conversion._need_room(plan.destination, plan.job.bytes_written)
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * (700 << 10))
-    monkeypatch.setattr(execute, "_need_room", lambda *_: None)
+    monkeypatch.setattr(conversion, "_need_room", lambda *_: None)
     with pytest.raises(DestinationError, match="disk is full") as caught:
         export.run_export(plan)
     assert "free some space" in caught.value.hint

@@ -1,0 +1,145 @@
+"""What may be asked of a target job, as options that several commands share."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distckpt_cli.console import UsageProblem
+from distckpt_cli.options import check_choice
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.layout import Layout
+    from converters.plan_cache import PlanCache
+    from distckpt_cli.console import Console
+
+__all__ = ["Carried", "PlanCaching", "TargetLayout"]
+
+_LAYOUT, _CONTENT, _RESOURCES = "Target layout", "What to carry over", "Resources"
+
+
+@dataclass(frozen=True)
+class TargetLayout:
+    """The layout of the job that will load the result."""
+
+    tp: Annotated[
+        int, typer.Option(metavar="T", help="Tensor-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
+    ] = 1
+    pp: Annotated[int, typer.Option(metavar="P", help="Pipeline stages, 1 by default.", rich_help_panel=_LAYOUT)] = 1
+    vpp: Annotated[
+        int | None, typer.Option(metavar="V", help="Model chunks of each pipeline rank.", rich_help_panel=_LAYOUT)
+    ] = None
+    ep: Annotated[
+        int, typer.Option(metavar="E", help="Expert-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
+    ] = 1
+    etp: Annotated[
+        int | None,
+        typer.Option(
+            metavar="X", help="Tensor-parallel size of experts; by default that of --tp.", rich_help_panel=_LAYOUT
+        ),
+    ] = None
+    cp: Annotated[
+        int, typer.Option(metavar="C", help="Context-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
+    ] = 1
+    dp: Annotated[
+        int | None,
+        typer.Option(metavar="D", help="Data-parallel size; by default the least that fits.", rich_help_panel=_LAYOUT),
+    ] = None
+    first_layers: Annotated[
+        int | None, typer.Option(metavar="N", help="Layers of the first pipeline stage.", rich_help_panel=_LAYOUT)
+    ] = None
+    last_layers: Annotated[
+        int | None, typer.Option(metavar="N", help="Layers of the last pipeline stage.", rich_help_panel=_LAYOUT)
+    ] = None
+    pp_layout: Annotated[
+        str | None,
+        typer.Option(metavar="STR", help="Megatron's pipeline layout: 'Ettt|(tt|)*3,m|L'.", rich_help_panel=_LAYOUT),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageProblem(f"--{name} is {value}; it must be 1 or more")
+
+    def layout(self) -> Layout:
+        """What the library calls it."""
+        from converters.layout import Layout
+
+        dp = self.dp or Layout.least_dp(self.tp, self.cp, self.ep, self.etp)
+        return Layout(**{**vars(self), "dp": dp})
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What of a training job's state goes along, and in which form."""
+
+    optimizer: Annotated[
+        str,
+        typer.Option(metavar="WHAT", help="fully_reshardable, dp_reshardable, keep or none.", rich_help_panel=_CONTENT),
+    ] = "fully_reshardable"
+    layers: Annotated[
+        str, typer.Option(metavar="STYLE", help="Keys: stacked, per-layer or keep.", rich_help_panel=_CONTENT)
+    ] = "keep"
+    rng: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT", help="keep, drop or auto (keep if the grid is the same).", rich_help_panel=_CONTENT
+        ),
+    ] = "auto"
+    extra_state: Annotated[
+        str,
+        typer.Option(metavar="WHAT", help="keep, drop or fill (keep, make missing ones).", rich_help_panel=_CONTENT),
+    ] = "fill"
+    vocab_size: Annotated[
+        int | None, typer.Option(metavar="N", help="True rows of the vocabulary.", rich_help_panel=_CONTENT)
+    ] = None
+    fully_parallel: Annotated[
+        bool,
+        typer.Option("--fully-parallel", help="Spread replicas over data-parallel ranks.", rich_help_panel=_CONTENT),
+    ] = False
+
+    def __post_init__(self) -> None:
+        check_choice("--optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable", "keep", "none"))
+        check_choice("--layers", self.layers, ("stacked", "per-layer", "keep"))
+        check_choice("--rng", self.rng, ("keep", "drop", "auto"))
+        check_choice("--extra-state", self.extra_state, ("keep", "drop", "fill"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the library's `ReshardOptions` take."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class PlanCaching:
+    """Whether plans are kept for the next iteration."""
+
+    plan_cache: Annotated[
+        str | None,
+        typer.Option(
+            "--plan-cache",
+            metavar="DIR",
+            envvar="DISTCKPT_PLAN_CACHE",
+            help="Where plans are kept for the next iteration; by default ~/.cache/distckpt/plans.",
+            rich_help_panel=_RESOURCES,
+        ),
+    ] = None
+    no_plan_cache: Annotated[
+        bool, typer.Option("--no-plan-cache", help="Neither use nor keep a plan.", rich_help_panel=_RESOURCES)
+    ] = False
+
+    @contextlib.contextmanager
+    def cache(self, console: Console) -> Iterator[PlanCache | None]:
+        """The cache, for the time of planning; says with `-v` what became of it."""
+        from converters.plan_cache import PlanCache
+
+        cache = None if self.no_plan_cache else PlanCache.default(self.plan_cache)
+        yield cache
+        for text in cache.said if cache and console.verbose else ():
+            console.note(text)

@@ -1,0 +1,176 @@
+"""What all commands that write have in common: their options, the plan they print, the result they print."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distckpt_cli.console import Console, UsageProblem, format_size, parse_size
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import Json, ProgressMode, Quiet, RankTimeout, Verbose  # noqa: TC001 - read at run time
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from converters.conversion import Conversion
+    from converters.engine import Stats
+
+__all__ = ["Target", "Writing", "carry_out"]
+
+_OUTPUT, _RESOURCES = "Output", "Resources"
+Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to make; absent or empty.")]
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The options of every command that writes."""
+
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace DST after success.", rich_help_panel=_OUTPUT)
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("-n", "--dry-run", help="Print the plan, write nothing.", rich_help_panel=_OUTPUT)
+    ] = False
+    as_json: Json = False
+    quiet: Quiet = False
+    verbose: Verbose = 0
+    progress: ProgressMode = "auto"
+    max_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Buffers of all workers, 64MiB by default.", rich_help_panel=_RESOURCES)
+    ] = "64MiB"
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
+    ] = None
+    rank_timeout: RankTimeout = 60.0
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise UsageProblem(f"--threads {self.threads} is not a number of workers", hint="give 1 or more")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the library's `WriteOptions` take."""
+        return {
+            "max_memory": parse_size(self.max_memory, "--max-memory"),
+            "threads": self.threads or min(4, max(2, os.cpu_count() or 2)),
+            "overwrite": self.overwrite,
+        }
+
+
+def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversion]) -> int:
+    """Plans, then prints the plan or carries it out and prints what was done.
+
+    Args:
+        schema: Name of the JSON document.
+        writing: The options.
+        plan: Makes the plan; told where remarks go.
+
+    Returns:
+        The exit code.
+    """
+    from distckpt_cli.progress import Progress, choose_mode
+    from distckpt_cli.signals import stop_on_signals
+
+    mode = choose_mode(writing.progress, quiet=writing.quiet)
+    console = Console(json_asked=writing.as_json, quiet=writing.quiet, verbose=writing.verbose)
+    from converters.conversion import run_conversion
+    from converters.ranks import Ranks
+
+    made = plan(console)
+    if writing.dry_run:
+        _show_plan(console, schema, made)
+        return ExitCode.OK
+    ranks = Ranks.from_environment(timeout=writing.rank_timeout)
+    with stop_on_signals() as stop, Progress(console, mode) as listener:
+        stats = run_conversion(made, listener=listener, stop=stop, ranks=ranks)
+    _show_result(console, schema, made, stats)
+    return ExitCode.OK
+
+
+def _document(plan: Conversion) -> dict[str, Any]:
+    catalog, job = plan.reader.catalog, plan.job
+    return {
+        "source": {"path": catalog.path.name, "format": catalog.format, "iteration": catalog.iteration},
+        "tensors": len(job.sources),
+        "dropped": [{"what": what, "reason": reason} for what, reason in plan.dropped],
+        "notes": list(plan.notes),
+        **plan.facts,
+        "files": [{"name": f.name, "bytes": f.size} for f in job.files],
+        "peak_memory": job.peak_memory,
+        "threads": job.threads,
+    }
+
+
+def _card(console: Console, plan: Conversion) -> None:
+    for label, text in plan.summary:
+        console.fact(label, text)
+    for number, line in enumerate(_left_out(plan)):
+        console.fact("" if number else "left out", line)
+
+
+def _left_out(plan: Conversion) -> Iterator[str]:
+    """One line for each reason; names only where there are few."""
+    from converters.names import fold
+
+    catalog = plan.reader.catalog
+    reasons: dict[str, list[str]] = {}
+    for what, reason in plan.dropped:
+        reasons.setdefault(reason, []).append(what)
+    for reason, names in reasons.items():
+        shown = [text for text, _ in fold(names)]
+        if len(shown) > 2 and all(name in catalog.tensors for name in names):
+            size = format_size(sum(catalog.tensors[name].nbytes for name in names))
+            yield f"{reason} ({len(names)} tensors, {size})"
+        else:
+            yield f"{reason} ({', '.join(shown[:2])}{f' and {len(shown) - 2} more' if len(shown) > 2 else ''})"
+
+
+def _place(plan: Conversion) -> str:
+    return str(plan.destination / plan.folder)
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
+    from converters.publish import beside, free_bytes
+
+    job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)
+    if console.json_asked:
+        moved = {"bytes_read": job.bytes_read, "bytes_written": job.bytes_written, "free_bytes": free}
+        console.document(schema, {**_document(plan), "dry_run": True, **moved})
+        return
+    _card(console, plan)
+    console.fact("read", f"{format_size(job.bytes_read)} from {_count(len(plan.reader.files), 'file')}")
+    size = f"{format_size(job.bytes_written)} to {_count(len(job.files), 'file')} in {_place(plan)}"
+    console.fact("write", f"{size}  (free: {format_size(free)})")
+    console.fact("workers", f"{job.threads}, {format_size(job.peak_memory)} of buffers")
+    for text in plan.notes:
+        console.note(text)
+    console.out("nothing written (--dry-run)")
+
+
+def _show_result(console: Console, schema: str, plan: Conversion, stats: Stats) -> None:
+    job = plan.job
+    if console.json_asked:
+        moved = {
+            name: getattr(stats, name) for name in ("bytes_read", "bytes_written", "bytes_kept", "records_checked")
+        }
+        seconds = round(stats.seconds, 3)
+        console.document(schema, {**_document(plan), "dry_run": False, **moved, "seconds": seconds})
+        return
+    _card(console, plan)
+    rate = format_size(stats.bytes_written / stats.seconds) if stats.seconds > 0 else "-"
+    kept = f" ({format_size(stats.bytes_kept)} kept from before)" if stats.bytes_kept else ""
+    size = f"{format_size(job.bytes_written)} in {_count(len(job.files), 'file')}{kept}"
+    console.fact("wrote", f"{_place(plan)}  {size}, {stats.seconds:.1f} s, {rate}/s")
+    report = f"; report in {plan.report_file}" if plan.report_file else ""
+    console.fact("checked", f"{stats.records_checked} source records against their checksums{report}")
+    for text in plan.advice:
+        console.note(text)
+    if plan.next_step:
+        console.next_step(plan.next_step)
