@@ -1,13 +1,12 @@
 """The torch_dist reader: every golden checkpoint holds its truth, bit for bit; damage is noticed when it is opened."""
 
-import re
 import shutil
 from collections import Counter
 
-import numpy as np
 import pytest
-from checkpoints import GOLDENS, copy_golden, edit_metadata, golden, truth
-from support import GOLDEN, read_tensor
+from checkpoints import GOLDENS, copy_golden, edit_metadata, golden
+from conformance import Conformance, megatron_case
+from support import GOLDEN
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
@@ -15,56 +14,10 @@ from converters.formats.resolve import resolve
 from converters.optimizer_layout import optimizer_layout
 from converters.pickles import fields, set_field
 
-STATES = {"fp32_param": "master", "param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
-# the local layer spec has norms of their own, which the truth (TransformerEngine's spec) keeps with the projection
-LOCAL_NORMS = {
-    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
-    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
-}
 
-
-def true_name(name, known):
-    """The name of a catalog tensor in the truth; None for one that has none."""
-    found = re.fullmatch(r"optimizer\.state\.(\w+?)\.((?:decoder|embedding|output_layer|mtp)\..*)", name)
-    state, name = (STATES[found[1]], found[2]) if found else ("model", name)
-    layer = re.fullmatch(r"(decoder\.layers\.\d+\.)(.*)", name)
-    spellings = [f"{state}/{name}", f"buffer/{name}"]
-    if layer and layer[2] in LOCAL_NORMS:
-        spellings.append(f"{state}/{layer[1]}{LOCAL_NORMS[layer[2]]}")
-    return next((text for text in spellings if text in known), None)
-
-
-@pytest.mark.parametrize("name", GOLDENS)
-def test_every_tensor_is_the_truth(name):
-    reader = open_checkpoint(GOLDEN / name)
-    expected = truth(GOLDENS[name][0])
-    assert not reader.catalog.problems
-    assert reader.catalog.iteration in (9, 10)
-    seen, blind = Counter(), []
-    for info in reader.catalog.tensors.values():
-        value = read_tensor(reader, info)
-        key = true_name(info.name, expected)
-        if key is None:
-            blind.append(info)
-            continue
-        wanted = expected[key]
-        rows = wanted.shape[0]
-        assert value.dtype == wanted.dtype, info.name
-        assert value.shape[1:] == wanted.shape[1:], info.name
-        if value.shape[0] > rows:
-            assert re.search(r"(word_embeddings|output_layer)\.weight$", info.name)
-        assert np.array_equal(value[:rows], wanted), info.name
-        seen[key] += 1
-    assert set(seen.values()) == {1}
-    # all of the model, and nothing that we could not compare but what is declared opaque or has no truth
-    weights = {key for key in expected if key.startswith(("model/", "buffer/")) and "rotary_pos_emb" not in key}
-    assert weights <= seen.keys()
-    has_state_truth = any(key.startswith("master/") for key in expected)
-    for info in blind:
-        assert info.kind == "optimizer", info.name
-        assert info.opaque or not has_state_truth, info.name
-    if has_state_truth and not blind and any(t.kind == "optimizer" for t in reader.catalog.tensors.values()):
-        assert seen.keys() >= {key for key in expected if not key.startswith("buffer/")}
+class TestTorchDist(Conformance):
+    FORMAT = "torch_dist"
+    CASES = tuple(megatron_case(name) for name in GOLDENS if "zarr" not in name)
 
 
 LAYOUTS = {
