@@ -139,6 +139,7 @@ class Staging:
 
     Attributes:
         resumed: The lines of the journals of interrupted runs, whatever number of ranks they had.
+        notes: Sentences a person should read.
 
     Raises:
         DestinationError: Another process is writing the same destination, or the folder cannot be made.
@@ -157,6 +158,7 @@ class Staging:
         self.folder = beside(destination, "partial")
         self._overwrite = overwrite
         self._journal = -1
+        self.notes: list[str] = []
         try:
             self.destination.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
@@ -171,8 +173,8 @@ class Staging:
                 f"another distckpt is writing {printable(str(destination))} right now",
                 hint="wait for it, or choose another directory",
             ) from None
-        except OSError:
-            pass  # a file system without locks (some NFS and Lustre mounts); the final rename still lets only one win
+        except OSError:  # some NFS and Lustre mounts; the final rename still lets only one win
+            self.notes.append("this file system has no locks: see to it that only one distckpt writes here")
         try:
             if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
                 raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
@@ -182,6 +184,8 @@ class Staging:
             dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
             self.resumed = self._resume(fingerprint, files)
             if not self.resumed:
+                if (self.folder / JOURNAL).exists():
+                    self.notes.append("unfinished work that this command cannot continue is discarded")
                 self._start(fingerprint, files)
         except OSError as error:
             self.close()
@@ -243,7 +247,7 @@ class Staging:
                 os.close(fd)
         self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         self.log(journal.header(fingerprint))
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
 
     def add(self, name: str, data: bytes) -> None:
         """Writes a small file of the result and syncs it."""
@@ -272,21 +276,26 @@ class Staging:
             DestinationError: The destination is not empty any more, or the file system failed.
         """
         published = False
+        journals: dict[Path, bytes] = {}
         try:
-            self._clean_journal()
+            journals = self._take_journals()
             for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
-                _sync_folder(folder)
+                sync_folder(folder)
             replaced = self._overwrite and self.destination.is_dir() and not _is_empty(self.destination)
             if not replaced:
                 self.folder.rename(self.destination)  # onto nothing or an empty folder; never onto a full one
             elif not _exchange(self.folder, self.destination):
                 self._swap()
             published = True
-            _sync_folder(self.destination.parent)
+            sync_folder(self.destination.parent)
             if replaced:
                 shutil.rmtree(self.folder)  # now the old contents
         except OSError as error:
             shown = printable(str(self.destination))
+            if not published:
+                with contextlib.suppress(OSError, DestinationError):  # so that the same command need not begin again
+                    for path, content in journals.items():
+                        self.add(path.name, content)
             if published:
                 raise DestinationError(
                     f"{shown} is complete, but tidying up after it failed: {error.strerror or error}",
@@ -317,16 +326,19 @@ class Staging:
     def discard(self) -> None:
         """Removes all that was written: it can never become a good result."""
         with contextlib.suppress(OSError):
-            self._clean_journal()
+            self._take_journals()  # first: what is left after a crash shall not be continued
             shutil.rmtree(self.folder)
         self.close()
 
-    def _clean_journal(self) -> None:
+    def _take_journals(self) -> dict[Path, bytes]:
+        """Removes the journals, which are no part of the result, and returns what was in them."""
         if self._journal >= 0:
             fd, self._journal = self._journal, -1
             os.close(fd)
-        for path in (self.folder / JOURNAL, *self.folder.glob(f"{JOURNAL}-*")):
-            path.unlink(missing_ok=True)
+        found = {path: path.read_bytes() for path in self.folder.glob(f"{JOURNAL}*")}
+        for path in found:
+            path.unlink()
+        return found
 
     def close(self) -> None:
         """Releases the lock; what was written stays for the next run."""
@@ -370,7 +382,7 @@ def _write_slice(fd: int, piece: Slice) -> None:
         os.close(source)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -182,6 +182,14 @@ def test_the_last_sync_says_that_the_result_is_there(case):
     assert "nothing was published" not in text
 
 
+def test_a_failing_rename_loses_no_work(case):
+    case.clean()
+    assert case.server.run(case.argv, "rename", 1, "EIO", case.out.parent)[0] == 5
+    code, _, text = case.server.run(case.argv)
+    assert (code, case.complete()) == (0, True)
+    assert "kept from before" in text
+
+
 def test_faults_while_writing(case):
     tried, _ = sweep(case, case.out.parent, WRITING, step=9)
     assert tried >= 30
