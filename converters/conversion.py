@@ -121,6 +121,8 @@ def run_conversion(
         staging = Staging(
             destination, job.fingerprint, job.files, overwrite=plan.overwrite, meeting=team.folder if team else None
         )
+        for text in staging.notes:
+            tell(Note(text))
         try:
             stats = run(job, plan.reader, staging, listener=tell, stop=stop, team=team)
             tell(Phase("publishing"))
