@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from converters.job import OutputFile, Slice
 
-__all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "write_at"]
+__all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "sync_folder", "write_at"]
 
 
 def check_destination(source: Path, destination: Path, *, overwrite: bool = False) -> None:
@@ -383,6 +383,7 @@ def _write_slice(fd: int, piece: Slice) -> None:
 
 
 def sync_folder(folder: Path) -> None:
+    """Sees to it that a new name in a folder survives a power cut."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -361,6 +361,10 @@ class Team:
         """Others: waits until rank 0 has published; raises what it raised if it did not."""
         self._wait(lambda: self._peers[0].said.get("state") == "over")
 
+    def heard(self, name: str) -> Any:
+        """Others: something that rank 0 said beside the usual."""
+        return self._peers[0].said.get(name)
+
 
 class TeamStaging:
     """The staging folder as ranks other than 0 see it: rank 0 has prepared it; only the journal is the rank's own.

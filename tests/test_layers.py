@@ -40,7 +40,9 @@ LEVELS = {
     "ranks": 3,
     "split": 3,
     "tasks": 3,
+    "vocabulary": 4,
     "formats": 4,
+    "local": 4,
     "optim": 4,
     "optim_flat": 4,
     "optim_groups": 4,
@@ -50,8 +52,10 @@ LEVELS = {
     "blueprint": 5,
     "board": 5,
     "conversion": 5,
+    "crew": 5,
     "engine": 5,
     "gather": 4,
+    "manifest": 5,
     "publish": 5,
     "reshard_state": 5,
     "reshard_targets": 5,
@@ -61,6 +65,11 @@ LEVELS = {
     "check": 6,
     "export": 6,
     "reshard": 6,
+    "verify": 6,
+    "verify_files": 6,
+    "verify_report": 1,
+    "verify_structure": 6,
+    "verify_values": 6,
 }
 LIBRARY_NEVER = {"distckpt_cli", "typer", "click", "rich"}  # the library is used without a shell
 LAZY = {"torch", "transformers", "tensorstore"}  # seconds to import, and not needed by most commands

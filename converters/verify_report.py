@@ -1,0 +1,149 @@
+"""What a verification found: checks, each with a summary and findings; plain data, so that ranks can send it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["Check", "Finding", "Report"]
+
+_KEPT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is wrong, or worth a look.
+
+    Attributes:
+        severity: "error": the answer is no; "warning".
+        message: One sentence with the numbers.
+        file: The file concerned, relative to the checkpoint.
+        offset: First byte concerned in that file.
+        needed: What should be there.
+        found: What is there.
+        tensors: Canonical names concerned.
+        hint: What to do about it.
+    """
+
+    severity: str
+    message: str
+    file: str | None = None
+    offset: int | None = None
+    needed: str | None = None
+    found: str | None = None
+    tensors: tuple[str, ...] = ()
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, document: dict[str, Any]) -> Finding:
+        """From its JSON form."""
+        return cls(**{**document, "tensors": tuple(document["tensors"])})
+
+
+@dataclass
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: "structure", "records", "checksums", "manifest", "copies", "optimizer" or "values".
+        summary: What was found to be right, or why it could not be looked at.
+        findings: What is wrong with it; of very many, the first.
+        skipped: It was not looked at, or cannot be; `summary` says why.
+        count: Number of findings by severity, those left out included.
+    """
+
+    name: str
+    summary: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    skipped: bool = False
+    count: dict[str, int] = field(default_factory=lambda: {"error": 0, "warning": 0})
+
+    def add(self, finding: Finding) -> None:
+        """Notes a finding."""
+        self.count[finding.severity] += 1
+        if self.count[finding.severity] <= _KEPT:
+            self.findings.append(finding)
+
+    def error(self, message: str, **more: Any) -> None:
+        """Notes that something is wrong; see `Finding`."""
+        self.add(Finding("error", message, **more))
+
+    def warn(self, message: str, **more: Any) -> None:
+        """Notes that something is worth a look; see `Finding`."""
+        self.add(Finding("warning", message, **more))
+
+    @property
+    def status(self) -> str:
+        """ "bad", "warning", "ok" or "skipped"."""
+        if self.count["error"]:
+            return "bad"
+        if self.count["warning"]:
+            return "warning"
+        return "skipped" if self.skipped else "ok"
+
+    def document(self) -> dict[str, Any]:
+        """Its JSON form."""
+        return {
+            "name": self.name,
+            "status": self.status,
+            "summary": self.summary,
+            "errors": self.count["error"],
+            "warnings": self.count["warning"],
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+@dataclass
+class Report:
+    """The answer.
+
+    Attributes:
+        path: The checkpoint.
+        format: Its format.
+        checks: In the order in which they were made.
+        files: Files read.
+        bytes_read: Bytes read.
+        seconds: Wall time.
+        manifest: The manifest that was written, or why none was.
+    """
+
+    path: str
+    format: str
+    checks: list[Check] = field(default_factory=list)
+    files: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+    manifest: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return not any(check.count["error"] for check in self.checks)
+
+    def check(self, name: str) -> Check:
+        """The check of a name; a new one if there is none yet."""
+        found = next((check for check in self.checks if check.name == name), None)
+        if found is None:
+            found = Check(name)
+            self.checks.append(found)
+        return found
+
+    @property
+    def affected(self) -> list[str]:
+        """Names of the tensors that errors are about, in the order in which they were found."""
+        errors = (finding for check in self.checks for finding in check.findings if finding.severity == "error")
+        return list(dict.fromkeys(name for finding in errors for name in finding.tensors))
+
+    def document(self) -> dict[str, Any]:
+        """Its JSON form."""
+        return {
+            "path": self.path,
+            "format": self.format,
+            "good": self.good,
+            "checks": [check.document() for check in self.checks],
+            "affected": self.affected,
+            "files": self.files,
+            "bytes_read": self.bytes_read,
+            "seconds": round(self.seconds, 3),
+            "manifest": self.manifest,
+        }
