@@ -9,13 +9,17 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-__all__ = ["RecordSums", "Segment", "combine", "crc_of_zeros"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["RecordSums", "Segment", "combine", "crc_of_zeros", "multiply"]
 
 _POLYNOMIAL = 0xEDB88320  # reflected, as zlib and zip use it
 
 
-def _multiply(a: int, b: int) -> int:
+def multiply(a: int, b: int) -> int:
     """Product of two polynomials over GF(2) modulo the CRC polynomial, bits reflected."""
     product = 0
     mask = 1 << 31
@@ -34,8 +38,8 @@ def _shift(nbytes: int) -> int:
     power, square, exponent = 1 << 31, 1 << 30, 8 * nbytes  # x**0 and x**1 in reflected order
     while exponent:
         if exponent & 1:
-            power = _multiply(square, power)
-        square = _multiply(square, square)
+            power = multiply(square, power)
+        square = multiply(square, square)
         exponent >>= 1
     return power
 
@@ -47,12 +51,12 @@ def combine(first: int, second: int, nbytes: int) -> int:
     """
     if not nbytes:
         return first
-    return (_multiply(_shift(nbytes), first) if first else 0) ^ second
+    return (multiply(_shift(nbytes), first) if first else 0) ^ second
 
 
 def crc_of_zeros(nbytes: int) -> int:
     """CRC-32 of `nbytes` zero bytes, without having them."""
-    return _multiply(_shift(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF if nbytes else 0
+    return multiply(_shift(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF if nbytes else 0
 
 
 Segment = tuple[int, int, int]
@@ -87,6 +91,11 @@ class RecordSums:
                 nbytes, crc = nbytes + after[1], combine(crc, after[2], after[1])
             pieces[start] = (start, nbytes, crc)
             ends[start + nbytes] = start
+
+    def add_runs(self, record: int, start: int, stride: int, nbytes: int, sums: Sequence[int]) -> None:
+        """Notes pieces of `nbytes` bytes each that begin at `start` and then every `stride` bytes; `sums` are theirs."""
+        for number, crc in enumerate(sums):
+            self.add(record, (start + number * stride, nbytes, crc))
 
     def whole(self, record: int, nbytes: int) -> int | None:
         """CRC-32 of the whole record of `nbytes` bytes if all of it has been read, else None."""

@@ -43,6 +43,7 @@ _OPEN_FILES = 128
 _KEPT_PAYLOADS = 1 << 16
 _KEPT_CHUNKS = 64
 _LEAST_READ = 1 << 20
+_SHORT_RUN = 64 << 10
 DROP_BYTES = 1 << 20
 """Smaller ranges are not worth the system call that makes the page cache forget them."""
 UNSIGNED: dict[int, np.dtype[Any]] = {
@@ -65,6 +66,8 @@ class Sources:
         reader: The checkpoint.
         tensors: What will be read, by name.
         damaged: Called for each record that does not match its checksum; by default the error is raised.
+        sums: What keeps the checksums of pieces; by default a `RecordSums`.
+        drop: Let the page cache forget what was read. Not where another process is about to read the same.
 
     Attributes:
         sums: Checksums of pieces of records that have not been read whole.
@@ -77,9 +80,12 @@ class Sources:
         reader: Reader,
         tensors: Mapping[str, TensorInfo],
         damaged: Callable[[IntegrityError], None] | None = None,
+        *,
+        sums: RecordSums | None = None,
+        drop: bool = True,
     ) -> None:
-        self.reader, self.tensors = reader, tensors
-        self.sums = RecordSums()
+        self.reader, self.tensors, self.drop = reader, tensors, drop
+        self.sums = RecordSums() if sums is None else sums
         self.bytes_read = self.records_checked = 0
         self._damaged = damaged
         self._payloads: OrderedDict[int, Payload] = OrderedDict()
@@ -249,13 +255,48 @@ class Gatherer:
             raise FormatError(f"a chunk reaches beyond its record of {payload.nbytes} bytes")
         straight = into.flags.c_contiguous
         packed = into.reshape(-1).view(np.uint8) if straight else self.scratch(part.volume * size)
-        at = 0
-        for skip in offsets(outer):
-            self._read_bytes(chunk.record, payload, begin + skip * size, packed[at : at + length * size])
-            at += length * size
+        at, strip = 0, outer[-1] if outer and length * size < _SHORT_RUN else None
+        for skip in offsets(outer[:-1] if strip else outer):
+            nbytes = length * size * (strip[0] if strip else 1)
+            piece = packed[at : at + nbytes]
+            if strip:
+                self._read_strip(
+                    chunk.record, payload, begin + skip * size, strip[1] * size, piece.reshape(strip[0], -1)
+                )
+            else:
+                self._read_bytes(chunk.record, payload, begin + skip * size, piece)
+            at += nbytes
         if not straight:
             np.copyto(into, packed.view(into.dtype).reshape(into.shape))
         self._sources.check(chunk.record, payload)
+
+    def _read_strip(self, record: int, payload: Payload, offset: int, stride: int, into: Bytes) -> None:
+        """Reads short runs of a record, one each `stride` bytes, into the rows of `into`: columns of a matrix.
+
+        A system call for each, but everything around it once for all of them.
+        """
+        sums: list[int] = []
+        path = self._sources.reader.files[self._sources.reader.file_of(record)]
+        length = into.shape[1]
+        try:
+            fd = self._files.get(path)
+            for number, row in enumerate(into):
+                at, got = offset + number * stride, os.preadv(fd, [row.data], offset + number * stride)
+                while got < length:  # network file systems may give less than was asked for
+                    more = os.preadv(fd, [row.data[got:]], at + got)
+                    if not more:
+                        raise _short(path, at + length)
+                    got += more
+                if payload.crc is not None:
+                    sums.append(zlib.crc32(row.data))
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        self._sources.read(into.size)
+        if sums:
+            first = offset - payload.crc_offset
+            self._sources.sums.add_runs(record, first, stride, length, sums)
+            if self.segments is not None:
+                self.segments += [(record, first + n * stride, length, crc) for n, crc in enumerate(sums)]
 
     def _read_bytes(self, record: int, payload: Payload, offset: int, into: Bytes) -> None:
         """Reads a range of a record, adds its checksum, and lets the page cache forget it."""
@@ -269,11 +310,9 @@ class Gatherer:
             while at < len(view):
                 n = os.preadv(fd, [view[at:]], offset + at)
                 if not n:
-                    raise FormatError(
-                        f"{printable(path.name)} ends early", details=[f"needed bytes up to {offset + len(view)}"]
-                    )
+                    raise _short(path, offset + len(view))
                 at += n
-            if len(view) >= DROP_BYTES:
+            if len(view) >= DROP_BYTES and self._sources.drop:
                 os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise _unreadable(path, error) from error
@@ -327,6 +366,10 @@ def offsets(outer: Sequence[tuple[int, int]]) -> Iterator[int]:
         return
     for index in itertools.product(*(range(count) for count, _ in outer)):
         yield sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
+
+
+def _short(path: Path, needed: int) -> FormatError:
+    return FormatError(f"{printable(path.name)} ends early", details=[f"needed bytes up to {needed}"])
 
 
 def _unreadable(path: Path, error: OSError) -> FormatError:
