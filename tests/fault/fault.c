@@ -21,9 +21,9 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { WRITE, PWRITE, READ, PREAD, PREADV, FSYNC, RENAME, OPEN, MKDIR, FTRUNCATE, CLOSE, UNLINK, RMDIR, CALLS };
+enum { WRITE, PWRITE, READ, PREAD, PREADV, FSYNC, RENAME, OPEN, MKDIR, FTRUNCATE, FALLOCATE, CLOSE, UNLINK, RMDIR, CALLS };
 static const char *names[CALLS] = {"write", "pwrite", "read", "pread", "preadv", "fsync", "rename",
-                                   "open", "mkdir", "ftruncate", "close", "unlink", "rmdir"};
+                                   "open", "mkdir", "ftruncate", "fallocate", "close", "unlink", "rmdir"};
 enum { NONE, FAIL, SHORT, KILL, AFTER };
 
 static atomic_int counts[CALLS];
@@ -32,7 +32,8 @@ static char filter[PATH_MAX];
 
 void fault_arm(const char *call, int n, const char *what, const char *path) {
     static const struct { const char *name; int number; } errors[] = {
-        {"EIO", EIO}, {"ENOSPC", ENOSPC}, {"EDQUOT", EDQUOT}, {"EINTR", EINTR}, {"EACCES", EACCES}, {"ESTALE", ESTALE}};
+        {"EIO", EIO}, {"ENOSPC", ENOSPC}, {"EDQUOT", EDQUOT}, {"EINTR", EINTR}, {"EACCES", EACCES}, {"ESTALE", ESTALE},
+        {"EOPNOTSUPP", EOPNOTSUPP}};
     armed = -1;
     for (int i = 0; i < CALLS; i++) counts[i] = 0;
     strncpy(filter, path, sizeof filter - 1);
@@ -156,6 +157,16 @@ int fsync(int fd) {
     }
 TRUNCATE(ftruncate)
 TRUNCATE(ftruncate64)
+
+#define ALLOCATE(name) \
+    int name(int fd, int mode, off_t offset, off_t size) { \
+        REAL(int, name, int, int, off_t, off_t); \
+        int what = decide(FALLOCATE, fd_matches(fd)); \
+        FAIL_IF(what); \
+        return done(what, real(fd, mode, offset, size)); \
+    }
+ALLOCATE(fallocate)
+ALLOCATE(fallocate64)
 
 int close(int fd) {
     REAL(int, close, int);

@@ -19,7 +19,7 @@ import converters.formats
 from distckpt_cli.app import main as distckpt
 
 CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "close")
-CALLS += ("unlink", "rmdir")  # as in fault.c
+CALLS += ("fallocate", "unlink", "rmdir")  # as in fault.c
 
 
 def child(request, answer):

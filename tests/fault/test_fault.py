@@ -19,7 +19,7 @@ COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: faults cannot be injected")
 
-WRITING = ("write", "pwrite", "fsync", "rename", "open", "mkdir", "ftruncate", "close", "unlink", "rmdir")
+WRITING = ("write", "pwrite", "fsync", "rename", "open", "mkdir", "fallocate", "ftruncate", "close", "unlink", "rmdir")
 READING = ("read", "pread", "preadv", "open", "close")
 ACTIONS = {
     **dict.fromkeys(("write", "pwrite"), ("EIO", "ENOSPC", "EDQUOT", "EINTR", "SHORT", "KILL", "AFTER")),
@@ -28,12 +28,13 @@ ACTIONS = {
     "rename": ("EIO", "ENOSPC", "KILL", "AFTER"),
     "open": ("EIO", "EACCES", "EINTR", "KILL"),
     "mkdir": ("EIO", "ENOSPC", "EACCES", "KILL", "AFTER"),
+    "fallocate": ("EIO", "ENOSPC", "EINTR", "EOPNOTSUPP", "KILL", "AFTER"),
     "ftruncate": ("EIO", "ENOSPC", "EINTR", "KILL"),
     "close": ("EIO", "ENOSPC", "EINTR", "KILL"),
     "unlink": ("EIO", "KILL", "AFTER"),
     "rmdir": ("EIO", "KILL", "AFTER"),
 }
-HARMLESS = {"EINTR", "SHORT"}  # to be retried; closing is over even if interrupted
+HARMLESS = {"EINTR", "SHORT", "EOPNOTSUPP"}  # to be retried; closing is over even if interrupted
 
 
 class Server:
@@ -168,6 +169,8 @@ def test_the_shim_counts_and_fails(case):
     assert case.check(case.out.parent, "rename", 1, "EIO") == (5, False)
     assert case.check(case.out.parent, "rename", 1, "AFTER") == (-9, True)
     assert case.check(case.out.parent, "fsync", 3, "KILL") == (-9, False)
+    assert case.check(case.out.parent, "fallocate", 1, "ENOSPC") == (5, False)
+    assert case.check(case.out.parent, "fallocate", 2, "EOPNOTSUPP") == (0, True)
     assert case.check(case.source, "preadv", 2, "EIO") == (3, False)
     assert case.check(case.source, "preadv", 2, "SHORT") == (0, True)
 
