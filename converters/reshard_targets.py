@@ -18,7 +18,8 @@ from converters.optim_write import flatten
 from converters.plan import Target
 from converters.records_out import object_record
 from converters.registration import trainable
-from converters.split import Outline, holders, padded_vocab, shards
+from converters.split import Outline, holders, shards
+from converters.vocabulary import VOCABULARY, vocabulary_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
     from converters.reshard_state import ReshardOptions
     from converters.split import Shard
 
-__all__ = ["VOCABULARY", "Targets"]
+__all__ = ["Targets"]
 
 _STATE = re.compile(r"optimizer\.state\.(\w+?)\.(.*)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 
 
 @dataclass
@@ -214,26 +214,10 @@ class Targets:
         return out, [ObjectOut(o.key, o.rank, object_record(o.tree, o.storages)) for o in flat.objects]
 
     def _target_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return (self._vocab_rows(name, shape[0]), *shape[1:]) if name in VOCABULARY else shape
-
-    def _vocab_rows(self, name: str, stored: int) -> int:
+        if name not in VOCABULARY:
+            return shape
         asked, known = self.options.vocab_size, self.args.vocab_size
-        if asked is not None and not 0 < asked <= stored:
-            raise RequestError(f"--vocab-size {asked} is not possible: {name} has {stored} rows", tensor=name)
-        if asked is not None and known is not None and asked < known:
-            raise RequestError(
-                f"--vocab-size {asked} would cut trained rows: the vocabulary of {name} has {known}", tensor=name
-            )
-        true = known if asked is None else asked
-        divisible = self.catalog.args.get("make_vocab_size_divisible_by", 128)
-        if not isinstance(divisible, int) or divisible < 1:
-            raise RequestError(f"the argument make_vocab_size_divisible_by is {divisible!r}, not a positive number")
-        if true is None:  # nobody knows how many rows are padding: keep them all, and pad further if tp asks for it
-            return -(-stored // self.layout.tp) * self.layout.tp
-        rows = padded_vocab(true, divisible, self.layout.tp)
-        if not 0 < true <= stored:
-            raise RequestError(f"the arguments give a vocabulary of {true}, but {name} has {stored} rows", tensor=name)
-        return rows
+        return vocabulary_rows(name, shape[0], self.layout.tp, self.catalog.args, known, asked), *shape[1:]
 
 
 def _key_style(catalog: Catalog, asked: str) -> tuple[str, bool]:

@@ -96,8 +96,9 @@ def build(layout, model, vp):
     )
 
 
-def held(job, rank):
-    """What a rank holds, as rows of the answer."""
+@contextlib.contextmanager
+def standing_as(job, rank):
+    """This process is that rank of the job."""
     layout = job["layout"]
     torch.distributed.init_process_group("fake", rank=rank, world_size=job["world"], store=FakeStore())
     try:
@@ -112,13 +113,29 @@ def held(job, rank):
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1234)
-        for vp in range(layout["vpp"] or 1):
-            model = build(layout, job["model"], vp if layout["vpp"] else None)
-            metadata = {
-                "non_homogeneous_layers": True,
-                "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
-            }
-            for shard in shards(model.sharded_state_dict(metadata=metadata)):
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def chunks(job):
+    """The model chunks of this rank, each with its sharded state."""
+    vpp = job["layout"]["vpp"]
+    for vp in range(vpp or 1):
+        model = build(job["layout"], job["model"], vp if vpp else None)
+        metadata = {
+            "non_homogeneous_layers": True,
+            "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        }
+        yield model, model.sharded_state_dict(metadata=metadata)
+
+
+def held(job, rank):
+    """What a rank holds, as rows of the answer."""
+    with standing_as(job, rank):
+        for _, sharded in chunks(job):
+            for shard in shards(sharded):
                 yield [
                     rank,
                     shard.key,
@@ -127,9 +144,6 @@ def held(job, rank):
                     list(shard.global_shape),
                     list(shard.replica_id),
                 ]
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
 
 
 def main():
