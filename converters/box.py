@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from types import EllipsisType
 
 __all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "straight", "uncovered"]
 
@@ -45,9 +46,9 @@ class Box:
         return math.prod(self.shape)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """Index expression for an array whose coordinates `start` is given in."""
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+    def slices(self) -> tuple[slice | EllipsisType, ...]:
+        """Index expression for an array whose coordinates `start` is given in; gives a view also of a scalar's array."""
+        return (..., *(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True)))
 
     def intersect(self, other: Box) -> Box | None:
         """The elements in both boxes, in their common coordinates; None if there are none."""

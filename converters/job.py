@@ -40,10 +40,19 @@ _SMALLEST_TILE = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a target tensor lies: `file` is a position in the job's files, `offset` its first byte there."""
+    """Where a target tensor lies.
+
+    Attributes:
+        file: Position in the job's files.
+        offset: Its first byte there.
+        record: Number of the output record it belongs to; -1 for none.
+        base: Bytes of that record's payload before it.
+    """
 
     file: int
     offset: int
+    record: int = -1
+    base: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,7 @@ class Move:
         dtype: Its element type.
         op: What happens on the way.
         record: Number of the output record whose checksum they belong to; -1 for none.
+        base: Bytes of that record's payload before the array.
     """
 
     part: Box
@@ -94,6 +104,7 @@ class Move:
     dtype: DType
     op: Op = Op.COPY
     record: int = -1
+    base: int = 0
 
 
 class Routes(Protocol):
@@ -121,7 +132,16 @@ class Routes(Protocol):
 
 
 class Seals(Protocol):
-    """Output records that end with their own checksum (torch.save archives)."""
+    """Output records that end with their own checksum (torch.save archives).
+
+    Attributes:
+        apart: A record can be sealed as soon as it is filled, by whoever filled it; otherwise all are, at the end.
+    """
+
+    @property
+    def apart(self) -> bool:
+        """See above."""
+        ...
 
     def fills(self) -> Iterable[tuple[int, int, int]]:
         """`(record, first byte, bytes)` of payload that no source fills: it stays zero."""
@@ -131,8 +151,20 @@ class Seals(Protocol):
         """Payload bytes of a record."""
         ...
 
+    def rereads(self) -> Iterable[tuple[int, int, int]]:
+        """`(record, file, first byte)` of payloads whose sums are not taken on the way, but from the file at the end."""
+        ...
+
     def seal(self, record: int, crc: int) -> tuple[int, list[tuple[int, bytes]]]:
         """The file of a record and what stands around its payload as `(offset, bytes)`, given the payload's CRC-32."""
+        ...
+
+    def end(self) -> Iterable[tuple[int, list[tuple[int, bytes]]]]:
+        """What ends the files, as `seal` gives it, when all records are sealed.
+
+        Raises:
+            DistckptError: One was not.
+        """
         ...
 
 
@@ -169,7 +201,8 @@ class CopyRoutes:
             part = copy.source_box.intersect(box) if box.shape else box
             if part is not None:
                 target, place = self.targets[copy.target], self.places[copy.target]
-                yield Move(part, place.file, place.offset, target.shape, landing(copy, part), target.dtype, copy.op)
+                where, into = (place.file, place.offset, target.shape), landing(copy, part)
+                yield Move(part, *where, into, target.dtype, copy.op, place.record, place.base)
 
     def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
         """See `Routes`."""

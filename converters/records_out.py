@@ -18,26 +18,36 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
 from converters.pickles import Global, Obj, PersId, dumps
+from converters.serialization_id import serialization_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from converters.dtypes import DType
 
-__all__ = ["RecordLayout", "archive", "empty_object", "object_record"]
+__all__ = [
+    "ArchiveLayout",
+    "RecordLayout",
+    "archive",
+    "empty_object",
+    "named",
+    "object_record",
+    "storage_node",
+    "tensor_node",
+]
 
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
-_MASK64 = (1 << 64) - 1
-# what c10::hash gives for the names of the members of a record with one tensor, in the order torch keeps them
-_NAMES_HASH = 15728199511854643026
+_VERSION = b"3\n"
 
 
 class _Member:
     """A member of the archive: name, place, and what the directory says of it."""
 
-    def __init__(self, name: str, header: int, size: int, top: str = "archive") -> None:
-        self.name, self.header, self.size, self.crc = f"{top}/{name}".encode(), header, size, 0
+    __slots__ = ("crc", "data", "extra", "flags", "header", "name", "size", "zip64")
+
+    def __init__(self, name: str, header: int, size: int, top: str, crc: int = 0) -> None:
+        self.name, self.header, self.size, self.crc = f"{top}/{name}".encode(), header, size, crc
         self.flags = 0x808 if size else 0x800
         wide = (size >= _LIMIT32, header >= _LIMIT32)
         numbers = ([size, size] if wide[0] else []) + ([header] if wide[1] else [])
@@ -50,7 +60,7 @@ class _Member:
     @property
     def end(self) -> int:
         """First byte after the member, its data descriptor included."""
-        return self.data + self.size + len(self.descriptor())
+        return self.data + self.size + ((24 if self.zip64 else 16) if self.size else 0)
 
     def local_header(self) -> bytes:
         return struct.pack(
@@ -69,6 +79,64 @@ class _Member:
         return struct.pack("<IHHHHHHIIIHHHHHII", *fields, 0, 0, 0, 0, header) + self.name + self.zip64
 
 
+class ArchiveLayout:
+    """Where everything lies in an archive that torch.save writes, given its pickle and the sizes of its storages.
+
+    +--------+---------------------+--------+-----------+-----+--------+-----------+---------+----+-----------+
+    | header | data.pkl, byteorder | header | storage 0 | gap | header | storage 1 | version | id | directory |
+    +--------+---------------------+--------+-----------+-----+--------+-----------+---------+----+-----------+
+    |<------------- prefix ---------------->|           |<--- between --->|        |<-------- suffix --------->
+
+    Args:
+        pickle: Contents of `data.pkl`.
+        sizes: Bytes of each storage, in the order in which the pickle mentions them.
+        top: Folder inside the archive: the file's name without its ending, "archive" for a stream.
+
+    Attributes:
+        prefix: Everything before the first storage's elements; everything before the suffix if there is no storage.
+        offsets: First byte of each storage's elements.
+        length: Bytes of the whole archive.
+    """
+
+    def __init__(self, pickle: bytes, sizes: Sequence[int], top: str = "archive") -> None:
+        self._top = top
+        self._head: list[_Member] = []
+        body, at = [], 0
+        for name, data in _frame(pickle).items():
+            member = _Member(name, at, len(data), top, zlib.crc32(data))
+            body += [member.local_header(), data, member.descriptor()]
+            self._head.append(member)
+            at = member.end
+        self._storages: list[_Member] = []
+        for number, size in enumerate(sizes):
+            self._storages.append(_Member(f"data/{number}", at, size, top))
+            at = self._storages[-1].end
+        self.prefix = b"".join(body) + (self._storages[0].local_header() if self._storages else b"")
+        self.offsets = [member.data for member in self._storages]
+        version = _Member("version", at, len(_VERSION), top, zlib.crc32(_VERSION))
+        identity = _Member(".data/serialization_id", version.end, 40, top)
+        self._tail = (version, identity)
+        members = [*self._head, *self._storages, *self._tail]
+        self.length = identity.end + sum(46 + len(m.name) + len(m.zip64) for m in members) + 56 + 20 + 22
+
+    def between(self, number: int, crc: int) -> tuple[int, bytes]:
+        """What stands between a storage and the next, or the suffix: `(offset, bytes)`, given the storage's CRC-32."""
+        member = self._storages[number]
+        member.crc = crc
+        following = self._storages[number + 1].local_header() if number + 1 < len(self._storages) else b""
+        return member.data + member.size, member.descriptor() + following
+
+    def suffix(self) -> tuple[int, bytes]:
+        """What ends the archive: `(offset, bytes)`, once `between` was asked for every storage."""
+        version, identity = self._tail
+        summed = [m.crc for m in (*self._head, *self._storages, version) if m.size]
+        data = serialization_id(len(self._storages), summed)
+        identity.crc = zlib.crc32(data)
+        out = version.local_header() + _VERSION + version.descriptor()
+        out += identity.local_header() + data + identity.descriptor()
+        return version.header, out + _directory([*self._head, *self._storages, *self._tail])
+
+
 class RecordLayout:
     """The bytes around the elements of one tensor's record.
 
@@ -84,43 +152,18 @@ class RecordLayout:
 
     def __init__(self, dtype: DType, shape: Sequence[int]) -> None:
         self.nbytes = math.prod(shape) * dtype.itemsize
-        head: list[tuple[_Member, bytes]] = []
-        at = 0
-        contents = (
-            ("data.pkl", _tensor_pickle(dtype, tuple(shape))),
-            (".format_version", b"1"),
-            (".storage_alignment", str(_ALIGNMENT).encode()),
-            ("byteorder", b"little"),
-        )
-        for name, data in contents:
-            member = _Member(name, at, len(data))
-            member.crc = zlib.crc32(data)
-            head.append((member, data))
-            at = member.end
-        self._head = [member for member, _ in head]
-        self._data = _Member("data/0", at, self.nbytes)
-        self._version = _Member("version", self._data.end, 2)
-        self._identity = _Member(".data/serialization_id", self._version.end, 40)
-        body = b"".join(member.local_header() + data + member.descriptor() for member, data in head)
-        self.prefix = body + self._data.local_header()
-        members = [*self._head, self._data, self._version, self._identity]
-        self.length = self._identity.end + sum(46 + len(m.name) + len(m.zip64) for m in members) + 56 + 20 + 22
+        self._archive = ArchiveLayout(_tensor_pickle(dtype, tuple(shape)), [self.nbytes])
+        self.prefix, self.length = self._archive.prefix, self._archive.length
 
     def suffix(self, crc: int) -> bytes:
         """Everything after the elements, given their CRC-32."""
-        self._data.crc = crc
-        version = b"3\n"
-        self._version.crc = zlib.crc32(version)
-        combined = 0
-        summed = [member for member in (*self._head, self._data, self._version) if member.size]
-        for member in summed:
-            combined = (combined ^ (member.crc + 0x9E3779B9 + (combined << 6) + (combined >> 2))) & _MASK64
-        identity = f"{_NAMES_HASH:020d}{combined:020d}".encode()
-        self._identity.crc = zlib.crc32(identity)
-        out = self._data.descriptor()
-        for member, data in ((self._version, version), (self._identity, identity)):
-            out += member.local_header() + data + member.descriptor()
-        return out + _directory([*self._head, self._data, self._version, self._identity])
+        return self._archive.between(0, crc)[1] + self._archive.suffix()[1]
+
+
+def _frame(pickle: bytes) -> dict[str, bytes]:
+    """The members before the storages."""
+    alignment = str(_ALIGNMENT).encode()
+    return {"data.pkl": pickle, ".format_version": b"1", ".storage_alignment": alignment, "byteorder": b"little"}
 
 
 def archive(top: str, members: Mapping[str, bytes]) -> bytes:
@@ -132,8 +175,7 @@ def archive(top: str, members: Mapping[str, bytes]) -> bytes:
     """
     out, made = bytearray(), []
     for name, data in members.items():
-        member = _Member(name, len(out), len(data), top)
-        member.crc = zlib.crc32(data)
+        member = _Member(name, len(out), len(data), top, zlib.crc32(data))
         out += member.local_header() + data + member.descriptor()
         made.append(member)
     return bytes(out) + _directory(made)
@@ -145,38 +187,60 @@ def _directory(members: Sequence[_Member]) -> bytes:
     at, count = members[-1].end, len(members)
     end = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 0x031E, 45, 0, 0, count, count, len(entries), at)
     end += struct.pack("<IIQI", 0x07064B50, 0, at + len(entries), 1)
-    short = (min(len(entries), _LIMIT32), min(at, _LIMIT32))
-    return entries + end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, *short, 0)
+    short = (min(count, 0xFFFF), min(count, 0xFFFF), min(len(entries), _LIMIT32), min(at, _LIMIT32))
+    return entries + end + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *short, 0)
 
 
 def empty_object() -> bytes:
     """The record of a module's extra state without contents: `[torch.empty(0, dtype=torch.uint8)]`."""
-    return object_record([_tensor_node(dtype("uint8"), (0,))], {"data/0": b""})
+    kind = dtype("uint8")
+    return object_record([tensor_node(storage_node(kind, "0", 0), kind, (0,))], {"data/0": b""})
 
 
 def object_record(tree: Any, storages: Mapping[str, bytes] | None = None) -> bytes:
     """The record of an object, an inert tree with the storages it refers to."""
-    members = {"data.pkl": dumps(tree, protocol=2), ".format_version": b"1", ".storage_alignment": b"64"}
-    return archive("archive", {**members, "byteorder": b"little", **(storages or {}), "version": b"3\n"})
+    return archive("archive", {**_frame(dumps(tree, protocol=2)), **(storages or {}), "version": _VERSION})
 
 
 @lru_cache(maxsize=4096)
 def _tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
     """The `data.pkl` of a tensor that owns its storage, as torch.save pickles it."""
-    return dumps(_tensor_node(dtype, shape), protocol=2)
+    return dumps(tensor_node(storage_node(dtype, "0", math.prod(shape)), dtype, shape), protocol=2)
 
 
-def _tensor_node(dtype: DType, shape: tuple[int, ...]) -> Obj:
-    strides, stride = [], 1
-    for n in reversed(shape):
-        strides.append(stride)
-        stride *= max(n, 1)
-    hooks = Obj(Global("collections", "OrderedDict"), ())
-    numel = math.prod(shape)
+@lru_cache(maxsize=1024)
+def named(module: str, name: str) -> Global:
+    """A global; always the same node, as a pickle says a second time only that it is the first one again."""
+    return Global(module, name)
+
+
+def storage_node(dtype: DType, key: str, numel: int) -> PersId:
+    """A storage of `numel` elements, as torch.save refers to it."""
     if dtype.storage is not None:
-        storage = PersId(("storage", Global("torch", dtype.storage), "0", "cpu", numel))
-        func, tail = Global("torch._utils", "_rebuild_tensor_v2"), [False, hooks]
-    else:
-        storage = PersId(("storage", Global("torch.storage", "UntypedStorage"), "0", "cpu", numel * dtype.itemsize))
-        func, tail = Global("torch._utils", "_rebuild_tensor_v3"), [False, hooks, Global("torch", dtype.name)]
-    return Obj(func, (storage, 0, shape, tuple(reversed(strides)), *tail))
+        return PersId(("storage", named("torch", dtype.storage), key, "cpu", numel))
+    return PersId(("storage", named("torch.storage", "UntypedStorage"), key, "cpu", numel * dtype.itemsize))
+
+
+def tensor_node(
+    storage: PersId, dtype: DType, shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] | None = None
+) -> Obj:
+    """A tensor, as torch.save pickles it.
+
+    Args:
+        storage: Where its elements are.
+        dtype: Element type.
+        shape: Elements along each axis.
+        offset: Its first element in the storage.
+        strides: In elements; None for C order.
+    """
+    if strides is None:
+        counted, stride = [], 1
+        for n in reversed(shape):
+            counted.append(stride)
+            stride *= max(n, 1)
+        strides = tuple(reversed(counted))
+    sizes = tuple(iter(shape))  # a tuple of its own: a pickle says of one that it knows that it is the same
+    args = (storage, offset, sizes, strides, False, Obj(named("collections", "OrderedDict"), ()))
+    if dtype.storage is not None:
+        return Obj(named("torch._utils", "_rebuild_tensor_v2"), args)
+    return Obj(named("torch._utils", "_rebuild_tensor_v3"), (*args, named("torch", dtype.name)))

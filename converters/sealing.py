@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from typing import TYPE_CHECKING
 
 from converters.crc import crc_of_zeros
@@ -31,7 +32,7 @@ def seal(job: Job, folder: Path, written: RecordSums, *, whole_only: bool = Fals
         DistckptError: Something of a record was not written, and nobody is left to do it.
         DestinationError: Writing failed.
     """
-    if job.seals is None:
+    if job.seals is None or (whole_only and not job.seals.apart):
         return
     fills = list(job.seals.fills())
     left = {record for record, _, _ in fills} if whole_only else set()
@@ -46,8 +47,31 @@ def seal(job: Job, folder: Path, written: RecordSums, *, whole_only: bool = Fals
             by_file.setdefault(file, []).extend(pieces)
         elif not whole_only:
             raise DistckptError(f"record {record} was not filled: {written.gaps(record, job.seals.nbytes(record))}")
+    for record, number, at in () if whole_only else job.seals.rereads():
+        crc = _sum(folder / job.files[number].name, at, job.seals.nbytes(record))
+        by_file.setdefault(number, []).extend(job.seals.seal(record, crc)[1])
+    for number, pieces in () if whole_only else job.seals.end():
+        by_file.setdefault(number, []).extend(pieces)
     for number, pieces in by_file.items():
         _write(folder / job.files[number].name, pieces)
+
+
+def _sum(path: Path, start: int, nbytes: int) -> int:
+    """CRC-32 of a range of an output file."""
+    crc, end = 0, start + nbytes
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            while start < end:
+                data = os.pread(fd, min(1 << 20, end - start), start)
+                if not data:
+                    raise DistckptError(f"{path.name} ends at {start}, it should have {end} bytes")
+                crc, start = zlib.crc32(data, crc), start + len(data)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise os_trouble(error, path, "reading back") from error
+    return crc
 
 
 def _write(path: Path, pieces: list[tuple[int, bytes]]) -> None:

@@ -101,7 +101,8 @@ class Worker:
                 piece, inside = data[at : at + length * size], (first + skip) * size
                 write_at(fd, piece, move.offset + inside)
                 if move.record >= 0:
-                    self._shared.wrote(move.record, (inside, len(piece), zlib.crc32(piece)), self.written)
+                    segment = (move.base + inside, len(piece), zlib.crc32(piece))
+                    self._shared.wrote(move.record, segment, self.written)
                 at += length * size
             if not outer and len(data) >= DROP_BYTES:  # also starts the write-back, so that the last sync is short
                 os.posix_fadvise(fd, move.offset + first * size, len(data), os.POSIX_FADV_DONTNEED)

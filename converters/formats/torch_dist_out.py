@@ -50,7 +50,10 @@ class TorchDistOutput:
         columns: The tensors.
         flats: The pieces of flat buckets.
         files: The data files, by rank.
+        apart: See `Seals`.
     """
+
+    apart = True
 
     def __init__(self, columns: Columns, flats: Sequence[FlatOut], objects: Sequence[ObjectOut]) -> None:
         self.columns, self.flats, self._objects = columns, flats, objects
@@ -165,6 +168,14 @@ class TorchDistOutput:
         file, start = self._where(record)
         end = start + len(layout.prefix) + layout.nbytes
         return file, [(start, layout.prefix), (end, layout.suffix(crc))]
+
+    def rereads(self) -> Iterable[tuple[int, int, int]]:
+        """See `Seals`."""
+        return ()
+
+    def end(self) -> Iterable[tuple[int, list[tuple[int, bytes]]]]:
+        """See `Seals`."""
+        return ()
 
     def _where(self, record: int) -> tuple[int, int]:
         """File and first byte of a record."""

@@ -25,13 +25,14 @@ _DEPTH: Final = 180
 """Nesting we write: three Python calls per level must fit in the interpreter's recursion limit."""
 
 
-def dumps(node: Node, protocol: int) -> bytes:
+def dumps(node: Node, protocol: int, refer: Callable[[PersId], Node] | None = None) -> bytes:
     """Write a tree.
 
     Args:
         node: What `parse` returned, edited or not: plain data and nodes only.
         protocol: 2 to 5. Keep the file's own (its second byte): torch's `weights_only` reader knows
             protocol 2 only, and torch DCP writes `.metadata` with 4.
+        refer: What to write for a reference when its turn comes, as a pickler's `persistent_id`; by default its value.
 
     Returns:
         The pickle, identical to the parsed one if nothing was edited and CPython wrote it.
@@ -41,14 +42,15 @@ def dumps(node: Node, protocol: int) -> bytes:
     """
     if not 2 <= protocol <= 5:
         raise RequestError(f"pickle protocol {protocol} is not one we write; use 2 to 5")
-    emitter = _Emitter(protocol)
+    emitter = _Emitter(protocol, refer)
     emitter.save(node, 0)
     return emitter.finish()
 
 
 class _Emitter:
-    def __init__(self, protocol: int) -> None:
+    def __init__(self, protocol: int, refer: Callable[[PersId], Node] | None = None) -> None:
         self.protocol = protocol
+        self.refer = refer
         self.done = bytearray(b"\x80" + bytes([protocol]))
         self.frame = bytearray()
         self.memo: dict[int, int] = {}
@@ -108,7 +110,11 @@ class _Emitter:
             self.commit()
         kind = type(node)
         if kind is PersId:
-            self.save(node.value, depth + 1)
+            value = node.value
+            if self.refer is not None:
+                value = self.refer(node)
+                self.keep.append(value)
+            self.save(value, depth + 1)
             self.write(b"Q")
         elif node is None:
             self.write(b"N")
