@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
 from converters.conversion import Conversion, run_conversion
@@ -77,6 +77,8 @@ def plan_reshard(
         DestinationError: The destination cannot be written.
     """
     options = options or ReshardOptions()
+    if options.weights_only:
+        options = replace(options, optimizer="none", rng="drop")
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     key = blueprint_key(reader, layout, options) if cache else None
@@ -115,9 +117,8 @@ def plan_reshard(
         folder=folder,
         extra_files={
             f"{folder}/.metadata": lambda: output.metadata(folder),
-            f"{folder}/common.pt": state.common,
-            # the four-field form is the one that every Megatron-Core from 0.4 on reads; Megatron, too, writes it last
-            f"{folder}/metadata.json": _METADATA_JSON,
+            **({f"{folder}/common.pt": state.common} if state.common else {}),
+            f"{folder}/metadata.json": _metadata_json(options.mcore),
             TRACKER: folder.removeprefix("iter_").lstrip("0").encode() or b"0",
         },
         dropped=(*dropped, *state.dropped),
@@ -223,14 +224,12 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     return _Draft(blueprint, sources | found.tensors, flats, objects, lasting)
 
 
-_METADATA_JSON = json.dumps(
-    {
-        "sharded_backend": "torch_dist",
-        "sharded_backend_version": 1,
-        "common_backend": "torch",
-        "common_backend_version": 1,
-    }
-).encode()
+def _metadata_json(mcore: str | None) -> bytes:
+    """What Megatron writes last. All versions read the form with four fields; those before 0.19 read no other."""
+    document: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    if mcore != "0.19":
+        document |= {"common_backend": "torch", "common_backend_version": 1}
+    return json.dumps(document).encode()
 
 
 def _folder(catalog: Catalog) -> str:

@@ -6,7 +6,7 @@
 | `rng_state` | carried if the (pp, tp) grid, and where saved so dp, is the same; else dropped, and `no_save_rng` set |
 | `rerun_state_machine_state` | dropped: it belongs to the ranks of the job that saved |
 | `_extra_state` | carried (TransformerEngine asks for it), under the target's keys |
-| `common_state`, `common.pt` | becomes `common.pt`, which every Megatron-Core reads |
+| `common_state`, `common.pt` | becomes `common.pt`, which every Megatron-Core reads, or `common_state` if asked |
 | per-group optimizer objects | become part of the common state, or of the target's groups |
 | anything else | carried as it is, and named |
 
@@ -54,6 +54,8 @@ class ReshardOptions(WriteOptions):
         extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
         fully_parallel: Spread what data-parallel replicas share over their files, by bytes.
+        weights_only: Neither optimizer nor random state.
+        mcore: "0.19" embeds the common state as that version does; else it is `common.pt`, which all versions read.
     """
 
     optimizer: str = "fully_reshardable"
@@ -62,6 +64,8 @@ class ReshardOptions(WriteOptions):
     extra_state: str = "fill"
     vocab_size: int | None = None
     fully_parallel: bool = False
+    weights_only: bool = False
+    mcore: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,14 +74,14 @@ class State:
 
     Attributes:
         objects: Stored objects, each with the rank whose file holds it.
-        common: Contents of `common.pt`.
+        common: Contents of `common.pt`; None if the common state is one of the objects.
         changed: Training arguments that differ from the source: name -> (before, after).
         dropped: `(what, reason)` of what is not carried over.
         notes: Sentences a person should read.
     """
 
     objects: list[ObjectOut]
-    common: bytes
+    common: bytes | None
     changed: dict[str, tuple[Any, Any]]
     dropped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = field(default=())
@@ -132,7 +136,13 @@ def target_state(
             objects.append(ObjectOut(info.key, 0, content))
     if options.extra_state == "fill":
         objects += _missing_extra_state(catalog, layout, outline, pipeline, stacked, {o.key for o in objects})
-    common, changed = _common(reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab)
+    archive, tree, changed = _common(reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab)
+    if options.mcore == "0.19":
+        # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
+        objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
+        common = None
+    else:
+        common = archive.dump(tree, "common")
     return State(objects, common, changed, tuple(dropped))
 
 
@@ -238,7 +248,7 @@ def _common(
     *,
     keep_rng: bool,
     padded_vocab: int | None,
-) -> tuple[bytes, dict[str, tuple[Any, Any]]]:
+) -> tuple[Archive, dict[Any, Any], dict[str, tuple[Any, Any]]]:
     archive, tree = _open_common(reader.catalog, reader.common_archive() if isinstance(reader, CommonReader) else None)
     changed: dict[str, tuple[Any, Any]] = {}
     args = tree.get("args")
@@ -248,7 +258,7 @@ def _common(
             if name not in known or known[name] != value:
                 changed[name] = (known.get(name), value)
                 set_field(args, name, value)
-        for name, value in known.items():
+        for name, value in known.items() if options.mcore != "0.19" else ():
             if (unknown := _only_newer(value)) is not None:
                 changed[name] = (repr(unknown), None)
                 set_field(args, name, None)
@@ -268,7 +278,7 @@ def _common(
             content.pop("distrib_optim_fully_reshardable_mem_efficient", None)
     if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
         tree["content_metadata"]["singleton_local_shards"] = False
-    return archive.dump(tree, "common"), changed
+    return archive, tree, changed
 
 
 _KNOWN_CLASSES = ("AttnBackend", "ModelType", "OptimizerConfig", "RerunDiagnostic", "RerunMode", "RerunState")

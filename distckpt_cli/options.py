@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
 from distckpt_cli.console import UsageProblem
 
-__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "RankTimeout", "Verbose", "check_choice", "spread"]
+__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "RankTimeout", "Verbose", "check_choice", "given", "spread"]
 
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 Ckpt = Annotated[
@@ -64,7 +65,7 @@ def spread(command: _Command) -> _Command:
             continue
         own = get_type_hints(groups[name], include_extras=True)
         parameters += [
-            inspect.Parameter(f.name, parameter.kind, default=f.default, annotation=own[f.name])
+            inspect.Parameter(f.name, _KEYWORD, default=_default(f), annotation=own[f.name])
             for f in fields(groups[name])
         ]
 
@@ -78,6 +79,10 @@ def spread(command: _Command) -> _Command:
     return run  # type: ignore[return-value]
 
 
+def _default(field: Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
 def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     """Refuses a word that is none of the choices.
 
@@ -85,6 +90,10 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
         UsageProblem: It is not.
     """
     if value not in choices:
-        raise UsageProblem(
-            f"{option} {value!r} is not a choice", hint=f"choose {', '.join(choices[:-1])} or {choices[-1]}"
-        )
+        listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+        raise UsageProblem(f"{option} {value!r} is not a choice", hint=f"choose {listed}")
+
+
+def given(group: Any) -> dict[str, Any]:
+    """The options of a group that differ from their defaults."""
+    return {f.name: value for f in fields(group) if (value := getattr(group, f.name)) != f.default}

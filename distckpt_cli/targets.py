@@ -104,7 +104,17 @@ class Carried:
         typer.Option("--fully-parallel", help="Spread replicas over data-parallel ranks.", rich_help_panel=_CONTENT),
     ] = False
 
+    mcore: Annotated[
+        str | None,
+        typer.Option(
+            metavar="V",
+            help="Form of the common state: 0.19 (embedded), or 0.18 (common.pt, read by all; the default).",
+            rich_help_panel=_CONTENT,
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
+        check_choice("--mcore", self.mcore or "0.18", ("0.18", "0.19"))
         check_choice("--optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable", "keep", "none"))
         check_choice("--layers", self.layers, ("stacked", "per-layer", "keep"))
         check_choice("--rng", self.rng, ("keep", "drop", "auto"))

@@ -169,7 +169,8 @@ def _show_result(console: Console, schema: str, plan: Conversion, stats: Stats) 
     size = f"{format_size(job.bytes_written)} in {_count(len(job.files), 'file')}{kept}"
     console.fact("wrote", f"{_place(plan)}  {size}, {stats.seconds:.1f} s, {rate}/s")
     report = f"; report in {plan.report_file}" if plan.report_file else ""
-    console.fact("checked", f"{stats.records_checked} source records against their checksums{report}")
+    checked = f"{stats.records_checked} source records against their checksums"
+    console.fact("checked", f"{checked if stats.records_checked else 'nothing: the source has no checksums'}{report}")
     for text in plan.advice:
         console.note(text)
     if plan.next_step:

@@ -252,6 +252,8 @@ OPTIONS = {
     "extra_state": "drop",
     "vocab_size": 96,
     "fully_parallel": True,
+    "weights_only": True,
+    "mcore": "0.19",
     "max_memory": 32 << 20,
     "threads": 3,
     "overwrite": True,

@@ -24,6 +24,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "inspect": Entry("inspect:inspect", "Look", "Show what a checkpoint is: model, layout, components, tensors"),
     "reshard": Entry("reshard:reshard", "Change", "Rewrite for another parallel layout, optimizer state included"),
+    "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist"),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
     "formats": Entry("about:formats", "About", "List the storage formats that can be read"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that can be exported"),
@@ -47,6 +48,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt reshard ckpt/iter_0050000 out --tp 2 --pp 2",
         "distckpt reshard ckpt out --tp 4 --pp 4 --vpp 2 --dp 8 --fully-parallel",
         "distckpt reshard ckpt out --tp 2 --ep 8 --optimizer none --dry-run",
+    ),
+    "convert": (
+        "distckpt convert legacy/iter_0050000 out --to torch_dist --tp 2 --pp 2",
+        "distckpt convert ckpt out --to torch_dist --mcore 0.19 --weights-only",
     ),
     "export-hf": (
         "distckpt export-hf ckpt/iter_0050000 llama-hf",
