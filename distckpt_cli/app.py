@@ -42,11 +42,22 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Run the command as N processes that share the work.")
+    ] = 1,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Look at and convert the checkpoints of large training jobs, without Megatron and without a GPU."""
+    if workers > 1:
+        from distckpt_cli.launch import launch
+
+        words: list[str] = context.obj
+        if Ranks.from_environment().world > 1:
+            raise UsageProblem("--workers inside torchrun or srun: the ranks are there already", hint="leave it out")
+        raise typer.Exit(launch(workers, words[words.index(context.invoked_subcommand or "") :]))
 
 
 @dataclass(frozen=True)
@@ -92,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: list[str]) -> int:
     asked = _Asked.of(args)
     try:
-        result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False)
+        result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False, obj=args)
         if not args:
             return ExitCode.USAGE  # help was shown, but nothing was asked
         return result if isinstance(result, int) else ExitCode.OK
@@ -165,7 +176,10 @@ def _as_usage(error: Exception) -> UsageProblem:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "distckpt"
-    return UsageProblem(text[:1].lower() + text[1:].rstrip("."), hint=f"see {command} --help")
+    hint = f"see {command} --help"
+    if "--workers" in text and context is not None and context.parent is not None:
+        hint = f"it goes before the command: distckpt --workers N {context.info_name} ..."
+    return UsageProblem(text[:1].lower() + text[1:].rstrip("."), hint=hint)
 
 
 def _as_bug(error: Exception) -> DistckptError:
