@@ -139,7 +139,7 @@ REGISTRY: tuple[Format, ...] = (
         "torch_dist:TorchDistReader",
         _torch_dist,
         read="Megatron-Core 0.9.0, 0.12.0, 0.14.0, 0.16.1, 0.19.1",
-        written="loaded by Megatron-Core 0.16.1",
+        written="loaded by Megatron-Core 0.16.1, 0.19.1",
     ),
     Format(
         "zarr",

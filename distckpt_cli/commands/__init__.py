@@ -26,7 +26,7 @@ COMMANDS = {
     "reshard": Entry("reshard:reshard", "Change", "Rewrite for another parallel layout, optimizer state included"),
     "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist"),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
-    "formats": Entry("about:formats", "About", "List the storage formats that can be read"),
+    "formats": Entry("about:formats", "About", "List the storage formats that are read and written"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that can be exported"),
 }
 

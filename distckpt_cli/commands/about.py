@@ -7,15 +7,16 @@ from distckpt_cli.options import Json  # noqa: TC001 - Typer reads the annotatio
 
 
 def formats(as_json: Json = False) -> None:
-    """List the storage formats that can be read."""
+    """List the storage formats: what is read and written, and with which versions that is proven."""
     from converters.formats import REGISTRY
 
     console = Console(json_asked=as_json)
-    rows = [(found.name, found.summary) for found in REGISTRY]
     if as_json:
-        console.document("distckpt.formats/1", {"formats": [{"name": n, "summary": s} for n, s in rows]})
+        keys = ("name", "summary", "read", "written")
+        console.document("distckpt.formats/1", {"formats": [{k: getattr(f, k) for k in keys} for f in REGISTRY]})
     else:
-        console.table(["FORMAT", "WHAT IT IS"], rows)
+        rows = [(f.name, f.read or "-", f.written or "-", f.summary) for f in REGISTRY]
+        console.table(["FORMAT", "READ, MADE BY", "WRITTEN", "WHAT IT IS"], rows)
 
 
 def models(as_json: Json = False) -> None:
