@@ -330,6 +330,8 @@ class Catalog:
         files: The folder's files.
         problems: What is wrong with it.
         details: Facts of the format worth showing: `{"metadata class": "..."}`.
+        copies: Stored pieces that must equal a tensor and are not read otherwise (a tied embedding on the last stage, what
+            every tensor-parallel rank has), by a label; each has the name of the tensor that it copies.
         opened: The folder that was named to open it, `path` or one around it; nothing is written inside it.
     """
 
@@ -347,6 +349,7 @@ class Catalog:
     files: tuple[FileInfo, ...] = ()
     problems: tuple[Problem, ...] = ()
     details: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, TensorInfo] = field(default_factory=dict)
     opened: Path | None = None
 
     @property

@@ -142,7 +142,7 @@ class Crew:
         team, share = self._team, list(tasks)
         if team is not None and team.leads:
             team.assemble()
-            share = list(next(iter(team.deal(share))))  # type: ignore[arg-type,assignment]
+            share = list(next(iter(team.deal(share))))  # type: ignore[arg-type]
         elif team is not None:
             team.await_share()
             share = [task for first, end in team.share for task in tasks[first:end]]

@@ -12,7 +12,18 @@ import typer
 
 from distckpt_cli.console import UsageProblem
 
-__all__ = ["Ckpt", "Json", "ProgressMode", "Quiet", "RankTimeout", "Verbose", "check_choice", "given", "spread"]
+__all__ = [
+    "Ckpt",
+    "Json",
+    "ProgressMode",
+    "Quiet",
+    "RankTimeout",
+    "Scratch",
+    "Verbose",
+    "check_choice",
+    "given",
+    "spread",
+]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -46,6 +57,17 @@ RankTimeout = Annotated[
         envvar="DISTCKPT_RANK_TIMEOUT",
         min=0.1,
         help="Under torchrun or srun: a rank silent for so long is lost.",
+        rich_help_panel="Resources",
+    ),
+]
+Scratch = Annotated[
+    str | None,
+    typer.Option(
+        "--scratch",
+        metavar="DIR",
+        envvar="DISTCKPT_SCRATCH",
+        help="Under torchrun or srun: where ranks meet, shared by all machines; by default the temporary folder, on "
+        "several machines the working directory.",
         rich_help_panel="Resources",
     ),
 ]

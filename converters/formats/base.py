@@ -6,17 +6,18 @@ file a stored piece lies (`locate`). The engine does all reading, for every form
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from converters.catalog import Catalog
     from converters.formats.common_state import Archive
     from converters.records import Payload
 
-__all__ = ["CommonReader", "Reader"]
+__all__ = ["ArchiveReader", "CommonReader", "Reader", "StoredArchive"]
 
 
 class Reader(Protocol):
@@ -81,6 +82,39 @@ class CommonReader(Reader, Protocol):
 
     def object_record(self, key: str) -> bytes:
         """The record of an object of the catalog, as torch_dist stores it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArchive:
+    """A `torch.save` archive inside a file.
+
+    Attributes:
+        start: First byte in the file.
+        length: Bytes.
+        record: The record it is, -1 for an object.
+        key: Names it in messages.
+    """
+
+    start: int
+    length: int
+    record: int
+    key: str
+
+
+@runtime_checkable
+class ArchiveReader(Reader, Protocol):
+    """A reader whose files are not one `torch.save` archive each, but hold several, or one among other things.
+
+    Every member of such an archive has a checksum, not only those with elements: `verify` compares them all.
+    """
+
+    def archives(self, file: int) -> Iterable[StoredArchive]:
+        """The archives of a file, in the order in which they lie in it.
+
+        Args:
+            file: Position in `files`.
+        """
         ...
 
 

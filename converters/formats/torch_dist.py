@@ -22,6 +22,7 @@ import numpy as np
 from converters.catalog import Catalog, FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
+from converters.formats.base import StoredArchive
 from converters.formats.canonical import KeyedArray, canonical_tensors, iteration_of, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.dcp_metadata import DcpMetadata, StoredTensor, read_metadata
@@ -35,7 +36,7 @@ from converters.pickles import Obj, fields
 from converters.records import Payload, TensorLocator, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from converters.catalog import TensorInfo
@@ -92,6 +93,18 @@ class TorchDistReader:
         what = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
         shape = tuple(tensor.sizes[row].tolist())
         return self._locator.locate(read, start, length, what, expect=dtype(tensor.dtype), shape=shape)
+
+    def archives(self, file: int) -> Iterator[StoredArchive]:
+        """The records of a file, tensors and objects, in the order in which they lie in it."""
+        rows = np.flatnonzero(self._record_file == file)
+        found = [
+            (start, length, record, self._owner(record).key)
+            for start, length, record in zip(
+                self._record_start[rows].tolist(), self._record_length[rows].tolist(), rows.tolist(), strict=True
+            )
+        ]
+        found += [(o.offset, o.length, -1, o.key) for o in self._metadata.objects.values() if o.file == file]
+        return (StoredArchive(*archive) for archive in sorted(found))
 
     def object_value(self, key: str) -> Any:
         """The inert tree of a stored object, None if there is none; Megatron's list of one around it is taken off."""

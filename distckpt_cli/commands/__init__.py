@@ -23,6 +23,7 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "inspect": Entry("inspect:inspect", "Look", "Show what a checkpoint is: model, layout, components, tensors"),
+    "verify": Entry("verify:verify", "Look", "Check structure, records, checksums, optimizer, values; exit 1 if bad"),
     "reshard": Entry("reshard:reshard", "Change", "Rewrite for another parallel layout, optimizer state included"),
     "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist"),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
@@ -43,6 +44,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt inspect ckpt --files",
         "distckpt inspect ckpt --args '*lr*'",
         "distckpt inspect ckpt -q | grep router",
+    ),
+    "verify": (
+        "distckpt verify ckpt/iter_0050000",
+        "distckpt verify ckpt --quick",
+        "distckpt verify ckpt --values --json | jq '.checks[] | select(.status == \"bad\")'",
+        "distckpt verify ckpt --write-manifest",
     ),
     "reshard": (
         "distckpt reshard ckpt/iter_0050000 out --tp 2 --pp 2",

@@ -1,0 +1,377 @@
+"""Whether a checkpoint is right: its structure, every record and checksum, its optimizer, and on request its values.
+
+    report = verify(open_checkpoint("ckpt/iter_0050000"), VerifyOptions(values=True))
+    if not report.good:
+        print(report.affected)
+
+Nothing is written but a manifest, where one is asked for and all is well. Files are read from front to back, once; what has
+to be compared with each other (masters with weights, copies with their originals) is read once more, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from converters.crew import Crew
+from converters.errors import FormatError, IntegrityError, RequestError
+from converters.events import Phase, PlanReady
+from converters.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
+from converters.names import fold, printable
+from converters.optim import optimizer_state
+from converters.verify_files import BLOCK_BYTES, FileTask, FileWorker, RecordIndex
+from converters.verify_report import Finding, Report
+from converters.verify_structure import check_structure, is_tied
+from converters.verify_values import TensorTask, TensorWorker, judge_values, tile_bytes, value_tasks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from converters.catalog import TensorInfo
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+    from converters.manifest import Manifest
+    from converters.ranks import Ranks
+
+__all__ = ["VerifyOptions", "verify"]
+
+_MASTER = "optimizer.state.param."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions:
+    """How much is looked at.
+
+    Attributes:
+        quick: Structure only; no payload is read.
+        values: Look at the values of all tensors, too.
+        write_manifest: List the files with their SHA-256, if nothing is wrong.
+        threads: Workers in this process.
+    """
+
+    quick: bool = False
+    values: bool = False
+    write_manifest: bool = False
+    threads: int = 2
+
+
+def verify(
+    reader: Reader,
+    options: VerifyOptions | None = None,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    ranks: Ranks | None = None,
+    scratch: Path | None = None,
+) -> Report:
+    """Looks at a checkpoint and says what is wrong with it.
+
+    Args:
+        reader: The checkpoint.
+        options: How much is looked at.
+        listener: Told about progress, of all ranks, on rank 0.
+        stop: Polled between blocks.
+        ranks: The processes that do this together; by default this one alone. Only rank 0's report has findings.
+        scratch: Where ranks meet, see `converters.crew.scratch_folder`.
+
+    Raises:
+        Interrupted: Asked to stop, or another rank is lost.
+        RequestError: A manifest was asked for that there is no place for.
+        DestinationError: The manifest, or the ranks' scratch folder, cannot be written.
+    """
+    return _Verification(reader, options or VerifyOptions()).run(listener, stop, ranks, scratch)
+
+
+class _Verification:
+    """One run: the plan, which is the same on every rank, and what is made of the results."""
+
+    def __init__(self, reader: Reader, options: VerifyOptions) -> None:
+        self.reader, self.options, self.catalog = reader, options, reader.catalog
+        self.report = Report(str(self.catalog.path), self.catalog.format)
+        self.begin = time.monotonic()
+        self.files: list[FileTask] = []
+        self.lookups: list[TensorTask] = []
+        self.tensors: dict[str, TensorInfo] = dict(self.catalog.tensors)
+        self.pairs: dict[str, tuple[str, str]] = {}
+        self.manifest: Manifest | None = None
+        self.listed: dict[str, int] = {}
+        self.index = RecordIndex(reader)
+        self._writes = options.write_manifest and not options.quick
+
+    def run(
+        self, listener: Listener | None, stop: StopFlag | None, ranks: Ranks | None, scratch: Path | None
+    ) -> Report:
+        """See `verify`."""
+        check_structure(self.report.check("structure"), self.catalog)
+        if self.options.write_manifest and not self.catalog.path.is_dir():
+            raise RequestError("a manifest lists the files of a folder; this checkpoint is a single file")
+        fingerprint = ""
+        if not self.options.quick:
+            fingerprint = self._reading(self.reader.fingerprint)
+            self._plan()
+        tasks: list[FileTask | TensorTask] = [*self.files, *self.lookups]
+        digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
+        threads = self.options.threads
+        crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
+        with crew:
+            if tasks and crew.leads and listener is not None:
+                nbytes, memory = sum(t.nbytes for t in tasks), threads * (BLOCK_BYTES + tile_bytes(self.tensors))
+                listener(PlanReady("verify", len(self.files), nbytes, nbytes, memory))
+            results = crew.map(tasks, lambda: _Worker(self, crew)) if tasks else {}
+            if crew.leads:
+                self._conclude(results, fingerprint)
+                if self._writes:
+                    self._write_manifest(results, listener)
+            answer = crew.agree({"good": self.report.good, "seconds": time.monotonic() - self.begin})
+        self.report.seconds = answer["seconds"]
+        if not crew.leads and not answer["good"]:
+            self.report.check("structure").error("rank 0 shows what is wrong")
+        return self.report
+
+    # ------------------------------------------------------------------ what is to be read
+
+    def _reading(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
+        except OSError as error:
+            what = printable(str(error.filename or self.catalog.path))
+            raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+
+    def _plan(self) -> None:
+        folder = self.catalog.path
+        try:
+            self.manifest = read_manifest(folder)
+        except FormatError as error:
+            self.report.check("manifest").error(error.message, file=MEGATRON)
+        if self._writes and self.manifest is None:
+            self.listed = self._reading(lambda: listed_files(folder))
+        self._plan_files()
+        self._pair()
+        first = len(self.files)
+        self.lookups = list(value_tasks(self.tensors, self.pairs, values=self.options.values, first=first))
+
+    def _plan_files(self) -> None:
+        folder, positions = self.catalog.path, dict[str, list[int]]()
+        paths: dict[str, Path] = {}
+        for position, path in enumerate(self.reader.files):
+            name = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+            paths[name] = path
+            positions.setdefault(name, []).append(position)
+        sizes = {info.name: info.size for info in self.catalog.files if info.role != "unreferenced"}
+        hashed = set(self.manifest.files if self.manifest else self.listed)
+        base = folder if folder.is_dir() else folder.parent
+        for name in dict.fromkeys([*paths, *sizes, *sorted(hashed)]):
+            path = paths.get(name, base / name)
+            size = self._size(path)
+            if size is None:
+                continue  # the structure says so, or the manifest
+            where = tuple(positions.get(name, ()))
+            self.files.append(FileTask(len(self.files), name, path, where, size, name in hashed))
+
+    def _size(self, path: Path) -> int | None:
+        try:
+            return path.stat().st_size
+        except OSError:
+            return None
+
+    def _pair(self) -> None:
+        """What is to be compared: copies with their originals, masters with weights."""
+        for label, copy in self.catalog.copies.items():
+            if copy.name in self.catalog.tensors:
+                self.tensors[label] = replace(copy, name=label, kind="copy")
+                self.pairs[label] = ("equal", copy.name)
+        words, output = "embedding.word_embeddings.weight", "output_layer.weight"
+        if is_tied(self.catalog) and {words, output} <= self.catalog.weights.keys():
+            self.pairs[output] = ("equal", words)
+        check = self.report.check("optimizer")
+        try:
+            state = optimizer_state(self.reader)
+        except (IntegrityError, FormatError) as error:
+            check.error(printable(error.message), tensors=(error.tensor,) if error.tensor else (), hint=_SAVE)
+            for text in error.details[:12]:
+                check.error(printable(text))
+            return
+        except RequestError as error:
+            check.skipped, check.summary = True, f"not understood: {printable(error.message)}"
+            return
+        weights = self.catalog.weights
+        for name, info in state.tensors.items():
+            parameter = name.removeprefix(_MASTER)
+            if not name.startswith(_MASTER) or parameter not in weights or info.parts == weights[parameter].parts:
+                continue
+            self.tensors[name] = info
+            self.pairs[name] = ("rounded", parameter)
+        if not any(how == "rounded" for how, _ in self.pairs.values()):
+            check.skipped = True
+            why = "no master weights" if state.tensors else "no optimizer state"
+            check.summary = f"the checkpoint has {why}: nothing to compare the weights with"
+
+    # ------------------------------------------------------------------ what was found
+
+    def _conclude(self, results: Mapping[int, Any], fingerprint: str) -> None:
+        report = self.report
+        if self.options.quick:
+            for name in ("records", "checksums"):
+                check = report.check(name)
+                check.skipped, check.summary = True, "not read (--quick)"
+            return
+        scans = [(task, results[task.number]) for task in self.files]
+        self._conclude_files(scans)
+        self._conclude_manifest(scans)
+        report.files = len(self.files)
+        report.bytes_read = sum(scan["read"] for _, scan in scans) + sum(t.nbytes for t in self.lookups)
+        self._conclude_pairs(results)
+        if self.options.values:
+            stats: dict[str, Any] = {}
+            for task in self.lookups:
+                stats |= results[task.number]["stats"]
+            check = report.check("values")
+            judge_values(check, stats, self.tensors)
+            numel = sum(found["numel"] for found in stats.values())
+            check.summary = (
+                f"{numel:,} elements of {len(stats):,} tensors: finite, no memory that nothing was written to"
+            )
+        order = ["structure", "records", "checksums", "manifest", "copies", "optimizer", "values"]
+        report.checks.sort(key=lambda check: order.index(check.name))
+        if self._changed(fingerprint):
+            text = "the checkpoint changed while it was read: what was found of it holds for no moment"
+            report.check("structure").error(
+                text, hint="wait until nobody writes to it, then run the same command again"
+            )
+
+    def _changed(self, fingerprint: str) -> bool:
+        try:
+            return self.reader.fingerprint() != fingerprint
+        except OSError:
+            return True
+
+    def _conclude_files(self, scans: list[tuple[FileTask, dict[str, Any]]]) -> None:
+        found = [(task, *note) for task, scan in scans for note in scan["findings"]]
+        owners = self.index.tensors({n for *_, records in found for n in records})
+        for task, name, text, at, needed, there, records in found:
+            tensors = tuple(dict.fromkeys(t for n in records for t in owners.get(n, ())))
+            offset = at if at >= 0 else None
+            finding = Finding("error", text, task.name, offset, needed, there, tensors, "restore this file from a copy")
+            self.report.check(name).add(finding)
+        archives, members, checked, unchecked = (
+            sum(scan[name] for _, scan in scans) for name in ("archives", "members", "checked", "unchecked")
+        )
+        records = self.report.check("records")
+        records.summary = f"{len(self.index):,} records hold what the metadata promises"
+        records.summary += f", {archives:,} archives are whole" if archives else ""
+        sums = self.report.check("checksums")
+        sums.summary = f"{members:,} CRC-32 of {_size(checked)} match"
+        if unchecked and not self.manifest:
+            sums.skipped = not checked
+            before = "" if sums.skipped else f"{sums.summary}; "
+            sums.summary = f"{before}not checkable: {self.catalog.format} stores none for {_size(unchecked)} of tensors"
+            sums.summary += ", sizes fit and all could be read"
+
+    def _conclude_manifest(self, scans: list[tuple[FileTask, dict[str, Any]]]) -> None:
+        manifest = self.manifest
+        if manifest is None:
+            return
+        check = self.report.check("manifest")
+        for text in manifest.trouble:
+            check.error(text, file=manifest.name)
+        digests = {task.name: scan["sha256"] for task, scan in scans if scan["sha256"] is not None}
+        for name, wanted in manifest.files.items():
+            got = digests.get(name)
+            shown = printable(name)
+            if got is None:
+                check.error(f"{shown} is missing or unreadable, {manifest.name} lists it", file=name)
+            elif got != wanted:
+                text = f"{shown} is not the file that {manifest.name} lists"
+                check.error(text, file=name, needed=f"sha256 {wanted}", found=f"sha256 {got}")
+        extra = [task.name for task, _ in scans if task.name not in manifest.files and task.name != manifest.name]
+        extra = [name for name in extra if name not in (MEGATRON, OURS)]
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            check.warn(f"{printable(extra[0])}{more} is not listed in {manifest.name}", file=extra[0])
+        check.summary = f"{len(manifest.files):,} files are those that {manifest.name} lists"
+
+    def _conclude_pairs(self, results: Mapping[int, Any]) -> None:
+        copies, masters = 0, list[str]()
+        wrong: list[str] = []
+        for task in self.lookups:
+            result, name = results[task.number], task.names[0]
+            kind = {"equal": "copies", "rounded": "optimizer", "": "values"}[task.compare]
+            check = self.report.check(kind)
+            parameter = task.names[-1]
+            shown = printable(name)
+            if "failed" in result:
+                check.error(f"{shown}: {printable(result['failed'])}", tensors=(parameter,))
+            elif result["wrong"]:
+                verb = "differ from" if task.compare == "equal" else "do not round to"
+                at = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
+                hint = _SAVE if task.compare == "rounded" else None
+                check.error(f"{shown}: {at}, {verb} {printable(parameter)}", tensors=(parameter,), hint=hint)
+            copies += task.compare == "equal"
+            if task.compare == "rounded":
+                masters.append(parameter)
+                wrong += [parameter] if result.get("failed") or result["wrong"] else []
+        if copies:
+            self.report.check("copies").summary = f"{copies:,} copies equal their originals"
+        if masters:
+            self._conclude_masters(masters, wrong)
+
+    def _conclude_masters(self, masters: list[str], wrong: list[str]) -> None:
+        check = self.report.check("optimizer")
+        check.summary = f"{len(masters):,} master weights round to the weights beside them"
+        if not wrong:
+            return
+        if self.catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
+            check.error("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")
+        right = [name for name in masters if name not in set(wrong)]
+        damaged = self.report.check("checksums").status == "bad"
+        weights = "some weights are damaged, too" if damaged else "the weights are not touched by this"
+        kept = ", ".join(text for text, _ in fold(right)[:4])
+        state = f"the state of {len(right):,} of {len(masters):,} parameters is right" + (f": {kept}" if kept else "")
+        check.warn(f"what can be saved: {weights}; {state}", hint=_SAVE)
+
+    # ------------------------------------------------------------------ the manifest
+
+    def _write_manifest(self, results: Mapping[int, Any], listener: Listener | None) -> None:
+        report, folder = self.report, self.catalog.path
+        if self.manifest is not None:
+            report.manifest = f"{self.manifest.name} is there already"
+        elif not report.good:
+            report.manifest = "not written: a list of damaged files would call them right"
+        else:
+            if listener is not None:
+                listener(Phase("writing the manifest"))
+            digests = {task.name: results[task.number]["sha256"] for task in self.files if task.hashed}
+            if digests.keys() != self.listed.keys() or None in digests.values():
+                raise FormatError("files came or went while the checkpoint was read; no manifest was written")
+            name = OURS if self.catalog.format in _NOT_MEGATRON else MEGATRON
+            write_manifest(folder, name, digests)
+            report.manifest = f"{name} lists {len(digests):,} files"
+
+
+_SAVE = "distckpt reshard CKPT OUT --optimizer none keeps the weights"
+_NOT_MEGATRON = ("safetensors", "huggingface", "hf")
+
+
+class _Worker:
+    """One thread's readers, of files and of tensors."""
+
+    def __init__(self, run: _Verification, crew: Crew) -> None:
+        self._files = FileWorker(run.reader, run.index, crew, drop=not run.lookups)
+        self._tensors = TensorWorker(run.reader, run.tensors, crew)
+
+    def do(self, task: FileTask | TensorTask) -> dict[str, Any]:
+        """Does either."""
+        return self._files.do(task) if isinstance(task, FileTask) else self._tensors.do(task)
+
+    def close(self) -> None:
+        """Closes all files."""
+        self._files.close()
+        self._tensors.close()
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):,.2f} GiB" if nbytes >= 1 << 27 else f"{nbytes / (1 << 20):,.2f} MiB"

@@ -1,0 +1,141 @@
+"""`distckpt verify`: whether a checkpoint is right."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distckpt_cli.console import Console, UsageProblem, format_size
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import (  # noqa: TC001 - Typer reads the annotations at run time
+    Ckpt,
+    Json,
+    ProgressMode,
+    Quiet,
+    RankTimeout,
+    Scratch,
+    Verbose,
+)
+
+if TYPE_CHECKING:
+    from converters.verify_report import Check, Report
+
+_PANEL = "How much to look at"
+_SHOWN = 8
+_WORDS = {
+    "ok": ("ok", "ok"),
+    "bad": ("BAD", "error"),
+    "warning": ("look", "warning"),
+    "skipped": ("-", "dim"),  # not asked for, or nothing there that could be looked at
+}
+
+
+def verify(
+    ckpt: Ckpt,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Structure only; reads no payload.", rich_help_panel=_PANEL)
+    ] = False,
+    values: Annotated[
+        bool,
+        typer.Option(
+            "--values",
+            help="Look at values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False,
+    write_manifest: Annotated[
+        bool,
+        typer.Option(
+            "--write-manifest",
+            help="List the files with their SHA-256 if all is well: integrity.json, as Megatron-Core 0.17.1 and later.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Workers; by default one for each core, at most 8.", rich_help_panel="Resources"
+        ),
+    ] = None,
+    scratch: Scratch = None,
+    rank_timeout: RankTimeout = 60.0,
+    progress: ProgressMode = "auto",
+    quiet: Quiet = False,
+    as_json: Json = False,
+    verbose: Verbose = 0,
+) -> int:
+    """Check a checkpoint: structure, every record and checksum, optimizer against weights.
+
+    Exit code 0 if nothing is wrong, 1 if something is. Reads every file once, and nothing in it is executed. Writes
+    nothing but the manifest that --write-manifest asks for.
+    """
+    from distckpt_cli.progress import Progress, choose_mode
+    from distckpt_cli.signals import stop_on_signals
+
+    mode = choose_mode(progress, quiet=quiet)
+    if quick and (values or write_manifest):
+        raise UsageProblem(f"--quick reads no payload, {'--values' if values else '--write-manifest'} reads all")
+    console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
+    from converters.crew import scratch_folder
+    from converters.formats import open_checkpoint
+    from converters.ranks import Ranks
+    from converters.verify import VerifyOptions, verify
+
+    options = VerifyOptions(
+        quick=quick,
+        values=values,
+        write_manifest=write_manifest,
+        threads=threads or min(8, max(2, os.cpu_count() or 2)),
+    )
+    ranks = Ranks.from_environment(timeout=rank_timeout)
+    reader = open_checkpoint(ckpt)
+    with stop_on_signals() as stop, Progress(console, mode) as listener:
+        report = verify(reader, options, listener=listener, stop=stop, ranks=ranks, scratch=scratch_folder(scratch))
+    if as_json:
+        console.document("distckpt.verify/1", report.document())
+    else:
+        _show(console, report, ckpt)
+    return ExitCode.OK if report.good else ExitCode.NO
+
+
+def _show(console: Console, report: Report, ckpt: str) -> None:
+    from converters.names import fold
+
+    name = shlex.quote(ckpt)
+    for check in report.checks:
+        _show_check(console, check)
+    affected = [text for text, _ in fold(report.affected)]
+    if affected:
+        shown = affected if console.verbose else affected[:4]
+        more = f" and {len(affected) - len(shown)} more" if len(affected) > len(shown) else ""
+        console.fact("affects", ", ".join(shown) + more)
+    if report.manifest:
+        console.fact("manifest", report.manifest)
+    if report.files:
+        rate = f", {format_size(report.bytes_read / report.seconds)}/s" if report.seconds > 0.05 else ""
+        files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
+        console.fact("read", f"{format_size(report.bytes_read)} from {files}, {report.seconds:.1f} s{rate}")
+    console.fact("good" if report.good else "damaged", ckpt, style="ok" if report.good else "error")
+    if not report.good:
+        hints = [f.hint for check in report.checks for f in check.findings if f.severity == "error" and f.hint]
+        for hint in dict.fromkeys(hints):
+            console.label("hint:", hint.replace("CKPT", name), "hint")
+    elif all(check.name in ("structure", "records", "checksums") and check.skipped for check in report.checks[1:]):
+        console.next_step(f"distckpt verify {name}")
+
+
+def _show_check(console: Console, check: Check) -> None:
+    word, style = _WORDS[check.status]
+    findings = sorted(check.findings, key=lambda finding: finding.severity)
+    shown = findings if console.verbose else findings[:_SHOWN]
+    lines = [finding.message for finding in shown] if check.status in ("bad", "warning") else [check.summary]
+    if check.status == "bad":
+        lines = [("look: " if f.severity == "warning" else "") + f.message for f in shown]
+    left = sum(check.count.values()) - len(shown)
+    lines += [f"and {left:,} more{'' if console.verbose else ' (-v)'}"] if left else []
+    console.fact(check.name, f"{word:<5} {lines[0]}", style=style)
+    for line in lines[1:]:
+        console.fact("", f"      {line}")
