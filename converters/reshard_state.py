@@ -20,18 +20,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.conversion import WriteOptions
-from converters.errors import RequestError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.formats.torch_dist_out import ObjectOut
 from converters.names import parse_key, stored_key
 from converters.optim import param_groups
 from converters.optim_groups import read_param_groups
-from converters.pickles import Obj, fields, set_field
+from converters.pickles import Obj, fields
 from converters.records_out import empty_object
+from converters.target_state import change_arguments, layout_arguments, open_common, rng_fits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
     from pathlib import Path
 
     from converters.catalog import Catalog, ObjectInfo
@@ -112,7 +112,7 @@ def target_state(
     catalog = reader.catalog
     objects: list[ObjectOut] = []
     dropped: list[tuple[str, str]] = []
-    keep_rng = _rng_fits(catalog, layout, options, dropped)
+    keep_rng = rng_fits(catalog, layout, options.rng, dropped)
     pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
     for info in catalog.objects.values():
         base = info.name.rpartition("/")[2]
@@ -155,27 +155,6 @@ def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
         return path, info.start, info.length
     bare = Archive(path, info.start, info.length, info.file)
     return bare.dump([bare.tree], "archive")
-
-
-def _rng_fits(catalog: Catalog, layout: Layout, options: ReshardOptions, dropped: list[tuple[str, str]]) -> bool:
-    stored = [o for o in catalog.objects.values() if o.name == "rng_state"]
-    if not stored:
-        return False
-    grid, target = stored[0].grid, (layout.pp, layout.tp, layout.dp)
-    same = grid == target[: len(grid)]
-    if options.rng == "keep" and not same:
-        have = " x ".join(map(str, grid))
-        need = " x ".join(map(str, target[: len(grid)]))
-        raise RequestError(
-            f"the random state was saved for a grid of {have} ranks (pp x tp{' x dp' if len(grid) > 2 else ''}), "
-            f"the target has {need}",
-            hint="--rng drop: the job starts with fresh random numbers, as Megatron does after every such change",
-        )
-    if options.rng == "drop" or not same:
-        reason = "not wanted" if options.rng == "drop" else "the target has another grid of ranks"
-        dropped.extend((o.key, f"random state: {reason}") for o in stored)
-        return False
-    return True
 
 
 def _extra_state_key(info: ObjectInfo, stacked: bool, outline: Outline) -> tuple[str, str | None]:
@@ -249,19 +228,15 @@ def _common(
     keep_rng: bool,
     padded_vocab: int | None,
 ) -> tuple[Archive, dict[Any, Any], dict[str, tuple[Any, Any]]]:
-    archive, tree = _open_common(reader.catalog, reader.common_archive() if isinstance(reader, CommonReader) else None)
+    archive, tree = open_common(reader)
     changed: dict[str, tuple[Any, Any]] = {}
     args = tree.get("args")
     if isinstance(args, Obj):
-        known = fields(args)
-        for name, value in _new_args(known, layout, options, keep_rng=keep_rng, padded_vocab=padded_vocab):
-            if name not in known or known[name] != value:
-                changed[name] = (known.get(name), value)
-                set_field(args, name, value)
-        for name, value in known.items() if options.mcore != "0.19" else ():
-            if (unknown := _only_newer(value)) is not None:
-                changed[name] = (repr(unknown), None)
-                set_field(args, name, None)
+        values = layout_arguments(fields(args), layout, padded_vocab) | _own_arguments(fields(args), options)
+        if not keep_rng:
+            # load_checkpoint asks for rng_state unless the checkpoint says that it has none
+            values["no_save_rng"] = True
+        changed = change_arguments(args, values, newer=options.mcore == "0.19")
     tree.pop("rerun_state_machine", None)
     if options.optimizer == "none":
         tree.pop("optimizer", None)
@@ -281,75 +256,15 @@ def _common(
     return archive, tree, changed
 
 
-_KNOWN_CLASSES = ("AttnBackend", "ModelType", "OptimizerConfig", "RerunDiagnostic", "RerunMode", "RerunState")
-
-
-def _only_newer(value: Any) -> Obj | None:
-    """The first instance in an argument's value of a class that Megatron-Core 0.14 and 0.16 do not let a common state hold.
-
-    They read it with `weights_only` and their own list of classes (megatron/core/safe_globals.py), and refuse all of it for
-    one argument that nobody asks for, `inference_cuda_graph_scope` of 0.19 for example. A job takes None for "not told".
-    """
-    for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, Obj) and item.func.module.startswith("megatron.") and item.func.name not in _KNOWN_CLASSES:
-            return item
-    return None
-
-
-def _open_common(catalog: Catalog, made: Archive | None = None) -> tuple[Archive, dict[Any, Any]]:
-    path = catalog.path / "common.pt"
-    if made is not None or path.exists():
-        archive = made or Archive(path)
-        tree = archive.tree
-    else:
-        stored = catalog.objects.get("common_state/shard_0_1")
-        if stored is None:
-            raise RequestError(
-                "the checkpoint has no common state (neither common.pt nor common_state), so no job could resume from it",
-                hint="export-hf needs none",
-            )
-        archive = Archive(catalog.path / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
-        tree = archive.tree[0] if isinstance(archive.tree, list) and len(archive.tree) == 1 else archive.tree
-    if not isinstance(tree, dict):
-        raise RequestError("the common state is not a dictionary")
-    return archive, tree
-
-
-def _new_args(
-    known: dict[str, Any], layout: Layout, options: ReshardOptions, *, keep_rng: bool, padded_vocab: int | None
-) -> Iterator[tuple[str, Any]]:
-    """The arguments that describe the layout, with their values at the target. Fields the source lacks stay absent."""
-    values = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.expert_tp,
-        "data_parallel_size": layout.dp,
-        "world_size": layout.world_size,
-        "transformer_pipeline_model_parallel_size": layout.pp,
-        "decoder_first_pipeline_num_layers": layout.first_layers,
-        "decoder_last_pipeline_num_layers": layout.last_layers,
-        "pipeline_model_parallel_layout": layout.pp_layout,
-        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
-        "account_for_loss_in_pipeline_split": layout.account_for_loss,
-        "num_layers_per_virtual_pipeline_stage": None,
-        "num_virtual_stages_per_pipeline_rank": layout.vpp,
-    }
-    if padded_vocab is not None:
-        values["padded_vocab_size"] = padded_vocab
+def _own_arguments(known: Mapping[str, Any], options: ReshardOptions) -> dict[str, Any]:
+    """The arguments that say what this format holds of the optimizer."""
+    values: dict[str, Any] = {}
     if known.get("ckpt_format") not in (None, "torch_dist"):
-        values |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True}
-    for name, value in values.items():
-        if name in known and (known[name] is not None or value is not None):
-            yield name, value
-    if not keep_rng:
-        yield "no_save_rng", True  # load_checkpoint asks for rng_state unless the checkpoint says that it has none
+        values |= {name: v for name, v in (("ckpt_format", "torch_dist"), ("use_dist_ckpt", True)) if name in known}
     if options.optimizer == "none":
-        yield "no_save_optim", True
-    else:
-        if known.get("use_distributed_optimizer") is not None:
-            yield "use_distributed_optimizer", True
-        if "dist_ckpt_optim_fully_reshardable" in known:
-            yield "dist_ckpt_optim_fully_reshardable", options.optimizer == "fully_reshardable"
+        return values | {"no_save_optim": True}
+    if known.get("use_distributed_optimizer") is not None:
+        values["use_distributed_optimizer"] = True
+    if "dist_ckpt_optim_fully_reshardable" in known:
+        values["dist_ckpt_optim_fully_reshardable"] = options.optimizer == "fully_reshardable"
+    return values

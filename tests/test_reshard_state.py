@@ -20,7 +20,7 @@ from converters.formats import open_checkpoint
 from converters.layout import Layout
 from converters.optim import optimizer_state, prove_masters
 from converters.reshard import ReshardOptions, plan_reshard, run_reshard
-from converters.reshard_state import _open_common
+from converters.target_state import open_common
 
 MIB = 1 << 20
 RNG = {"no_save_rng": True}
@@ -29,7 +29,7 @@ RNG = {"no_save_rng": True}
 def source_args(name):
     from converters.pickles import fields
 
-    return fields(_open_common(open_checkpoint(golden(name)).catalog)[1]["args"])
+    return fields(open_common(open_checkpoint(golden(name)))[1]["args"])
 
 
 def different(before, after):
