@@ -39,6 +39,7 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     for info in catalog.files:
         if info.name.endswith((".metadata.tmp", ".partial", ".tmp")):
             check.warn(f"{printable(info.name)} is a temporary file: a save was interrupted here", file=info.name)
+    _check_links(check, catalog)
     known = {name for problem in catalog.problems for name in problem.tensors}
     for name, tensor in catalog.tensors.items():
         if name not in known and not _is_plain(tensor):
@@ -52,6 +53,24 @@ def check_structure(check: Check, catalog: Catalog) -> None:
         f"{len(catalog.tensors):,} tensors stored once, {len(catalog.objects):,} objects, {records:,} records in "
         f"{sum(1 for info in catalog.files if info.records):,} files"
     )
+
+
+def _check_links(check: Check, catalog: Catalog) -> None:
+    """A file that is a link to something elsewhere is not part of what was saved. A folder in Hugging Face's cache is all
+    links into `blobs` beside its `snapshots`.
+    """
+    folder = catalog.path if catalog.path.is_dir() else catalog.path.parent
+    if catalog.format == "zarr":  # its reader follows no link
+        return
+    root = catalog.root.resolve() if catalog.root.is_dir() else folder.resolve()
+    cache = root.parent.parent / "blobs"
+    for info in catalog.files:
+        path = folder / info.name
+        if path.is_symlink():
+            target = path.resolve()
+            if not target.is_relative_to(root) and not target.is_relative_to(cache):
+                text = f"{printable(info.name)} is a link to {printable(str(target))}, outside of the checkpoint"
+                check.error(text, file=info.name, needed="a file", found="a link")
 
 
 def _is_plain(tensor: TensorInfo) -> bool:

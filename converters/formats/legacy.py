@@ -144,6 +144,7 @@ class LegacyReader:
             files=self._file_infos(),
             problems=(*problems, *self._problems),
             details=model.details,
+            copies=model.copies(),
         )
 
     def _size(self, file: PtFile, node: Node) -> int:

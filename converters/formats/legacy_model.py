@@ -143,7 +143,7 @@ class LegacyModel:
         facts = ModelArgs.from_catalog(Catalog(Path(), "legacy", "", {}, args=args))
         outline = Outline.of(facts, self.shapes)
         self.outline = replace(outline, mla_down_split=self._mla_split is True)
-        self._weights = Collected()
+        self._weights, self._copies = Collected(), Collected()
         for rank, mine in entries.items():
             self.owned[rank] = list(self._place(rank, mine))
         if any(entry.copy for mine in entries.values() for entry in mine):
@@ -163,6 +163,16 @@ class LegacyModel:
                     f"{printable(name)}: {missing:,} of {math.prod(shape):,} elements are in no file", tensor=name
                 )
             out[name] = self._weights.tensor(name, shape, parse_key(name).kind)
+        return out
+
+    def copies(self) -> dict[str, TensorInfo]:
+        """What other ranks have of the same tensors: replicas, and the tied embedding on a later stage."""
+        out = {}
+        for key in self._copies.pieces:
+            label, _, name = key.partition("\0")
+            if not self._copies.missing(key, self.shapes[name]):
+                found = self._copies.tensor(key, self.shapes[name], "copy")
+                out[f"{name} ({label})"] = replace(found, name=name)
         return out
 
     def _ranks(self) -> list[Rank]:
@@ -326,6 +336,7 @@ class LegacyModel:
         file = self._files[rank]
         for entry in entries:
             boxes, first, expert = [], True, False
+            where = f"pp {pp}" + (f", chunk {entry.chunk}" if entry.chunk else "")
             for part in entry.parts:
                 found = shards(part.name, self.shapes[part.name], self.layout, self.outline)
                 mine = [shard for shard in found if shard.tp in (None, tp) and shard.ep in (None, ep)]
@@ -344,6 +355,11 @@ class LegacyModel:
             local = Local(name, entry.ref.dtype, tuple(boxes), math.prod(entry.ref.shape), first, shared)
             array = self._storages.array(file, entry.ref, f"{file.name}: {entry.key}")
             self._weights.add("", local, array, entry.ref.dtype, entry.ref.offset)
+            if not first:
+                for axis, rank_of, divided in (("tp", tp, mine[0].tp), ("ep", ep, mine[0].ep)):
+                    where += f", {axis} {rank_of}" if divided is None and rank_of else ""
+                copy = replace(local, first=True)
+                self._copies.add(f"copy of {where}\0", copy, array, entry.ref.dtype, entry.ref.offset)
             if entry.ref.dtype.floating and trainable(name):
                 outer = name in (_WORDS, _OUTPUT)
                 yield Owned(entry.key, local, entry.ref.shape, entry.chunk, expert, outer)
