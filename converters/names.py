@@ -13,17 +13,19 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = [
     "ParsedKey",
     "StoredKey",
+    "any_of",
     "fold",
     "match_glob",
+    "matcher",
     "natural_key",
     "parse_key",
     "printable",
@@ -144,6 +146,39 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 def match_glob(name: str, pattern: str) -> bool:
     """Whether a shell pattern matches; `{0..31}` and a bare substring are not patterns, `*` crosses dots."""
     return fnmatchcase(name, pattern)
+
+
+_FOLDED = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a name matches a shell pattern, which may hold `{0..31}` as the folded tables print it."""
+    if not _FOLDED.search(pattern):
+        return lambda name: match_glob(name, pattern)
+    sets: list[set[int]] = []
+    expression = ""
+    for index, piece in enumerate(_FOLDED.split(pattern)):
+        if index % 2 == 0:
+            expression += translate(piece).removeprefix("(?s:").removesuffix(r")\Z")
+        else:
+            ranges = [[int(n) for n in part.split("..")] for part in piece.split(",")]
+            sets.append({n for span in ranges for n in range(span[0], min(span[-1], span[0] + 10**6) + 1)})
+            expression += r"(\d+)"
+    compiled = re.compile(rf"(?s:{expression})\Z")
+
+    def matches(name: str) -> bool:
+        hit = compiled.match(name)
+        return hit is not None and all(int(n) in s for n, s in zip(hit.groups()[-len(sets) :], sets, strict=True))
+
+    return matches
+
+
+def any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Whether a name matches one of several patterns; one without `*`, `?` or `[` means all below that name, too."""
+    found = [
+        matcher(p) for pattern in patterns for p in (pattern, *(() if set("*?[") & set(pattern) else (f"{pattern}.*",)))
+    ]
+    return lambda name: any(matches(name) for matches in found)
 
 
 def printable(text: str) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections import defaultdict
-from fnmatch import translate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters.errors import RequestError
 from converters.identity import is_optimizer, writer_of
-from converters.names import fold, match_glob, natural_key
+from converters.names import fold, match_glob, matcher, natural_key
 from converters.pickles import describe
 from distckpt_cli.console import format_size
 
@@ -37,29 +35,9 @@ __all__ = [
     "tensor_document",
 ]
 
-_FOLDED = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
-
-
 def _choose(names: Iterable[str], pattern: str) -> list[str]:
     """The names that a glob matches; it may hold `{0..31}` as the folded tables print it."""
-    if not _FOLDED.search(pattern):
-        return [name for name in names if match_glob(name, pattern)]
-    sets: list[set[int]] = []
-    expression = ""
-    for index, piece in enumerate(_FOLDED.split(pattern)):
-        if index % 2 == 0:
-            expression += translate(piece).removeprefix("(?s:").removesuffix(r")\Z")
-        else:
-            ranges = [[int(n) for n in part.split("..")] for part in piece.split(",")]
-            sets.append({n for span in ranges for n in range(span[0], min(span[-1], span[0] + 10**6) + 1)})
-            expression += r"(\d+)"
-    compiled = re.compile(rf"(?s:{expression})\Z")
-    hits = ((name, compiled.match(name)) for name in names)
-    return [
-        name
-        for name, hit in hits
-        if hit and all(int(n) in s for n, s in zip(hit.groups()[-len(sets) :], sets, strict=True))
-    ]
+    return list(filter(matcher(pattern), names))
 
 
 def _nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:

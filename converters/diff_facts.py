@@ -1,0 +1,453 @@
+"""What two checkpoints say besides their tensors, side by side: arguments, scheduler, param groups, random and extra state.
+
+Everything is compared as inert trees, tensors in them by their elements. What a resharded or converted checkpoint cannot
+have in common with its source is shown, but does not count: layout, paths, options that one version has and another has not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import FormatError
+from converters.formats.base import CommonReader
+from converters.formats.common_state import Archive
+from converters.model_args import ModelArgs
+from converters.names import natural_key, parse_key
+from converters.optim_groups import read_param_groups
+from converters.pickles import Global, Obj, PersId, describe, pairs, parse
+from converters.pickles import fields as attributes
+from converters.records import member_offset, read_directory, read_pickle, tensor_ref
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from converters.catalog import Catalog, ObjectInfo
+    from converters.diff_pairs import Side
+    from converters.formats.base import Reader
+    from converters.records import TensorRef
+
+__all__ = ["ABSENT", "Fact", "compare_arguments", "compare_facts"]
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "-"
+
+
+ABSENT = _Absent()
+"""Stands for a value that one side does not have."""
+_LARGE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that is not the same on both sides.
+
+    Attributes:
+        group: "iteration", "model", "training", "other arguments", "param groups", "common state", "random state",
+            "extra state" or "object".
+        name: What it is: `args.lr`, `opt_param_scheduler.max_lr`.
+        a: Its value in A as plain data, or `ABSENT`.
+        b: Its value in B.
+        counts: Whether it makes the two different.
+        note: Why it does not count, or what kind of difference it is; may be empty.
+    """
+
+    group: str
+    name: str
+    a: Any
+    b: Any
+    counts: bool = True
+    note: str = ""
+
+
+# arguments of Megatron-LM (core_v0.6 to 0.20, arguments.py) that decide what is learnt, besides those of the model
+_LEARNING = """
+    adam_beta1 adam_beta2 adam_eps attention_softmax_in_fp32 bf16 clip_grad consumed_train_samples decoupled_lr
+    decoupled_min_lr decoupled_weight_decay end_weight_decay eod_mask_loss fp16 fp8 global_batch_size hysteresis
+    initial_loss_scale loss_scale loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction
+    lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
+    min_loss_scale min_lr moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
+    mtp_loss_scaling_factor muon_momentum optimizer params_dtype rampup_batch_size reset_attention_mask
+    reset_position_ids seed seq_length sgd_momentum split start_weight_decay tokenizer_type train_iters train_samples
+    weight_decay weight_decay_incr_style
+"""
+_TRAINING = frozenset(_LEARNING.split())
+_LAYOUT_FIELDS = frozenset(("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "world_size"))
+_NOT_FACTS = _LAYOUT_FIELDS | {"padded_vocab_size", "source", "notes", "extras", "consumed_train_samples", "dtype"}
+_MAY_BE_NONE = frozenset(("window_size", "rope_scaling", "num_experts", "mtp_num_layers", "q_lora_rank"))
+# what frameworks note about themselves in the common state
+_NOTES = ("pytorch-lightning_version", "loops", "callbacks", "datamodule_", "hparams_", "hyper_parameters")
+# parts of the common state that are looked at elsewhere, or that describe how it was saved
+_NOT_COMMON = frozenset(
+    ("args", "checkpoint_version", "content_metadata", "iteration", "optimizer", "rerun_state_machine", "state_dict")
+)
+
+
+def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> tuple[list[Fact], list[str]]:
+    """Everything but tensors and arguments.
+
+    Args:
+        a: The first.
+        b: The second.
+        keep: Whether something of this name is wanted: `opt_param_scheduler.max_lr`, `rng_state`.
+
+    Returns:
+        What differs, and sentences on what could not be compared.
+    """
+    found: list[Fact] = []
+    notes: list[str] = []
+    if a.is_hf or b.is_hf:
+        return found, notes
+    one, other = a.catalog.iteration, b.catalog.iteration
+    if one != other and one is not None and other is not None:
+        found.append(Fact("iteration", "iteration", one, other))
+    found += _groups(a, b, notes)
+    found += _common(a, b)
+    found += _objects(a, b, notes)
+    return [fact for fact in found if keep(fact.name)], notes
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def compare_arguments(a: Side, b: Side) -> list[Fact]:
+    """Arguments that are not the same, those of the model first.
+
+    The model is compared in the words of `ModelArgs`, which are the same for every framework; only if both sides have
+    Megatron's arguments, these are compared one by one.
+    """
+    out = []
+    stated = all(side.catalog.args or side.catalog.config for side in (a, b))
+    for name in (f.name for f in fields(ModelArgs) if f.name not in _NOT_FACTS):
+        one, other = getattr(a.args, name), getattr(b.args, name)
+        known = (one is not None and other is not None) or (stated and name in _MAY_BE_NONE)
+        # the training length stands in for the longest position where nothing says more
+        guessed = any(side.args.source.get(name, "").endswith("seq_length") for side in (a, b))
+        if one != other and known and not guessed:
+            out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
+    for name in sorted({*a.args.extras, *b.args.extras}):
+        one, other = a.args.extras.get(name), b.args.extras.get(name)
+        if one != other:
+            out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
+    given_a, given_b = a.catalog.args, b.catalog.args
+    if not given_a or not given_b:
+        return out
+    for name in sorted({*given_a, *given_b}):
+        if name in given_a and name in given_b:
+            for _, one, other in _differences(given_a[name], given_b[name], "", None, None):
+                counts = name in _TRAINING
+                group = "training" if counts else "other arguments"
+                out.append(Fact(group, f"args.{name}", one, other, counts, "" if counts else "says how the job ran"))
+                break
+        else:
+            one, other = (describe(g[name]) if name in g else ABSENT for g in (given_a, given_b))
+            out.append(Fact("other arguments", f"args.{name}", one, other, False, "one side does not have it"))
+    order = ("model", "training", "other arguments")
+    return sorted(out, key=lambda fact: (order.index(fact.group), fact.a is ABSENT or fact.b is ABSENT))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else describe(value)
+
+
+# ---------------------------------------------------------------------- optimizer and common state
+
+
+def _groups(a: Side, b: Side, notes: list[str]) -> list[Fact]:
+    """Param groups, matched by what Megatron matches them by."""
+    sides = []
+    for side in (a, b):
+        try:
+            has = any(name.startswith("optimizer.") for name in side.tensors)
+            found = read_param_groups(side.reader) if has else None
+        except FormatError as error:
+            notes.append(f"{side.label}: param groups are not compared: {error.message}")
+            return []
+        sides.append({} if found is None else {_group_name(g): g for g in found.merged()})
+    if not all(sides):
+        return []
+    out = []
+    for name in sorted({*sides[0], *sides[1]}):
+        groups = [side.get(name) for side in sides]
+        path = f"optimizer.param_groups.{name}"
+        if groups[0] is None or groups[1] is None:
+            one, other = (ABSENT if g is None else describe(g) for g in groups)
+            out.append(Fact("param groups", path, one, other))
+            continue
+        for key in dict.fromkeys((*groups[0], *groups[1])):
+            if key in groups[0] and key in groups[1] and key != "is_expert_parallel":
+                for inner, one, other in _differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
+                    out.append(Fact("param groups", inner, one, other))
+    return out
+
+
+def _group_name(group: Mapping[str, Any]) -> str:
+    """What tells one group from another, as a word."""
+    decay = group.get("wd_mult", group.get("pre_wd_mult"))
+    scale = group.get("lr_mult", group.get("pre_lr_mult"))
+    words = ["no_decay" if decay == 0 else "decay" if decay in (1, None) else f"wd_mult={decay:g}"]
+    words += [f"lr_mult={scale:g}"] if scale not in (1, None) else []
+    return "+".join([*words, *(["decoupled_lr"] if group.get("is_decoupled_lr") is True else [])])
+
+
+def _common(a: Side, b: Side) -> list[Fact]:
+    in_a, in_b = _common_archive(a.reader), _common_archive(b.reader)
+    if in_a is None or in_b is None:
+        return []
+    trees = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
+    if not all(isinstance(tree, Mapping) for tree in trees):
+        return []
+    out = []
+    for name in dict.fromkeys((*trees[0], *trees[1])):
+        if not isinstance(name, str) or name in _NOT_COMMON or name.startswith(("model", "rng_")) or "rng_" in name:
+            continue
+        if name in trees[0] and name in trees[1]:
+            for path, one, other in _differences(trees[0][name], trees[1][name], name, in_a, in_b):
+                counts = not name.startswith(_NOTES)
+                out.append(Fact("common state", path, one, other, counts, "" if counts else "a framework's own notes"))
+        else:
+            # versions and frameworks keep different things there, but a job resumes with another rate without its scheduler
+            counts = name == "opt_param_scheduler" and a.catalog.flavour == b.catalog.flavour
+            one, other = (describe(tree[name]) if name in tree else ABSENT for tree in trees)
+            out.append(Fact("common state", name, one, other, counts, "" if counts else "one side does not have it"))
+    return out
+
+
+def _common_archive(reader: Reader) -> Archive | None:
+    if isinstance(reader, CommonReader):
+        return reader.common_archive()
+    catalog = reader.catalog
+    if (catalog.path / "common.pt").exists():
+        return Archive(catalog.path / "common.pt")
+    stored = catalog.objects.get("common_state/shard_0_1")
+    if stored is None:
+        return None
+    return Archive(catalog.path / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
+
+
+def _unwrapped(tree: Any) -> Any:
+    """What is in lists of one: formats wrap objects in none, one or two of them."""
+    while isinstance(tree, list) and len(tree) == 1:
+        tree = tree[0]
+    return tree
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def _objects(a: Side, b: Side, notes: list[str]) -> list[Fact]:
+    out: list[Fact] = []
+    sides = [_by_kind(side.catalog) for side in (a, b)]
+    out += _random(a, b, sides[0]["random state"], sides[1]["random state"], notes)
+    for group in ("extra state", "object"):
+        one, other = sides[0][group], sides[1][group]
+        for name in sorted({*one, *other}, key=natural_key):
+            if name in one and name in other:
+                out += _object(group, name, (a.reader, one[name]), (b.reader, other[name]), notes)
+                continue
+            reader, info = (a.reader, one[name]) if name in one else (b.reader, other[name])
+            # which modules have an extra state changed with every version; without FP8 all of them are empty
+            empty = group == "extra state" and _extra_state(reader, info)[0] is None
+            shown = f"{info.length:,} bytes"
+            x, y = (shown, ABSENT) if name in one else (ABSENT, shown)
+            out.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
+    return out
+
+
+def _by_kind(catalog: Catalog) -> dict[str, dict[str, ObjectInfo]]:
+    """Objects by kind and canonical name; what belongs to the optimizer or to single ranks of the job is left out."""
+    out: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
+    for key, info in catalog.objects.items():
+        base = info.name.rpartition("/")[2]
+        if info.name in ("common_state", "rerun_state_machine_state") or ".dp_group_idx_" in info.name:
+            continue
+        if base == "rng_state":
+            out["random state"][".".join(map(str, info.offset))] = info
+        elif base.endswith("._extra_state"):
+            parsed, indices = parse_key(info.name), iter(info.offset)
+            out["extra state"][parsed.template.format(*(next(indices) for _ in parsed.axes))] = info
+        else:
+            out["object"][key] = info
+    return out
+
+
+def _random(
+    a: Side, b: Side, one: Mapping[str, ObjectInfo], other: Mapping[str, ObjectInfo], notes: list[str]
+) -> list[Fact]:
+    if not one or not other:
+        if one or other:
+            notes.append(f"only {'A' if one else 'B'} has random states")
+        return []
+    grids = [next(iter(side.values())).grid for side in (one, other)]
+    if grids[0] != grids[1]:
+        shown = [" x ".join(f"{axis} {n}" for axis, n in zip(("pp", "tp", "dp"), g, strict=False)) for g in grids]
+        notes.append(f"random states are not compared: A was saved on {shown[0]}, B on {shown[1]}")
+        return []
+    out = []
+    for place in sorted({*one, *other}):
+        name = f"rng_state.{place}"
+        if place in one and place in other:
+            out += _object("random state", name, (a.reader, one[place]), (b.reader, other[place]), notes)
+        else:
+            x, y = ("present" if place in side else ABSENT for side in (one, other))
+            out.append(Fact("random state", name, x, y))
+    return out
+
+
+def _object(
+    group: str, name: str, one: tuple[Reader, ObjectInfo], other: tuple[Reader, ObjectInfo], notes: list[str]
+) -> list[Fact]:
+    if max(one[1].length, other[1].length) > _LARGE:
+        notes.append(f"{name} is not compared: an object of {one[1].length:,} bytes in A, {other[1].length:,} in B")
+        return []
+    if group == "extra state":
+        a, in_a = _extra_state(*one)
+        b, in_b = _extra_state(*other)
+    else:
+        in_a, in_b = _open(*one), _open(*other)
+        a, b = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
+    return [Fact(group, path, x, y) for path, x, y in _differences(a, b, name, in_a, in_b)]
+
+
+def _open(reader: Reader, info: ObjectInfo) -> Archive:
+    if not isinstance(reader, CommonReader):
+        return Archive(reader.catalog.path / info.file, info.start, info.length, f"{info.file}: {info.key}")
+    return _archive(reader.object_record(info.key), info.key)
+
+
+def _archive(raw: bytes, what: str) -> Archive:
+    def read(at: int, n: int) -> bytes:
+        return raw[at : at + n]
+
+    members = read_directory(read, 0, len(raw), what)
+    contents = {name: read(member_offset(read, 0, member, what), member.size) for name, member in members.items()}
+    return Archive.of(read_pickle(read, 0, len(raw), what), contents, what)
+
+
+def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]:
+    """What a module stored, without what it is packed into, and the archive that tensors in it lie in; None if nothing.
+
+    TransformerEngine and Megatron pack an extra state with `torch.save` or `pickle` into a tensor of bytes or a buffer.
+    """
+    archive = _open(reader, info)
+    tree = _unwrapped(archive.tree)
+    ref = _tensor(tree)
+    if ref is not None and ref.dtype.name == "uint8":
+        raw = archive.elements(ref)
+    elif isinstance(tree, Obj) and tree.func.name == "BytesIO":
+        packed = next(iter(tree.state or tree.args or ()), b"")
+        if isinstance(packed, Obj) and packed.args:  # _codecs.encode(text, "latin1"), as protocol 2 writes bytes
+            packed = str(packed.args[0]).encode("latin1", "replace")
+        raw = packed if isinstance(packed, bytes) else b""
+    else:
+        return tree, archive
+    if not raw:
+        return None, None
+    try:
+        if raw[:2] == b"PK":
+            inner = _archive(raw, info.key)
+            return inner.tree, inner
+        return parse(raw, what=info.key), None
+    except FormatError:
+        return raw, None
+
+
+# ---------------------------------------------------------------------- trees
+
+_DEPTH = 64
+_MOVED = (("numpy._core", "numpy.core"),)
+
+
+def _differences(
+    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, depth: int = 0
+) -> Iterator[tuple[str, Any, Any]]:
+    """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data.
+
+    Tensors are compared by type, shape and elements, wherever their storages lie in the two archives.
+    """
+    if a is b:
+        return
+    if depth > _DEPTH:
+        yield path, "too deep to compare", "too deep to compare"
+        return
+    refs = _tensor(a), _tensor(b)
+    if refs[0] is not None and refs[1] is not None:
+        yield from _tensors(refs[0], refs[1], path, in_a, in_b)
+        return
+    below = _children(a), _children(b)
+    if below[0] is None or below[1] is None:
+        if not _same(a, b):
+            yield path, describe(a), describe(b)
+        return
+    if below[0][0] != below[1][0]:
+        yield path, below[0][0], below[1][0]
+        return
+    one, other = below[0][1], below[1][1]
+    for key in dict.fromkeys((*one, *other)):
+        inner = f"{path}.{key}" if path else str(key)
+        if key in one and key in other:
+            yield from _differences(one[key], other[key], inner, in_a, in_b, depth + 1)
+        else:
+            yield inner, _shown(one, key), _shown(other, key)
+
+
+def _shown(side: Mapping[Any, Any], key: Any) -> Any:
+    return describe(side[key]) if key in side else ABSENT
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    if isinstance(a, Global) and isinstance(b, Global):
+        return _spelling(a) == _spelling(b)
+    numbers = isinstance(a, int | float) and isinstance(b, int | float)
+    return bool(a == b) and (numbers or type(a) is type(b)) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _spelling(node: Global) -> str:
+    for old, new in _MOVED:
+        if node.path.startswith(old):
+            return new + node.path[len(old) :]
+    return node.path
+
+
+def _children(node: Any) -> tuple[str, dict[Any, Any]] | None:
+    """What kind of container a node is, and its parts; None for a value without parts."""
+    if isinstance(node, Mapping):
+        return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in node.items()}
+    if isinstance(node, list | tuple):  # versions pickle the same thing as one or the other
+        return "list", dict(enumerate(node))
+    if isinstance(node, PersId):
+        return "reference", {"value": node.value}
+    if not isinstance(node, Obj):
+        return None
+    if node.pairs is not None and node.state is None:
+        return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in pairs(node)}
+    parts: dict[Any, Any] = dict(enumerate(node.args))
+    held = attributes(node)
+    parts |= held if held or node.state is None else {"state": node.state}
+    parts |= {f"item {n}": item for n, item in enumerate(node.items or ())}
+    return _spelling(node.func), parts
+
+
+def _tensor(node: Any) -> TensorRef | None:
+    return tensor_ref(node, "an object") if isinstance(node, Obj) else None
+
+
+def _tensors(
+    a: TensorRef, b: TensorRef, path: str, in_a: Archive | None, in_b: Archive | None
+) -> Iterator[tuple[str, Any, Any]]:
+    shown = [f"{ref.dtype.name} {list(ref.shape)}" for ref in (a, b)]
+    if shown[0] != shown[1]:
+        yield path, shown[0], shown[1]
+    elif in_a is not None and in_b is not None:
+        one, other = in_a.elements(a), in_b.elements(b)
+        if one != other:
+            at = next(n for n, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
+            where = f"{shown[0]}, from element {at // a.dtype.itemsize}"
+            yield path, where, where
