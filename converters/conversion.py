@@ -69,6 +69,7 @@ class Conversion:
         next_step: A command to type then; empty if there is none.
         report_file: Name of the extra file that accounts for everything; empty if there is none.
         overwrite: Replace an existing destination after success.
+        single: The destination is a file: the job's only one.
     """
 
     command: str
@@ -85,6 +86,7 @@ class Conversion:
     next_step: str = ""
     report_file: str = ""
     overwrite: bool = False
+    single: bool = False
 
 
 def run_conversion(
@@ -119,7 +121,12 @@ def run_conversion(
         if team is not None:
             team.assemble()
         staging = Staging(
-            destination, job.fingerprint, job.files, overwrite=plan.overwrite, meeting=team.folder if team else None
+            destination,
+            job.fingerprint,
+            job.files,
+            overwrite=plan.overwrite,
+            meeting=team.folder if team else None,
+            single=plan.single,
         )
         for text in staging.notes:
             tell(Note(text))

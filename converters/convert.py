@@ -49,6 +49,8 @@ class Writer:
 
 WRITERS: dict[str, Writer] = {
     "torch_dist": Writer("reshard:plan_reshard", "reshard:ReshardOptions", layout=True, cached=True),
+    "torch": Writer("container:plan_torch", "container:TorchOptions"),
+    "safetensors": Writer("container:plan_safetensors", "container:SafetensorsOptions"),
 }
 """By the name that `--to` takes."""
 

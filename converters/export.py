@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.catalog import Catalog
+    from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
     from converters.formats.base import Reader
     from converters.formats.safetensors import SafetensorsLayout
     from converters.models import HfMapping, Model
 
-__all__ = ["ExportOptions", "ExportPlan", "plan_export", "run_export"]
+__all__ = ["ExportOptions", "ExportPlan", "choose_mapping", "plan_export", "run_export"]
 
 REPORT = "distckpt-report.json"
 
@@ -142,12 +142,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     reference = _read_reference(options.hf_config)
-    args = ModelArgs.from_catalog(catalog)
-    refuse_contradictions(args, catalog)
-    model = _choose(args, catalog, options, reference)
-    vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")
-    mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
-    sources = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+    model, mapping, sources = choose_mapping(catalog, options, reference)
     prove({name: t.shape for name, t in sources.items()}, mapping.targets, mapping.copies, mapping.drops)
     used = {copy.source for copy in mapping.copies}
     refuse_damage(catalog, used)
@@ -193,6 +188,28 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
 
 
 run_export = run_conversion
+
+
+def choose_mapping(
+    catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any] | None = None
+) -> tuple[Model, HfMapping, dict[str, TensorInfo]]:
+    """The architecture, which element goes where, and the tensors that are accounted for.
+
+    Args:
+        catalog: The checkpoint.
+        options: What is asked.
+        reference: Contents of the `config.json` of `options.hf_config`.
+
+    Raises:
+        RequestError: Unknown architecture, a contradiction, a tensor without a place.
+    """
+    reference = reference or {}
+    args = ModelArgs.from_catalog(catalog)
+    refuse_contradictions(args, catalog)
+    model = _choose(args, catalog, options, reference)
+    vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")
+    mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
+    return model, mapping, {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
 
 
 def _summary(model: Model, report: Mapping[str, Any]) -> str:

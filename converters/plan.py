@@ -92,7 +92,11 @@ def reversed_copy(copy: Copy) -> Copy:
 
 
 def prove(
-    sources: Mapping[str, tuple[int, ...]], targets: Mapping[str, Target], copies: Sequence[Copy], drops: Sequence[Drop]
+    sources: Mapping[str, tuple[int, ...]],
+    targets: Mapping[str, Target],
+    copies: Sequence[Copy],
+    drops: Sequence[Drop],
+    fills: Mapping[str, Sequence[Box]] | None = None,
 ) -> None:
     """Checks that the copies write each target element once and account for each source element.
 
@@ -101,6 +105,7 @@ def prove(
         targets: The tensors to be written, by name.
         copies: What moves.
         drops: What is left out, and why.
+        fills: What of the targets nothing fills on purpose, by name: it is zero.
 
     Raises:
         RequestError: A gap, an overlap, an unknown name or a box outside its tensor; the tensors are named, folded.
@@ -130,6 +135,9 @@ def prove(
         if shape is None:
             raise RequestError(f"cannot drop {drop.source}: the checkpoint has no such tensor")
         used[drop.source].append(Box.whole(shape) if drop.box is None else drop.box)
+    for name, boxes in (fills or {}).items():
+        if boxes:
+            written[name] += boxes
     _prove_targets(targets, written)
     lost = [name for name, shape in sources.items() if uncovered(shape, used[name]) is not None]
     if lost:

@@ -7,6 +7,7 @@
             .journal-2             the same of rank 2, if several processes write
         NAME/                      appears by one rename, when everything in it has been synced
 
+A destination that is one file is staged in such a folder, too, and appears by one link or rename of that file.
 Running the same command again reads the journals and goes on, with any number of ranks.
 """
 
@@ -36,19 +37,25 @@ if TYPE_CHECKING:
 __all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "sync_folder", "write_at"]
 
 
-def check_destination(source: Path, destination: Path, *, overwrite: bool = False) -> None:
+def check_destination(source: Path, destination: Path, *, overwrite: bool = False, file: bool = False) -> None:
     """Checks that a destination may be written, before any work is done.
+
+    Args:
+        source: The outermost folder, or the file, of the source.
+        destination: What shall be written.
+        overwrite: It may be replaced.
+        file: It is to be a file, not a folder.
 
     Raises:
         DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
     """
     try:
-        _check_destination(source, destination, overwrite)
+        _check_destination(source, destination, overwrite, file)
     except OSError as error:  # a folder on the way may not be searched, a name is too long
         raise os_trouble(error, destination, "checking") from error
 
 
-def _check_destination(source: Path, destination: Path, overwrite: bool) -> None:
+def _check_destination(source: Path, destination: Path, overwrite: bool, file: bool) -> None:
     real_source, real = source.resolve(), _resolve(destination)
     shown = printable(str(destination))
     if real == real_source or real_source in real.parents or real in real_source.parents:
@@ -64,14 +71,16 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
             raise DestinationError(
                 f"{shown} is a mount point, which nothing can be renamed onto", hint=f"use a folder in it: {shown}/NAME"
             )
-        if not destination.is_dir():
+        if file:
+            _check_file(destination, overwrite)
+        elif not destination.is_dir():
             raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
-        if not overwrite and not _is_empty(destination):
+        elif not overwrite and not _is_empty(destination):
             raise DestinationError(
                 f"{shown} already exists and is not empty",
                 hint="choose another directory, or add --overwrite to replace it after success",
             )
-        if overwrite and not _is_empty(destination) and not _is_ours(destination):
+        elif overwrite and not _is_empty(destination) and not _is_ours(destination):
             raise DestinationError(
                 f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it",
                 details=[f"it holds {', '.join(printable(e.name) for e in sorted(destination.iterdir())[:4])}"],
@@ -84,9 +93,33 @@ def _check_destination(source: Path, destination: Path, overwrite: bool) -> None
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
 
 
+def _check_file(destination: Path, overwrite: bool) -> None:
+    """Checks that what exists in the place of a file may be replaced by one."""
+    shown = printable(str(destination))
+    if destination.is_dir():
+        raise DestinationError(f"{shown} is a directory, and the result is one file", hint=f"name it: {shown}/model.pt")
+    if not overwrite:
+        raise DestinationError(
+            f"{shown} already exists", hint="choose another name, or add --overwrite to replace it after success"
+        )
+    if not destination.is_file() or not _is_archive(destination):
+        raise DestinationError(
+            f"{shown} is not a file that torch.save wrote: --overwrite does not delete it", hint="choose another name"
+        )
+
+
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) in (b"", b"PK\x03\x04")
+
+
 def _is_empty(folder: Path) -> bool:
     with os.scandir(folder) as entries:
         return next(entries, None) is None
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.is_dir() and not _is_empty(folder)
 
 
 def _resolve(path: Path) -> Path:
@@ -136,6 +169,7 @@ class Staging:
         files: What will be written.
         overwrite: Whether an existing destination is replaced, after success.
         meeting: Where the ranks of this run meet, if there are several.
+        single: The destination is a file: the only one of `files`.
 
     Attributes:
         resumed: The lines of the journals of interrupted runs, whatever number of ranks they had.
@@ -153,7 +187,9 @@ class Staging:
         *,
         overwrite: bool = False,
         meeting: Path | None = None,
+        single: bool = False,
     ) -> None:
+        self._single = files[0].name if single else None
         self.destination = _resolve(destination)
         self.folder = beside(destination, "partial")
         self._overwrite = overwrite
@@ -178,7 +214,7 @@ class Staging:
         try:
             if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
                 raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
-            if not overwrite and self.destination.is_dir() and not _is_empty(self.destination):
+            if not overwrite and (self.destination.exists() if single else _is_full(self.destination)):
                 self._refuse_late()
             earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
             dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
@@ -281,15 +317,17 @@ class Staging:
             journals = self._take_journals()
             for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
                 sync_folder(folder)
-            replaced = self._overwrite and self.destination.is_dir() and not _is_empty(self.destination)
-            if not replaced:
+            replaced = self._single is not None or (self._overwrite and _is_full(self.destination))
+            if self._single is not None:
+                self._place(self.folder / self._single)
+            elif not replaced:
                 self.folder.rename(self.destination)  # onto nothing or an empty folder; never onto a full one
             elif not _exchange(self.folder, self.destination):
                 self._swap()
             published = True
             sync_folder(self.destination.parent)
             if replaced:
-                shutil.rmtree(self.folder)  # now the old contents
+                shutil.rmtree(self.folder)  # now the old contents, or what is left of the folder around a single file
         except OSError as error:
             shown = printable(str(self.destination))
             if not published:
@@ -309,6 +347,20 @@ class Staging:
             raise os_trouble(error, self.destination, "publishing") from error
         finally:
             self.close()
+
+    def _place(self, file: Path) -> None:
+        """Gives a file its place: over an earlier one only if that was asked for."""
+        if self._overwrite:
+            file.replace(self.destination)
+            return
+        try:
+            self.destination.hardlink_to(file)  # unlike a rename, never onto a file that came meanwhile
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+                raise
+            if self.destination.exists():  # a file system without hard links
+                raise FileExistsError(errno.EEXIST, "filled by someone else") from error
+            file.rename(self.destination)
 
     def _swap(self) -> None:
         """Exchanges the result and an existing destination where the file system cannot do it in one step."""
