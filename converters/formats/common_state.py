@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from converters.formats.base import Read
     from converters.records import TensorRef
 
 __all__ = ["Archive", "read_tree"]
@@ -62,25 +63,32 @@ class Archive:
     """
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
-        what = self._what = what or path.name
+        what = what or path.name
         fd = open_source(path)
         try:
             size = os.fstat(fd).st_size if length is None else length
-
-            def read(at: int, n: int) -> bytes:
-                return os.pread(fd, n, at)
-
-            self.tree: Any = read_pickle(read, start, size, what)
-            self._members: dict[str, bytes] = {}
-            for name, member in read_directory(read, start, size, what).items():
-                if member.size > _LIMIT:
-                    raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
-                data = read(member_offset(read, start, member, what), member.size)
-                if zlib.crc32(data) != member.crc:
-                    raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
-                self._members[name] = data
+            self._read(lambda at, n: os.pread(fd, n, at), start, size, what)
         finally:
             os.close(fd)
+
+    @classmethod
+    def parse(cls, raw: bytes, what: str) -> Archive:
+        """An archive that is in memory."""
+        made = cls.__new__(cls)
+        made._read(lambda at, n: raw[at : at + n], 0, len(raw), what)
+        return made
+
+    def _read(self, read: Read, start: int, size: int, what: str) -> None:
+        self._what = what
+        self.tree: Any = read_pickle(read, start, size, what)
+        self._members: dict[str, bytes] = {}
+        for name, member in read_directory(read, start, size, what).items():
+            if member.size > _LIMIT:
+                raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
+            data = read(member_offset(read, start, member, what), member.size)
+            if zlib.crc32(data) != member.crc:
+                raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
+            self._members[name] = data
 
     @classmethod
     def of(cls, tree: Any, members: Mapping[str, bytes], what: str) -> Archive:
@@ -94,6 +102,11 @@ class Archive:
         made = cls.__new__(cls)
         made.tree, made._members, made._what = tree, dict(members), what
         return made
+
+    @property
+    def members(self) -> Mapping[str, bytes]:
+        """The contents of the archive by name: the storages under `data/`."""
+        return self._members
 
     def elements(self, ref: TensorRef) -> bytes:
         """The elements of a tensor in the tree.
