@@ -10,8 +10,9 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from converters.crew import Crew
 from converters.engine import run
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Note, Phase, PlanReady
@@ -22,12 +23,15 @@ from converters.ranks import Ranks
 from converters.team import Team, TeamStaging
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.crew import Worker
     from converters.engine import Stats
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.job import Job
 
-__all__ = ["Conversion", "ExtraFile", "WriteOptions", "run_conversion"]
+__all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
 
 MIB = 1 << 20
 
@@ -50,6 +54,34 @@ class WriteOptions:
     overwrite: bool = False
 
 
+class Proof(Protocol):
+    """Something that must be true of the source's data.
+
+    Attributes:
+        claim: What, in a few words.
+    """
+
+    claim: str
+
+    @property
+    def tasks(self) -> Sequence[Any]:
+        """What is to be looked at, as a `Crew` takes it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read for it."""
+        ...
+
+    def worker(self) -> Worker[Any]:
+        """What one thread does tasks with."""
+        ...
+
+    def judge(self, results: Mapping[int, Any]) -> None:
+        """Raises if it is not true, given what the workers found."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """Something to be written, decided and proved, with nothing moved yet.
@@ -69,7 +101,7 @@ class Conversion:
         next_step: A command to type then; empty if there is none.
         report_file: Name of the extra file that accounts for everything; empty if there is none.
         overwrite: Replace an existing destination after success.
-        single: The destination is a file: the job's only one.
+        proof: What has to be proved of the source's data before anything is written; None if nothing is in doubt.
     """
 
     command: str
@@ -86,7 +118,7 @@ class Conversion:
     next_step: str = ""
     report_file: str = ""
     overwrite: bool = False
-    single: bool = False
+    proof: Proof | None = None
 
 
 def run_conversion(
@@ -110,6 +142,8 @@ def run_conversion(
     """
     ranks, job, destination = ranks or Ranks(), plan.job, plan.destination
     tell = listener if listener is not None and ranks.rank == 0 else _ignore
+    if plan.proof is not None:
+        _prove(plan, plan.proof, tell, stop, ranks)
     team = Team(ranks, destination, job.fingerprint, tell, stop) if ranks.world > 1 else None
     with team or contextlib.nullcontext():
         if team is not None and not team.leads:
@@ -126,7 +160,6 @@ def run_conversion(
             job.files,
             overwrite=plan.overwrite,
             meeting=team.folder if team else None,
-            single=plan.single,
         )
         for text in staging.notes:
             tell(Note(text))
@@ -145,6 +178,18 @@ def run_conversion(
         finally:
             staging.close()
     return stats
+
+
+def _prove(plan: Conversion, proof: Proof, tell: Listener, stop: StopFlag | None, ranks: Ranks) -> None:
+    """Shares a proof among threads and ranks; all of them raise if it fails."""
+    tell(Phase(f"checking {proof.claim}: {len(proof.tasks)} tensors, {proof.nbytes:,} bytes"))
+    place, threads = beside(plan.destination, "proof").parent, plan.job.threads
+    crew = Crew(plan.command, plan.job.fingerprint, threads=threads, ranks=ranks, scratch=place, stop=stop)
+    with crew:
+        results = crew.map(proof.tasks, proof.worker)
+        if crew.leads:
+            proof.judge(results)
+        crew.agree(None)
 
 
 def _contents(content: ExtraFile) -> bytes:

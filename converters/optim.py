@@ -2,7 +2,7 @@
 
     found = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
     if found.doubt:                              # before anything is published:
-        prove_masters(reader, found.tensors)     # master weights round to the weights
+        prove_masters(reader, found.tensors)     # master weights round to the weights; or `Masters`, for a crew
 
 Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
 `param` here). Flat buckets store no names: the order of parameters follows from the model (`registration`), and what the
@@ -25,7 +25,7 @@ from converters.layout import Layout
 from converters.model_args import ModelArgs
 from converters.optim_flat import FlatReader, stored_groups
 from converters.optim_groups import param_groups
-from converters.optim_proof import mismatches, prove_masters, refusal
+from converters.optim_proof import Masters, mismatches, prove_masters, refusal
 from converters.plan import Target
 from converters.registration import EXPERTS, Order, trainable
 from converters.split import Outline
@@ -39,7 +39,16 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.optim_flat import StoredBuffer, StoredGroup
 
-__all__ = ["Candidate", "OptimizerState", "candidates", "optimizer_state", "param_groups", "prove_masters", "unflatten"]
+__all__ = [
+    "Candidate",
+    "Masters",
+    "OptimizerState",
+    "candidates",
+    "optimizer_state",
+    "param_groups",
+    "prove_masters",
+    "unflatten",
+]
 
 _MASTERS = {"fp32_param": "param", "master_param": "param"}
 
@@ -177,7 +186,7 @@ def unflatten(
         except Misfit as error:
             reason = reason or error
             continue
-        wrong = mismatches(reader, tensors, sample=True)
+        wrong = mismatches(reader, tensors)
         if not wrong:
             doubt = "the order of parameters in its flat buckets was inferred"
             return OptimizerState(tensors, _replaced(catalog), candidate, doubt)

@@ -7,6 +7,9 @@ element. It is also how the `fully_reshardable` files of Megatron-Core 0.15.0 to
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,27 +28,114 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.formats.base import Reader
 
-__all__ = ["mismatches", "prove_masters", "refusal", "rounded"]
+__all__ = ["Masters", "mismatches", "prove_masters", "refusal", "rounded"]
 
 _PREFIX = "optimizer.state.param."
-_TILE = 1 << 20  # elements
+_TILE = 1 << 18  # elements
 _SAMPLE = 1 << 12
 
 
-def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
-    """Checks for every master weight that it rounds to the weight stored beside it; reads all of both, in tiles.
+@dataclass(frozen=True, slots=True)
+class MasterTask:
+    """A parameter whose master weight is to be compared.
+
+    Attributes:
+        number: Its place in the list.
+        name: The parameter.
+        nbytes: What is read for it.
+    """
+
+    number: int
+    name: str
+    nbytes: int
+
+
+class Masters:
+    """The proof as a list of tasks, for a `Crew` to do: every master weight rounds to the weight stored beside it.
 
     Args:
         reader: The checkpoint.
         tensors: Canonical optimizer tensors; only `optimizer.state.param.*` are looked at.
 
+    Attributes:
+        tasks: One for each parameter that has a master weight.
+        claim: What is proved.
+    """
+
+    claim = "that master weights round to the weights"
+
+    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+        weights = reader.catalog.weights
+        self._reader = reader
+        names = [n for name in tensors if name.startswith(_PREFIX) and (n := name.removeprefix(_PREFIX)) in weights]
+        self.tensors = {_PREFIX + n: tensors[_PREFIX + n] for n in names} | {n: weights[n] for n in names}
+        sizes = (self.tensors[_PREFIX + n].nbytes + weights[n].nbytes for n in names)
+        self.tasks = [MasterTask(i, name, size) for i, (name, size) in enumerate(zip(names, sizes, strict=True))]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the proof reads."""
+        return sum(task.nbytes for task in self.tasks)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """What all workers read from."""
+        return Sources(self._reader, self.tensors)
+
+    def worker(self) -> MasterWorker:
+        """What one thread compares with."""
+        return MasterWorker(self.sources)
+
+    def judge(self, results: Mapping[int, bool]) -> None:
+        """Draws the conclusion.
+
+        Args:
+            results: Whether they agree, by the numbers of the tasks.
+
+        Raises:
+            IntegrityError: Some do not; they are named.
+        """
+        wrong = [task.name for task in self.tasks if not results[task.number]]
+        if wrong:
+            raise refusal(wrong, self._reader.catalog, "master weights of the optimizer do not round to the weights")
+
+
+class MasterWorker:
+    """Compares master weights with weights: all of both, in tiles; what it reads is checked.
+
+    Args:
+        sources: Weights and master weights.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._tensors = sources.tensors
+        self._gatherers = [Gatherer(sources), Gatherer(sources)]
+
+    def do(self, task: MasterTask, *, sample: bool = False) -> bool:
+        """Whether the master weight of a parameter rounds to it; `sample` looks only at the first elements."""
+        master, weight = self._tensors[_PREFIX + task.name], self._tensors[task.name]
+        return _agree(self._gatherers, master, weight, sample=sample)
+
+    def close(self) -> None:
+        """Closes what is open."""
+        for gatherer in self._gatherers:
+            gatherer.close()
+
+
+def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+    """Checks for every master weight that it rounds to the weight stored beside it, in this thread.
+
+    Args:
+        reader: The checkpoint.
+        tensors: Canonical optimizer tensors.
+
     Raises:
         IntegrityError: Some do not; they are named.
         FormatError: A record cannot be read.
     """
-    wrong = mismatches(reader, tensors)
-    if wrong:
-        raise refusal(wrong, reader.catalog, "master weights of the optimizer do not round to the weights")
+    proof = Masters(reader, tensors)
+    with contextlib.closing(proof.worker()) as worker:
+        proof.judge({task.number: worker.do(task) for task in proof.tasks})
 
 
 def refusal(wrong: list[str], catalog: Catalog, message: str) -> IntegrityError:
@@ -58,26 +148,18 @@ def refusal(wrong: list[str], catalog: Catalog, message: str) -> IntegrityError:
     return IntegrityError(f"{message}: {len(wrong)} do not match", details=listed, hint=hint, tensor=wrong[0])
 
 
-def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo], *, sample: bool = False) -> list[str]:
-    """Names of the parameters whose master weights do not round to the weights.
+def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Names of parameters whose master weights do not round to the weights, in a sample: some tensors of each kind.
 
     Args:
         reader: The checkpoint.
         tensors: Canonical optimizer tensors.
-        sample: Look only at the first elements of some tensors of each kind.
     """
-    names = [name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)]
-    weights = reader.catalog.weights
-    names = [name for name in names if name in weights]
-    if sample:
-        names = [name for _, members in fold(names) for name in _spread(members)]
-    both = {_PREFIX + n: tensors[_PREFIX + n] for n in names} | {n: weights[n] for n in names}
-    gatherers = [Gatherer(sources := Sources(reader, both)), Gatherer(sources)]
-    try:
-        return [n for n in names if not _agree(gatherers, tensors[_PREFIX + n], weights[n], sample=sample)]
-    finally:
-        for gatherer in gatherers:
-            gatherer.close()
+    proof = Masters(reader, tensors)
+    tasks = {task.name: task for task in proof.tasks}
+    with contextlib.closing(proof.worker()) as worker:
+        chosen = [name for _, members in fold(list(tasks)) for name in _spread(members)]
+        return [name for name in chosen if not worker.do(tasks[name], sample=True)]
 
 
 def _spread(members: list[str], most: int = 16) -> list[str]:

@@ -54,15 +54,17 @@ class PlanCache:
         most_files: How many plans are kept; the least recently used go first.
         most_bytes: How many bytes they take together.
         said: What a person who wants to know everything may read: why a kept plan was used, or not.
+        keeps: Whether plans that are made are kept, too.
     """
 
     folder: Path
     most_files: int = _MOST_FILES
     most_bytes: int = _MOST_BYTES
     said: list[str] = field(default_factory=list)
+    keeps: bool = True
 
     @classmethod
-    def default(cls, folder: str | Path | None = None) -> PlanCache | None:
+    def default(cls, folder: str | Path | None = None, *, keeps: bool = True) -> PlanCache | None:
         """The cache in a folder, by default DISTCKPT_PLAN_CACHE or one of the user's own; None if it cannot be used."""
         if not folder:
             base = os.environ.get("XDG_CACHE_HOME", "")
@@ -71,9 +73,10 @@ class PlanCache:
         path = Path(folder)
         with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where home is
             path = path.expanduser()
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if os.access(path, os.W_OK | os.X_OK):
-                return cls(path)
+            if keeps:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not keeps or os.access(path, os.W_OK | os.X_OK):
+                return cls(path, keeps=keeps)
         return None
 
     def load(self, key: Mapping[str, Any]) -> Stored | None:
@@ -83,7 +86,7 @@ class PlanCache:
             found = _read(path, key)
             os.utime(path)
         except FileNotFoundError:
-            self.said.append("no plan is kept for this kind of checkpoint; one will be")
+            self.said.append(f"no plan is kept for this kind of checkpoint{'; one will be' if self.keeps else ''}")
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             self.refuse(key, error)
         else:
@@ -101,6 +104,8 @@ class PlanCache:
 
     def store(self, key: Mapping[str, Any], facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Keeps something under a key; that it cannot be is no error."""
+        if not self.keeps:
+            return
         path = self._path(key)
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
         try:

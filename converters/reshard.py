@@ -18,7 +18,7 @@ from converters.job import Job
 from converters.layout import Layout
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
-from converters.optim import OptimizerState, optimizer_state, prove_masters
+from converters.optim import Masters, OptimizerState, optimizer_state
 from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.reshard_targets import Targets
@@ -86,8 +86,7 @@ def plan_reshard(
     draft = _draw(reader, layout, options) if known is None else _Draft(known, LazySources(reader, known.columns))
     made = draft.blueprint
     options = replace(options, optimizer=made.optimizer)
-    if made.doubt:
-        prove_masters(reader, {n: t for n, t in draft.sources.items() if n.startswith("optimizer.")})
+    masters = {n: t for n, t in draft.sources.items() if n.startswith("optimizer.")} if made.doubt else {}
     dropped = _unused(catalog, options)
     state = target_state(reader, layout, made.outline, options, stacked=made.stacked, padded_vocab=made.padded_vocab)
     output = TorchDistOutput(made.columns, draft.flats, [*draft.objects, *state.objects])
@@ -137,6 +136,7 @@ def plan_reshard(
         advice=(f"start the job with {_flags(destination, layout, options)}",),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
+        proof=Masters(reader, masters) if masters else None,
         layout=layout,
         options=options,
         output=output,

@@ -145,11 +145,16 @@ class PlanCaching:
     ] = False
 
     @contextlib.contextmanager
-    def cache(self, console: Console) -> Iterator[PlanCache | None]:
-        """The cache, for the time of planning; says with `-v` what became of it."""
+    def cache(self, console: Console, *, keeps: bool) -> Iterator[PlanCache | None]:
+        """The cache, for the time of planning; says with `-v` what became of it.
+
+        Args:
+            console: Where it is said.
+            keeps: Whether a plan that is made is kept.
+        """
         from converters.plan_cache import PlanCache
 
-        cache = None if self.no_plan_cache else PlanCache.default(self.plan_cache)
+        cache = None if self.no_plan_cache else PlanCache.default(self.plan_cache, keeps=keeps)
         yield cache
         for text in cache.said if cache and console.verbose else ():
             console.note(text)

@@ -140,16 +140,20 @@ def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
     from converters.publish import beside, free_bytes
 
     job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)
+    notes = list(plan.notes)
+    if plan.proof is not None:
+        size = format_size(plan.proof.nbytes)
+        notes.append(f"not checked with --dry-run: {plan.proof.claim} ({size} are read for it)")
     if console.json_asked:
         moved = {"bytes_read": job.bytes_read, "bytes_written": job.bytes_written, "free_bytes": free}
-        console.document(schema, {**_document(plan), "dry_run": True, **moved})
+        console.document(schema, {**_document(plan), "notes": notes, "dry_run": True, **moved})
         return
     _card(console, plan)
     console.fact("read", f"{format_size(job.bytes_read)} from {_count(len(plan.reader.files), 'file')}")
     size = f"{format_size(job.bytes_written)} to {_count(len(job.files), 'file')} in {_place(plan)}"
     console.fact("write", f"{size}  (free: {format_size(free)})")
     console.fact("workers", f"{job.threads}, {format_size(job.peak_memory)} of buffers")
-    for text in plan.notes:
+    for text in notes:
         console.note(text)
     console.out("nothing written (--dry-run)")
 

@@ -75,7 +75,7 @@ def convert(
         place = target.layout() if writer.layout else None
         if not writer.cached:
             return plan_convert(reader, named(dst), form.to, layout=place, given=asked)
-        with caching.cache(console) as cache:
+        with caching.cache(console, keeps=not writing.dry_run) as cache:
             return plan_convert(reader, named(dst), form.to, layout=place, given=asked, cache=cache)
 
     return carry_out("distckpt.convert/1", writing, plan)

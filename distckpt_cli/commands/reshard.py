@@ -29,7 +29,7 @@ def reshard(
     layout, options = target.layout(), ReshardOptions(**carried.options, **writing.options)
 
     def plan(console: Console) -> Conversion:
-        with caching.cache(console) as cache:
+        with caching.cache(console, keeps=not writing.dry_run) as cache:
             return plan_reshard(open_checkpoint(src), named(dst), layout, options, cache=cache)
 
     return carry_out("distckpt.reshard/1", writing, plan)
