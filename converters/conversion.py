@@ -101,6 +101,7 @@ class Conversion:
         next_step: A command to type then; empty if there is none.
         report_file: Name of the extra file that accounts for everything; empty if there is none.
         overwrite: Replace an existing destination after success.
+        single: The destination is a file: the job's only one.
         proof: What has to be proved of the source's data before anything is written; None if nothing is in doubt.
     """
 
@@ -118,6 +119,7 @@ class Conversion:
     next_step: str = ""
     report_file: str = ""
     overwrite: bool = False
+    single: bool = False
     proof: Proof | None = None
 
 
@@ -160,6 +162,7 @@ def run_conversion(
             job.files,
             overwrite=plan.overwrite,
             meeting=team.folder if team else None,
+            single=plan.single,
         )
         for text in staging.notes:
             tell(Note(text))
