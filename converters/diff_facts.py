@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
+from converters.formats.folder import exists
 from converters.model_args import ModelArgs
 from converters.names import natural_key, parse_key
 from converters.optim_groups import read_param_groups
@@ -222,7 +223,7 @@ def _common_archive(reader: Reader) -> Archive | None:
     if isinstance(reader, CommonReader):
         return reader.common_archive()
     catalog = reader.catalog
-    if (catalog.path / "common.pt").exists():
+    if exists(catalog.path / "common.pt"):
         return Archive(catalog.path / "common.pt")
     stored = catalog.objects.get("common_state/shard_0_1")
     if stored is None:

@@ -14,7 +14,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DROP_BYTES", "UNSIGNED", "Gatherer", "OpenFiles", "Segments", "Sources", "offsets"]
 
+_File = TypeVar("_File")
 _OPEN_FILES = 128
 _KEPT_PAYLOADS = 1 << 16
 _KEPT_CHUNKS = 64
@@ -279,13 +280,16 @@ class Gatherer:
         path = self._sources.reader.files[self._sources.reader.file_of(record)]
         length = into.shape[1]
         try:
-            fd = self._files.get(path)
+            source = self._files.get(path)
+            fd, begin = source.fd, source.base + offset
+            if offset + (len(into) - 1) * stride + length > source.size:
+                raise _short(path, offset + (len(into) - 1) * stride + length)
             for number, row in enumerate(into):
-                at, got = offset + number * stride, os.preadv(fd, [row.data], offset + number * stride)
+                at, got = begin + number * stride, os.preadv(fd, [row.data], begin + number * stride)
                 while got < length:  # network file systems may give less than was asked for
                     more = os.preadv(fd, [row.data[got:]], at + got)
                     if not more:
-                        raise _short(path, at + length)
+                        raise _short(path, at - source.base + length)
                     got += more
                 if payload.crc is not None:
                     sums.append(zlib.crc32(row.data))
@@ -306,14 +310,14 @@ class Gatherer:
         path = reader.files[reader.file_of(record)]
         view, at = into.data, 0
         try:
-            fd = self._files.get(path)
+            source = self._files.get(path)
             while at < len(view):
-                n = os.preadv(fd, [view[at:]], offset + at)
+                n = source.read_into(view[at:], offset + at)
                 if not n:
                     raise _short(path, offset + len(view))
                 at += n
             if len(view) >= DROP_BYTES and self._sources.drop:
-                os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+                source.forget(offset, len(view))
         except OSError as error:
             raise _unreadable(path, error) from error
         self._sources.read(len(view))
@@ -324,23 +328,23 @@ class Gatherer:
                 self.segments.append((record, *segment))
 
 
-class OpenFiles:
-    """A few open file descriptors, least recently used closed first."""
+class OpenFiles(Generic[_File]):
+    """A few open files, least recently used closed first."""
 
-    def __init__(self, opener: Callable[[Path], int], closer: Callable[[int], None]) -> None:
+    def __init__(self, opener: Callable[[Path], _File], closer: Callable[[_File], None]) -> None:
         self._opener, self._closer = opener, closer
-        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._open: OrderedDict[Path, _File] = OrderedDict()
 
-    def get(self, path: Path) -> int:
-        """The descriptor of a file."""
-        fd = self._open.get(path)
-        if fd is None:
+    def get(self, path: Path) -> _File:
+        """The file, opened if it is not."""
+        found = self._open.get(path)
+        if found is None:
             if len(self._open) >= _OPEN_FILES:
                 self._closer(self._open.popitem(last=False)[1])
-            fd = self._open[path] = self._opener(path)
+            found = self._open[path] = self._opener(path)
         else:
             self._open.move_to_end(path)
-        return fd
+        return found
 
     def close(self) -> None:
         """Closes all, then raises the first trouble there was."""

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
-from converters.formats.folder import read_small
+from converters.formats.folder import is_folder, listing, read_small
 from converters.names import printable
 from converters.publish import os_trouble, sync_folder
 
@@ -55,9 +55,8 @@ def read_manifest(folder: Path) -> Manifest | None:
     Raises:
         FormatError: There is one, but it cannot be read.
     """
-    if not folder.is_dir():
-        return None
-    name = next((name for name in (MEGATRON, OURS) if os.path.lexists(folder / name)), None)
+    names = listing(folder) if is_folder(folder) else []
+    name = next((name for name in (MEGATRON, OURS) if name in names), None)
     if name is None:
         return None
     try:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
 from converters.formats.base import CommonReader
-from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.folder import close_source, exists, open_source, read_at
 from converters.names import printable
 from converters.optim_flat import FlatReader, stored_groups
 from converters.pickles import Global, Obj, PersId
@@ -212,18 +212,18 @@ def _elements(reader: Reader, key: str | None, ref: TensorRef) -> bytes:
         return reader.common_archive().elements(ref)
     catalog = reader.catalog
     path, start, length = catalog.path / "common.pt", 0, None
-    if key is not None or not path.exists():
+    if key is not None or not exists(path):
         stored = catalog.objects.get(key or "common_state/shard_0_1")
         if stored is None:
             raise FormatError("the checkpoint has no common state")
         path, start, length = catalog.path / stored.file, stored.start, stored.length
-    fd = open_source(path)
+    source = open_source(path)
     try:
-        size = path.stat().st_size if length is None else length
-        payload = locate_tensor(lambda at, n: read_at(fd, at, n), start, size, ref, printable(path.name))
-        raw = read_at(fd, payload.offset, payload.nbytes)
+        size = source.size if length is None else length
+        payload = locate_tensor(lambda at, n: read_at(source, at, n), start, size, ref, printable(path.name))
+        raw = read_at(source, payload.offset, payload.nbytes)
     finally:
-        close_source(fd)
+        close_source(source)
     if len(raw) != payload.nbytes:
         raise FormatError(f"{printable(path.name)} ends early")
     return raw

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import journal
 from converters.errors import DestinationError, FormatError
-from converters.formats.folder import open_source
+from converters.formats.folder import close_source, open_source, read_at
 from converters.journal import JOURNAL
 from converters.names import printable
 from converters.ranks import dismiss_earlier
@@ -423,15 +423,15 @@ def _write_slice(fd: int, piece: Slice) -> None:
     source, at = open_source(path), piece.at
     try:
         what = f"{printable(path.name)} at {offset}"
-        check_archive(lambda begin, n: os.pread(source, n, begin), offset, length, what)
+        check_archive(lambda begin, n: read_at(source, begin, n), offset, length, what)
         while length:
-            data = os.pread(source, min(length, 1 << 20), offset)
+            data = read_at(source, offset, min(length, 1 << 20))
             if not data:
                 raise FormatError(f"{printable(path.name)} ends early: {length} bytes are missing at {offset}")
             write_at(fd, data, at)
             offset, at, length = offset + len(data), at + len(data), length - len(data)
     finally:
-        os.close(source)
+        close_source(source)
 
 
 def _reserve(fd: int, nbytes: int) -> None:

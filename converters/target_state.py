@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
+from converters.formats.folder import exists
 from converters.pickles import Obj, fields, set_field
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
     catalog = reader.catalog
     made = reader.common_archive() if isinstance(reader, CommonReader) else None
     path = catalog.path / "common.pt"
-    if made is not None or path.exists():
+    if made is not None or exists(path):
         archive = made or Archive(path)
         tree = archive.tree
     else:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from converters.crew import Crew
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Phase, PlanReady
+from converters.formats.folder import is_folder, status
 from converters.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.names import fold, printable
 from converters.optim import optimizer_state
@@ -163,7 +164,7 @@ class _Verification:
             positions.setdefault(name, []).append(position)
         sizes = {info.name: info.size for info in self.catalog.files if info.role != "unreferenced"}
         hashed = set(self.manifest.files if self.manifest else self.listed)
-        base = folder if folder.is_dir() else folder.parent
+        base = folder if is_folder(folder) else folder.parent
         for name in dict.fromkeys([*paths, *sizes, *sorted(hashed)]):
             path = paths.get(name, base / name)
             size = self._size(path)
@@ -174,9 +175,10 @@ class _Verification:
 
     def _size(self, path: Path) -> int | None:
         try:
-            return path.stat().st_size
+            found = status(path)
         except OSError:
             return None
+        return None if found is None else found.size
 
     def _pair(self) -> None:
         """What is to be compared: copies with their originals, masters with weights."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from converters.crew import Crew
     from converters.formats.base import Reader
+    from converters.formats.folder import SourceFile
     from converters.records import Member, Payload
 
 __all__ = ["FileTask", "FileWorker", "RecordIndex"]
@@ -134,8 +135,10 @@ class Scan:
 class _Blocks:
     """A file read once from front to back in large blocks, with small looks anywhere."""
 
-    def __init__(self, fd: int, task: FileTask, buffer: NDArray[np.uint8], crew: Crew, *, drop: bool) -> None:
-        self._fd, self._name, self._buffer, self._crew, self._drop = fd, task.name, buffer, crew, drop
+    def __init__(
+        self, source: SourceFile, task: FileTask, buffer: NDArray[np.uint8], crew: Crew, *, drop: bool
+    ) -> None:
+        self._source, self._name, self._buffer, self._crew, self._drop = source, task.name, buffer, crew, drop
         self._digest = hashlib.sha256() if task.hashed else None
         self._hashed = 0
         self._start, self._view = 0, memoryview(b"")
@@ -146,7 +149,7 @@ class _Blocks:
         begin = at - self._start
         if begin >= 0 and begin + length <= len(self._view):
             return bytes(self._view[begin : begin + length])
-        return read_at(self._fd, at, length)
+        return read_at(self._source, at, length)
 
     def stream(self, at: int, length: int) -> Iterator[memoryview]:
         """The bytes of a range, in pieces that are overwritten when the next one is asked for.
@@ -185,10 +188,10 @@ class _Blocks:
         """Reads a block; False at the end of the file."""
         self._crew.check()
         if self._drop and self._view:
-            os.posix_fadvise(self._fd, self._start, len(self._view), os.POSIX_FADV_DONTNEED)
+            self._source.forget(self._start, len(self._view))
         whole, got = memoryview(self._buffer.data), 0
         while got < len(whole):
-            n = os.preadv(self._fd, [whole[got:]], at + got)
+            n = self._source.read_into(whole[got:], at + got)
             if not n:
                 break
             got += n
@@ -222,19 +225,19 @@ class FileWorker:
         """Reads a file; what `Scan` says."""
         out = Scan()
         try:
-            fd = open_source(task.path)
+            source = open_source(task.path)
         except FormatError as error:
             out.note("records", error.message)
             return vars(out)
-        blocks = _Blocks(fd, task, self._buffer, self._crew, drop=self._drop)
+        blocks = _Blocks(source, task, self._buffer, self._crew, drop=self._drop)
         try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            os.posix_fadvise(source.fd, source.base, source.size, os.POSIX_FADV_SEQUENTIAL)
             self._contents(task, blocks, out)
             out.sha256 = blocks.finish()
         except OSError as error:
             out.note("checksums", f"reading {printable(task.name)} failed: {error.strerror or error}")
         finally:
-            close_source(fd)
+            close_source(source)
         out.read = blocks.read
         self._crew.moved(FileDone(task.name, task.nbytes), 0)
         return vars(out)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError, RequestError
+from converters.formats.folder import is_folder, listing
 from converters.formats.registry import REGISTRY, backend_of, detect
 from converters.formats.resolve import resolve
 from converters.names import printable
@@ -36,7 +37,7 @@ def open_checkpoint(path: str | Path, name: str | None = None) -> Reader:
             raise _unreadable(place)
         opened = found.load().open(place)
         given = Path(path).expanduser()
-        outer = given.is_dir() and not given.name.startswith("mp_rank_")
+        outer = is_folder(given) and not given.name.startswith("mp_rank_")
         opened.catalog = replace(opened.catalog, opened=given if outer else place)
         return opened
     except OSError as error:  # a failing disk, a folder that may not be listed
@@ -53,7 +54,7 @@ def _named(name: str) -> Format:
 
 
 def _unreadable(place: Path) -> FormatError:
-    names = sorted(entry.name for entry in place.iterdir())
+    names = listing(place)
     shown = printable(str(place))
     backend = backend_of(place)
     if backend is not None:

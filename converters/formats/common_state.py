@@ -7,7 +7,6 @@ stays what it was. Tensors inside (a step counter, a random state) are members o
 from __future__ import annotations
 
 import math
-import os
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +37,12 @@ def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) 
         start: First byte of the archive.
         length: Bytes; None for the whole file.
     """
-    fd = open_source(path)
+    source = open_source(path)
     try:
-        size = os.fstat(fd).st_size if length is None else length
-        return read_pickle(lambda at, n: read_at(fd, at, n), start, size, what)
+        size = source.size if length is None else length
+        return read_pickle(lambda at, n: read_at(source, at, n), start, size, what)
     finally:
-        close_source(fd)
+        close_source(source)
 
 
 class Archive:
@@ -64,12 +63,12 @@ class Archive:
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
         what = what or path.name
-        fd = open_source(path)
+        source = open_source(path)
         try:
-            size = os.fstat(fd).st_size if length is None else length
-            self._read(lambda at, n: os.pread(fd, n, at), start, size, what)
+            size = source.size if length is None else length
+            self._read(lambda at, n: read_at(source, at, n), start, size, what)
         finally:
-            os.close(fd)
+            close_source(source)
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Archive:

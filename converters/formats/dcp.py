@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -27,7 +26,7 @@ from converters.formats.base import StoredArchive
 from converters.formats.canonical import KeyedArray, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.dcp_metadata import DcpMetadata, StoredObject, StoredTensor, read_metadata
-from converters.formats.folder import read_small
+from converters.formats.folder import exists, read_small, scan, status
 from converters.formats.geometry import geometry_digest
 from converters.formats.tiling import tiling_problem
 from converters.names import printable
@@ -56,7 +55,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
     Raises:
         FormatError: There is none, or it is unsafe or damaged.
     """
-    if not (folder / ".metadata").exists():
+    if not exists(folder / ".metadata"):
         raise FormatError(
             f"{printable(str(folder))} has no .metadata: the save was not finished, or the file was not copied",
             details=["without it nobody knows which bytes belong to which tensor"],
@@ -138,7 +137,7 @@ class DcpReader:
     def object_value(self, key: str) -> Any:
         """The inert tree of a stored object, None if there is none."""
         stored = self.metadata.objects.get(key)
-        if stored is None or stored.file < 0 or not self.files[stored.file].exists():
+        if stored is None or stored.file < 0 or not exists(self.files[stored.file]):
             return None
         what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
         return read_tree(self.files[stored.file], what, stored.offset, stored.length)
@@ -166,11 +165,9 @@ class DcpReader:
         """Digest of `.metadata` and of the size and time of every data file."""
         digest = hashlib.sha256(self._digest.encode())
         for path in self.files:
-            try:
-                status = path.stat()
-            except FileNotFoundError:
-                continue
-            digest.update(f"{path.relative_to(self.folder)}:{status.st_size}:{status.st_mtime_ns};".encode())
+            found = status(path)
+            if found is not None:
+                digest.update(f"{path.relative_to(self.folder)}:{found.size}:{found.mtime_ns};".encode())
         return digest.hexdigest()
 
     def _number_records(self) -> None:
@@ -267,7 +264,7 @@ def _file_sizes(folder: Path, names: list[str]) -> dict[str, int]:
     """Sizes of all files in the folder and in the inner folders that hold data, by path in the folder."""
     out = {}
     for inner in sorted({"", *(name.rpartition("/")[0] for name in names)}):
-        with os.scandir(folder / inner) as entries:
+        with scan(folder / inner) as entries:
             found = {f"{inner}/{e.name}".lstrip("/"): e.stat().st_size for e in entries if e.is_file()}
         out.update(found)
     return out

@@ -26,6 +26,7 @@ from converters.buffers import Misfit
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
+from converters.formats.folder import exists, status, walk
 from converters.formats.legacy_files import MODEL, OPTIMIZER, PtFile, Storages, find_grid, rank_folders
 from converters.formats.legacy_model import LegacyModel, Rank, model_chunks
 from converters.formats.legacy_optim import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
@@ -77,7 +78,7 @@ class LegacyReader:
         files, flat = {}, {}
         for rank, name in grid.folders.items():
             files[rank] = first if name == names[0] else _read_model(folder, name)
-            if (folder / name / OPTIMIZER).exists():
+            if exists(folder / name / OPTIMIZER):
                 flat[rank] = PtFile.read(folder, f"{name}/{OPTIMIZER}")
         _refuse_mixture(files)
         try:
@@ -97,9 +98,9 @@ class LegacyReader:
         """Digest of the size and time of every file."""
         digest = hashlib.sha256()
         for file, path in zip(self._storages.files, self.files, strict=True):
-            status = path.stat()
+            found = status(path)
             sums = "".join(f"{m.crc:08x}" for m in file.members.values())
-            digest.update(f"{file.name}:{status.st_size}:{status.st_mtime_ns}:{sums};".encode())
+            digest.update(f"{file.name}:{found and found[2:]}:{sums};".encode())
         return digest.hexdigest()
 
     def object_record(self, key: str) -> bytes:
@@ -156,10 +157,9 @@ class LegacyReader:
             sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
             out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
         known = {file.name for file in self._storages.files}
-        for path in sorted(self._folder.rglob("*")):
-            name = str(path.relative_to(self._folder))
-            if path.is_file() and name not in known:
-                out.append(FileInfo(name, path.stat().st_size, role="other"))
+        for name, found in walk(self._folder):
+            if name not in known:
+                out.append(FileInfo(name, found.size, role="other"))
         return tuple(out)
 
     def _add_rng(self, model: LegacyModel) -> None:
@@ -247,7 +247,7 @@ def _read_model(folder: Path, name: str) -> PtFile:
 
 def _refuse_old_files(folder: Path, names: list[str]) -> None:
     for name in names:
-        if not (folder / name / MODEL).exists() and (folder / name / "model_rng.pt").exists():
+        if not exists(folder / name / MODEL) and exists(folder / name / "model_rng.pt"):
             raise FormatError(
                 f"{name} has model_rng.pt and optim.pt, as Megatron-LM wrote them from 2022-03 to 2023-05 with the "
                 "distributed optimizer; that form is not read",

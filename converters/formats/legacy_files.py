@@ -14,7 +14,6 @@ Source: megatron/training/checkpointing.py (`get_checkpoint_name`), Megatron-LM 
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import numpy as np
 
 from converters.catalog import StoredArray
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.folder import close_source, open_source, read_at, scan
 from converters.names import printable
 from converters.pickles import PickleFormatError, parse, parse_stream
 from converters.records import Member, Payload, member_offset, read_directory
@@ -67,12 +66,12 @@ class PtFile:
         Raises:
             FormatError: Missing, cut short, unsafe, or not a zip archive at all.
         """
-        fd = open_source(folder / name)
+        source = open_source(folder / name)
         try:
-            size = os.fstat(fd).st_size
+            size = source.size
 
             def read(at: int, n: int) -> bytes:
-                return read_at(fd, at, n)
+                return read_at(source, at, n)
 
             if read(0, 4) != b"PK\x03\x04":
                 raise _no_archive(read(0, 256), name, size)
@@ -87,7 +86,7 @@ class PtFile:
             raw = read(member_offset(read, 0, pickle, name), pickle.size)
             return cls(name, size, parse(raw, what=f"{name}: data.pkl"), members)
         finally:
-            close_source(fd)
+            close_source(source)
 
     def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
         """The bytes of a small member."""
@@ -95,11 +94,12 @@ class PtFile:
         if found is None or found.size > limit:
             size = "missing" if found is None else f"{found.size} bytes"
             raise FormatError(f"{self.name}: member {member} is {size}")
-        fd = open_source(folder / self.name)
+        source = open_source(folder / self.name)
         try:
-            return read_at(fd, member_offset(lambda at, n: read_at(fd, at, n), 0, found, self.name), found.size)
+            begin = member_offset(lambda at, n: read_at(source, at, n), 0, found, self.name)
+            return read_at(source, begin, found.size)
         finally:
-            close_source(fd)
+            close_source(source)
 
 
 def _no_archive(head: bytes, name: str, size: int) -> FormatError:
@@ -189,7 +189,8 @@ class Grid:
 
 def rank_folders(folder: Path) -> list[str]:
     """Names of the `mp_rank_*` folders, in order."""
-    return sorted(path.name for path in folder.iterdir() if path.name.startswith("mp_rank_") and path.is_dir())
+    with scan(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.name.startswith("mp_rank_") and entry.is_dir())
 
 
 def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool) -> Grid:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.formats.folder import is_file, is_folder
 from converters.names import parse_key
 from converters.pickles import Obj, fields
 
@@ -74,21 +75,21 @@ def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple
         `("NeMo 2", {...})`, `("NeMo 1", ...)`, `("Megatron-Bridge", ...)`, `("Megatron-LM", {})`, `("Megatron-Core", {})`,
         or `("torch DCP", {})` when nothing speaks for Megatron.
     """
-    if (folder / "run_config.yaml").is_file():
+    if is_file(folder / "run_config.yaml"):
         return "Megatron-Bridge", _section(_yaml(folder / "run_config.yaml"), "model")
-    if folder.name == "weights" and (folder.parent / "context").is_dir():
+    if folder.name == "weights" and is_folder(folder.parent / "context"):
         path = folder.parent / "context" / "model.yaml"
-        return "NeMo 2", _section(_yaml(path), "config") if path.is_file() else {}
+        return "NeMo 2", _section(_yaml(path), "config") if is_file(path) else {}
     if folder.name == "model_weights":
         path = folder.parent / "model_config.yaml"
-        return "NeMo 1", _yaml(path) if path.is_file() else facts.hyper_parameters
+        return "NeMo 1", _yaml(path) if is_file(path) else facts.hyper_parameters
     if facts.hyper_parameters and "pytorch-lightning_version" in facts.keys:
         return "NeMo 1", facts.hyper_parameters
     if "pytorch-lightning_version" in facts.keys:
         return "NeMo 2", {}
     if facts.args:
         return "Megatron-LM", {}
-    megatron = facts.content or (folder / "metadata.json").is_file() or any(parse_key(k).axes for k in keys)
+    megatron = facts.content or is_file(folder / "metadata.json") or any(parse_key(k).axes for k in keys)
     return ("Megatron-Core" if megatron else "torch DCP"), {}
 
 

@@ -13,7 +13,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at, read_small
+from converters.formats.folder import (
+    close_source,
+    exists,
+    is_file,
+    is_folder,
+    listing,
+    open_source,
+    read_at,
+    read_small,
+)
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -38,7 +47,7 @@ class Seen:
     @cached_property
     def names(self) -> frozenset[str]:
         """Names in the folder; none for a file."""
-        return frozenset(e.name for e in self.path.iterdir()) if self.path.is_dir() else frozenset()
+        return frozenset(listing(self.path)) if is_folder(self.path) else frozenset()
 
     @cached_property
     def backend(self) -> str | None:
@@ -48,13 +57,13 @@ class Seen:
     @cached_property
     def head(self) -> bytes:
         """The first 512 bytes of a file; none of a folder."""
-        if self.path.is_dir():
+        if not is_file(self.path):
             return b""
-        fd = open_source(self.path)
+        source = open_source(self.path)
         try:
-            return read_at(fd, 0, 512)
+            return read_at(source, 0, 512)
         finally:
-            close_source(fd)
+            close_source(source)
 
     def has(self, *endings: str) -> bool:
         """Whether a name in the folder ends so."""
@@ -100,7 +109,7 @@ def backend_of(folder: Path) -> str | None:
         FormatError: It is not the JSON that Megatron writes.
     """
     path = folder / "metadata.json"
-    if not path.exists():
+    if not exists(path):
         return None
     try:
         document = json.loads(read_small(path, 1 << 20))
@@ -123,7 +132,7 @@ def _zarr(seen: Seen) -> bool:
     """`metadata.json` names the backend or, if it is lost, a folder holds a `.zarray`."""
     if seen.backend is not None:
         return seen.backend == "zarr"
-    return any((seen.path / name / ".zarray").is_file() for name in seen.names if not name.endswith(".sync"))
+    return any(is_file(seen.path / name / ".zarray") for name in seen.names if not name.endswith(".sync"))
 
 
 def _legacy(seen: Seen) -> bool:

@@ -6,14 +6,14 @@ path that leads nowhere is answered with what is there instead.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
-import stat
 from pathlib import Path
 
 from converters.errors import FormatError
-from converters.formats.folder import read_small
-from converters.formats.registry import detect
+from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
+from converters.formats.registry import Seen, detect
 from converters.names import printable
 
 __all__ = ["TRACKER", "iterations", "resolve"]
@@ -21,11 +21,13 @@ __all__ = ["TRACKER", "iterations", "resolve"]
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
 _DATA_FOLDERS = ("weights", "model_weights")  # NeMo 2, NeMo 1
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def iterations(root: Path) -> list[str]:
     """Names of the iteration folders in a training root, oldest first."""
-    found = [path.name for path in root.iterdir() if _ITERATION.fullmatch(path.name) and path.is_dir()]
+    with scan(root) as entries:
+        found = [entry.name for entry in entries if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
     return sorted(found, key=lambda name: (name == "release", len(name), name))
 
 
@@ -33,7 +35,8 @@ def resolve(path: str | Path) -> Path:
     """The folder with the checkpoint's data that `path` means, or the file if it is a checkpoint of its own.
 
     Args:
-        path: A data folder, a training root with its tracker file, an iteration, NeMo's outer folder, or a file inside.
+        path: A data folder, a training root with its tracker file, an iteration, NeMo's outer folder, or a file inside;
+            a tar file is a folder.
 
     Raises:
         FormatError: Nothing there, or more than one checkpoint and no tracker file to choose.
@@ -44,25 +47,28 @@ def resolve(path: str | Path) -> Path:
     if given.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
         given = given.absolute() if not given.name else given.resolve()
     try:
-        mode = given.stat().st_mode
-    except FileNotFoundError:
-        raise _nowhere(given) from None
+        found = status(given)
     except OSError as error:
         raise FormatError(f"cannot read {printable(str(given))}: {error.strerror}") from error
-    rank = given if stat.S_ISDIR(mode) else given.parent
+    if found is None:
+        raise _nowhere(given)
+    rank = given if found.folder else given.parent
     if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
         return rank.parent
-    if not stat.S_ISDIR(mode):
+    if not is_folder(given):
         if _is_data_folder(given.parent):
             _refuse_unfinished(given.parent)
             return given.parent
         if detect(given):
             return given
+        _refuse_compressed(given)
         raise FormatError(
             f"{printable(str(given))} is a file, not a checkpoint folder",
             hint=f"distckpt inspect {printable(str(given.parent))}",
         )
     try:
+        if found.file and len(inner := listing(given)) == 1 and is_folder(given / inner[0]):  # tar -cf it.tar folder
+            given = given / inner[0]
         return _descend(given)
     except PermissionError as error:
         raise FormatError(f"cannot read {printable(str(error.filename))}: {error.strerror}") from error
@@ -72,7 +78,7 @@ def _descend(folder: Path) -> Path:
     _refuse_unfinished(folder)
     if _is_data_folder(folder):
         return folder
-    if (folder / TRACKER).is_file():
+    if is_file(folder / TRACKER):
         return _by_tracker(folder)
     for name in _DATA_FOLDERS:
         if _is_data_folder(folder / name):
@@ -86,7 +92,7 @@ def _descend(folder: Path) -> Path:
             details=[f"from {names[0]} to {names[-1]}"],
             hint=f"name one: {printable(str(folder / names[-1]))}",
         )
-    candidates = [folder / name for name in names] or [path for path in sorted(folder.iterdir()) if path.is_dir()]
+    candidates = [folder / name for name in names] or _folders(folder)
     found = [
         inner
         for inner in candidates
@@ -101,9 +107,14 @@ def _descend(folder: Path) -> Path:
 
 def _is_data_folder(folder: Path) -> bool:
     """Whether a checkpoint's data begins here, be it in a format that we do not know or with files missing."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         return False
-    return detect(folder) is not None or any((folder / name).exists() for name in ("metadata.json", "common.pt"))
+    return detect(folder) is not None or any(exists(folder / name) for name in ("metadata.json", "common.pt"))
+
+
+def _folders(folder: Path) -> list[Path]:
+    with scan(folder) as entries:
+        return sorted(folder / entry.name for entry in entries if entry.is_dir())
 
 
 def _by_tracker(root: Path) -> Path:
@@ -116,7 +127,7 @@ def _by_tracker(root: Path) -> Path:
             hint=f"name the iteration: {printable(str(root / names[-1]))}" if names else None,
         )
     folder = root / ("release" if text == "release" else f"iter_{int(text):07d}")
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise FormatError(
             f"{TRACKER} names iteration {text}, but there is no {folder.name}",
             details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
@@ -129,27 +140,35 @@ def _refuse_unfinished(folder: Path) -> None:
     # NeMo puts NAME-unfinished beside a checkpoint while it is being written (lightning/pytorch/callbacks)
     for outer in (folder, folder.parent) if folder.name in _DATA_FOLDERS else (folder,):
         marker = outer.with_name(f"{outer.name}-unfinished") if outer.name not in ("", "..") else None
-        if marker is not None and marker.exists():
+        if marker is not None and exists(marker):
             raise FormatError(
                 f"{printable(outer.name)} is unfinished: NeMo's marker {printable(marker.name)} still lies beside it",
                 hint="wait until the save is complete, or use an earlier checkpoint",
             )
 
 
+def _refuse_compressed(path: Path) -> None:
+    head = Seen(path).head
+    found = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+    if found is not None:
+        shown = printable(str(path))
+        raise FormatError(
+            f"{shown} is compressed with {found}, so nothing in it can be found without unpacking all of it",
+            hint=f"mkdir unpacked && tar -xf {shown} -C unpacked && distckpt inspect unpacked",
+        )
+
+
 def _nowhere(path: Path) -> FormatError:
     parent = path.parent
     near: list[str] = []
-    if parent.is_dir():
-        try:
-            near = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
-        except OSError:
-            near = []
+    with contextlib.suppress(OSError):
+        near = difflib.get_close_matches(path.name, listing(parent), n=1)
     hint = f"did you mean {printable(str(parent / near[0]))}?" if near else None
     return FormatError(f"{printable(str(path))} does not exist", hint=hint)
 
 
 def _unknown(folder: Path, found: list[Path]) -> FormatError:
-    names = sorted(entry.name for entry in folder.iterdir())
+    names = listing(folder)
     if not names:
         return FormatError(f"{printable(str(folder))} is empty")
     if found:

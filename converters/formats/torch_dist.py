@@ -17,6 +17,7 @@ from converters.catalog import Catalog, Problem
 from converters.formats.canonical import canonical_tensors, iteration_of
 from converters.formats.common_state import read_tree
 from converters.formats.dcp import DcpReader, save_id
+from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, find_flavour, find_producer
 from converters.formats.registry import backend_of
 
@@ -77,6 +78,6 @@ class TorchDistReader(DcpReader):
 
     def _common(self) -> Any:
         path = self.folder / "common.pt"
-        if path.exists():
+        if exists(path):
             return read_tree(path, "common.pt")
         return self.object_value(_COMMON_OBJECT)

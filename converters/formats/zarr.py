@@ -23,7 +23,6 @@ import itertools
 import math
 import os
 import re
-import stat
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
@@ -34,7 +33,7 @@ from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArr
 from converters.errors import FormatError
 from converters.formats.canonical import KeyedArray, canonical_tensors, iteration_of, object_info
 from converters.formats.common_state import read_tree
-from converters.formats.folder import read_small
+from converters.formats.folder import exists, read_small, scan, status, walk
 from converters.formats.megatron import common_facts, find_flavour
 from converters.formats.zarr_array import ChunkFiles, parse_zarray, scan_chunks
 from converters.names import parse_key, printable
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.base import Read
+    from converters.formats.folder import Entry
 
 __all__ = ["ZarrReader"]
 
@@ -73,7 +73,7 @@ class ZarrReader:
         arrays: dict[str, ChunkFiles] = {}
         objects: dict[str, ObjectInfo] = {}
         for key in _key_folders(folder):
-            with os.scandir(folder / key) as entries:
+            with scan(folder / key) as entries:
                 names = {entry.name: entry for entry in entries}
             zarray = names.get(".zarray")
             if zarray is not None and zarray.is_file(follow_symlinks=False):
@@ -118,15 +118,9 @@ class ZarrReader:
     def fingerprint(self) -> str:
         """Digest of the names, sizes and times of all files, and of every `.zarray`."""
         digest = hashlib.sha256()
-        for folder, inner, names in os.walk(self._folder, onerror=_raise):
-            inner[:] = sorted(name for name in inner if not name.endswith(".sync"))
-            digest.update(os.fsencode(os.path.relpath(folder, self._folder)))
-            for name in sorted(names):
-                try:
-                    status = os.lstat(os.path.join(folder, name))  # noqa: PTH118 - of every chunk
-                except FileNotFoundError:
-                    continue
-                digest.update(os.fsencode(f"{name}:{status.st_size}:{status.st_mtime_ns};"))
+        for name, found in walk(self._folder):
+            if ".sync/" not in name:
+                digest.update(os.fsencode(f"{name}:{found.size}:{found.mtime_ns};"))
         return digest.hexdigest()
 
     def _tensor_inside(self, record: int) -> tuple[str, TensorRef]:
@@ -143,11 +137,11 @@ class ZarrReader:
         for key, chunks in self._arrays.items():
             problems += _chunk_problems(key, chunks)
         problems += _object_problems(self._objects.values())
-        if not (folder / "metadata.json").exists():
+        if not exists(folder / "metadata.json"):
             text = "metadata.json is missing: Megatron writes it last, so the save may be unfinished"
             problems.append(Problem("warning", text))
         path = folder / "common.pt"
-        common = read_tree(path, "common.pt") if path.exists() else None
+        common = read_tree(path, "common.pt") if exists(path) else None
         facts = common_facts(common)
         flavour, config = find_flavour(folder, facts, [*self._arrays])
         return Catalog(
@@ -178,16 +172,14 @@ class ZarrReader:
                 yield FileInfo(f"{key}/{name}", self._size(f"{key}/{name}"), role=role)
         for stored in self._objects.values():
             yield FileInfo(stored.file, stored.length, 1, stored.length, stored.length)
-        with os.scandir(self._folder) as entries:
+        with scan(self._folder) as entries:
             for entry in entries:
                 if entry.is_file():
                     yield FileInfo(entry.name, entry.stat().st_size, role=_ROLES.get(entry.name, "other"))
 
     def _size(self, name: str) -> int | None:
-        try:
-            return (self._folder / name).lstat().st_size
-        except FileNotFoundError:
-            return None
+        found = status(self._folder / name)
+        return found and found.size
 
 
 class _Files(Sequence["Path"]):
@@ -220,7 +212,7 @@ class _Files(Sequence["Path"]):
 
 def _key_folders(folder: Path) -> list[str]:
     """Names of the folders that may hold a key. Only what the folder lists is used: no name from inside a file is."""
-    with os.scandir(folder) as entries:
+    with scan(folder) as entries:
         found = [entry for entry in entries if not entry.name.endswith(".sync") and entry.is_dir()]
     linked = next((entry.name for entry in found if entry.is_symlink()), None)
     if linked is not None:
@@ -228,18 +220,17 @@ def _key_folders(folder: Path) -> list[str]:
     return sorted(entry.name for entry in found)
 
 
-def _shards(key: str, entries: Mapping[str, os.DirEntry[str]]) -> Iterator[ObjectInfo]:
+def _shards(key: str, entries: Mapping[str, Entry]) -> Iterator[ObjectInfo]:
     """The objects of a key. Up to 0.6 their names lack the grid's last size, if it has several: `shard_0.1_2.pt`."""
     found = [(match, entries[name]) for name in entries if (match := _SHARD.fullmatch(name))]
     shards = [([int(n) for n in m[1].split(".")], [int(n) for n in m[2].split(".")], entry) for m, entry in found]
     for offset, grid, entry in sorted(shards, key=lambda shard: shard[:2]):
-        status = entry.stat(follow_symlinks=False)
-        if not stat.S_ISREG(status.st_mode):
+        if not entry.is_file(follow_symlinks=False):
             raise FormatError(f"{printable(f'{key}/{entry.name}')} is not a regular file")
         if len(grid) == len(offset) - 1:
             grid = [*grid, 1 + max(other[-1] for other, *_ in shards)]
         text = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
-        yield object_info(text, f"{key}/{entry.name}", 0, status.st_size, wrapped=False)
+        yield object_info(text, f"{key}/{entry.name}", 0, entry.stat().st_size, wrapped=False)
 
 
 def _chunk_problems(key: str, chunks: ChunkFiles) -> Iterator[Problem]:
@@ -262,7 +253,3 @@ def _object_problems(objects: Iterable[ObjectInfo]) -> Iterator[Problem]:
         wanted = math.prod(found[0].grid)
         if len(found) != wanted:
             yield Problem("warning", f"{printable(name)} has {len(found)} of its {wanted} shards")
-
-
-def _raise(error: OSError) -> None:
-    raise error

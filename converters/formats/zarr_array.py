@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ import numpy as np
 from converters.catalog import StoredArray
 from converters.dtypes import DType, dtype
 from converters.errors import FormatError
+from converters.formats.folder import scan
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from converters.formats.folder import Entry
 
 __all__ = ["ArraySpec", "ChunkFiles", "parse_zarray", "scan_chunks"]
 
@@ -209,7 +211,7 @@ class ChunkFiles:
             yield from (tuple(b + i for b, i in zip(begin, inner, strict=True)) for inner in np.ndindex(*extent))
 
 
-def scan_chunks(folder: Path, entries: Iterable[os.DirEntry[str]], spec: ArraySpec) -> ChunkFiles:
+def scan_chunks(folder: Path, entries: Iterable[Entry], spec: ArraySpec) -> ChunkFiles:
     """Finds the chunk files of an array and compares their sizes.
 
     Args:
@@ -245,14 +247,12 @@ def scan_chunks(folder: Path, entries: Iterable[os.DirEntry[str]], spec: ArraySp
     return ChunkFiles(spec, np.sort(np.asarray(cells, np.int64)), bad, sorted(stray))
 
 
-def _entries(
-    folder: Path, entries: Iterable[os.DirEntry[str]], depth: int, prefix: str = ""
-) -> Iterator[tuple[str, os.DirEntry[str]]]:
+def _entries(folder: Path, entries: Iterable[Entry], depth: int, prefix: str = "") -> Iterator[tuple[str, Entry]]:
     """What lies in a folder; with "/" between the numbers, in the folders of each axis."""
     for entry in entries:
         name = prefix + entry.name
         if depth > 1 and entry.is_dir(follow_symlinks=False):
-            with os.scandir(folder / entry.name) as inner:
+            with scan(folder / entry.name) as inner:
                 yield from _entries(folder / entry.name, inner, depth - 1, f"{name}/")
         else:
             yield name, entry
