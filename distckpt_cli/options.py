@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from distckpt_cli.console import UsageProblem
+from distckpt_cli.console import UsageProblem, parse_size
 
 __all__ = [
     "Ckpt",
@@ -114,6 +114,18 @@ def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
         raise UsageProblem(f"{option} {value!r} is not a choice", hint=f"choose {listed}")
+
+
+def shard_bytes(text: str) -> int:
+    """What `--max-shard-size` means, in bytes.
+
+    Raises:
+        UsageProblem: Not a size, or none.
+    """
+    size = parse_size(text, "--max-shard-size")
+    if size < 1:
+        raise UsageProblem("--max-shard-size 0 leaves no room for a tensor", hint="5GB is the default")
+    return size
 
 
 def given(group: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ COMMANDS = {
     "inspect": Entry("inspect:inspect", "Look", "Show what a checkpoint is: model, layout, components, tensors"),
     "verify": Entry("verify:verify", "Look", "Check structure, records, checksums, optimizer, values; exit 1 if bad"),
     "reshard": Entry("reshard:reshard", "Change", "Rewrite for another parallel layout, optimizer state included"),
-    "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist"),
+    "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist, torch, safetensors"),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
     "formats": Entry("about:formats", "About", "List the storage formats that are read and written"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that can be exported"),
@@ -59,6 +59,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "convert": (
         "distckpt convert legacy/iter_0050000 out --to torch_dist --tp 2 --pp 2",
         "distckpt convert ckpt out --to torch_dist --mcore 0.19 --weights-only",
+        "distckpt convert ckpt model.pt --to torch",
+        "distckpt convert ckpt out --to safetensors --names hf",
     ),
     "export-hf": (
         "distckpt export-hf ckpt/iter_0050000 llama-hf",

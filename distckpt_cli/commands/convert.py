@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, check_choice, given, spread
+from distckpt_cli.options import Ckpt, check_choice, given, shard_bytes, spread
 from distckpt_cli.targets import Carried, PlanCaching, TargetLayout
-from distckpt_cli.writing import Target, Writing, carry_out
+from distckpt_cli.writing import Writing, carry_out
 
 if TYPE_CHECKING:
     from converters.conversion import Conversion
@@ -25,7 +25,7 @@ class Format:
 
     to: Annotated[
         str,
-        typer.Option(metavar="FORMAT", help="What to write: torch_dist.", rich_help_panel=_FORMAT),
+        typer.Option(metavar="FORMAT", help="torch_dist, legacy, torch or safetensors.", rich_help_panel=_FORMAT),
     ]
     source: Annotated[
         str | None,
@@ -39,12 +39,26 @@ class Format:
         str | None,
         typer.Option(metavar="STYLE", help="Names of tensors: megatron (the default) or hf.", rich_help_panel=_FORMAT),
     ] = None
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Largest file of safetensors, 5GB by default.", rich_help_panel=_FORMAT),
+    ] = None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What was asked of the content, by the names of the library's options."""
+        asked = {name: value for name, value in given(self).items() if name in ("weights_only", "names")}
+        if self.max_shard_size is not None:
+            asked["max_shard_bytes"] = shard_bytes(self.max_shard_size)
+        return asked
 
 
 @spread
 def convert(
     src: Ckpt,
-    dst: Target,
+    dst: Annotated[
+        str, typer.Argument(metavar="DST", help="The folder to make, or for --to torch the file; absent or empty.")
+    ],
     form: Format,
     target: TargetLayout,
     carried: Carried,
@@ -53,19 +67,21 @@ def convert(
 ) -> int:
     """Write a checkpoint in another storage format.
 
-    Options that have no meaning for that format are refused.
+    torch_dist and legacy are what training jobs load, at the layout that is asked for; torch is one file of torch.save,
+    safetensors a folder, both of whole tensors. Options that have no meaning for a format are refused.
     """
     from converters.convert import WRITERS, plan_convert
-    from converters.formats import open_checkpoint
+    from converters.formats import REGISTRY, open_checkpoint
 
     check_choice("--to", form.to, tuple(WRITERS))
+    check_choice("--from", form.source or REGISTRY[0].name, tuple(known.name for known in REGISTRY))
     check_choice("--names", form.names or "hf", ("megatron", "hf"))
     writer = WRITERS[form.to]
     layout, takes = given(target), writer.takes()
-    content = given(carried) | {n: v for n, v in given(form).items() if n in ("weights_only", "names")}
+    content = given(carried) | form.content
     caching_asked = [] if writer.cached else [*given(caching)]
     for name in [*(n for n in (*layout, *content) if n not in takes), *caching_asked]:
-        raise UsageProblem(f"--{name.replace('_', '-')} has no meaning with --to {form.to}", hint=_instead(name, takes))
+        raise UsageProblem(f"{_option(name)} has no meaning with --to {form.to}", hint=_instead(name, takes))
     if form.weights_only and content.get("optimizer", "none") != "none":
         raise UsageProblem(f"--weights-only and --optimizer {carried.optimizer} contradict each other")
 
@@ -81,8 +97,12 @@ def convert(
     return carry_out("distckpt.convert/1", writing, plan)
 
 
+def _option(name: str) -> str:
+    return "--max-shard-size" if name == "max_shard_bytes" else f"--{name.replace('_', '-')}"
+
+
 def _instead(name: str, takes: frozenset[str]) -> str:
     if name in {f.name for f in fields(TargetLayout)}:
-        return "whole tensors belong to no rank: torch_dist and legacy have a layout"
-    known = [n for n in ("weights_only", "names", *(f.name for f in fields(Carried))) if n in takes]
-    return f"it takes {', '.join('--' + n.replace('_', '-') for n in known)}"
+        return "whole tensors belong to no rank; a layout is for --to torch_dist or legacy"
+    known = [n for n in ("weights_only", "names", "max_shard_bytes", *(f.name for f in fields(Carried))) if n in takes]
+    return f"it takes {', '.join(map(_option, known))}"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distckpt_cli.console import UsageProblem, named, parse_size
-from distckpt_cli.options import Ckpt, check_choice, spread
+from distckpt_cli.console import named
+from distckpt_cli.options import Ckpt, check_choice, shard_bytes, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
@@ -56,16 +56,13 @@ class Asked:
         from converters.export import ExportOptions
 
         check_choice("--mtp", self.mtp, ("keep", "drop", "auto"))
-        shard = parse_size(self.max_shard_size, "--max-shard-size")
-        if shard < 1:
-            raise UsageProblem("--max-shard-size 0 leaves no room for a tensor", hint="5GB is the default")
         return ExportOptions(
             arch=self.arch,
             dtype=from_option(self.dtype) if self.dtype else None,
             vocab_size=self.vocab_size,
             mtp=self.mtp,
             hf_config=Path(self.hf_config).expanduser() if self.hf_config else None,
-            max_shard_bytes=shard,
+            max_shard_bytes=shard_bytes(self.max_shard_size),
             **writing.options,
         )
 
