@@ -1,0 +1,187 @@
+"""The recipes in scripts/: every new iteration of a training run, on Slurm, in CI, on several hosts."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from checkpoints import GOLDEN, copy_golden, run_cli, tree
+from cli_support import ROOT, environment
+
+SCRIPT = ROOT / "scripts" / "convert_new"
+RECIPES = ROOT / "scripts" / "recipes"
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A training run with two complete iterations and one that is still being written."""
+    run = tmp_path / "run"
+    for number in (10, 20, 30):
+        copy_golden("llama_adam_tp2pp2", run / f"iter_{number:07d}")
+    next((run / "iter_0000030").glob("*.distcp")).unlink()
+    (run / "latest_checkpointed_iteration.txt").write_text("20\n")
+    (run / "notes").mkdir()
+    return run
+
+
+def convert_new(*args, **env):
+    bins = str(Path(sys.executable).parent)
+    return subprocess.run(
+        [SCRIPT, *map(str, args)],
+        env=environment() | {"PATH": f"{bins}:{os.environ['PATH']}"} | env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_each_complete_iteration_is_converted_once(training, tmp_path):
+    out = tmp_path / "out"
+    first = convert_new(training, out, "export-hf", "--progress", "off")
+    assert first.returncode == 0, first.stderr
+    assert sorted(p.name for p in out.iterdir()) == ["iter_0000010", "iter_0000020"]
+    assert "2 new of 2" in first.stderr
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    second = convert_new(training, out, "export-hf", "--progress", "off")
+    assert second.returncode == 0
+    assert "0 new of 2" in second.stderr
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    # its job finishes another one, and it was damaged on the way
+    (training / "latest_checkpointed_iteration.txt").write_text("30")
+    third = convert_new(training, out, "export-hf", "--progress", "off")
+    assert third.returncode == 1
+    assert "iter_0000030" in third.stderr
+    assert "damaged" in third.stderr
+    assert not (out / "iter_0000030").exists()
+
+
+def test_the_plan_of_the_first_serves_the_second(training, tmp_path):
+    plans = tmp_path / "plans"
+    done = convert_new(training, tmp_path / "out", "reshard", "--tp", 4, "-v", DISTCKPT_PLAN_CACHE=str(plans))
+    assert done.returncode == 0, done.stderr
+    assert len(list(plans.glob("*"))) == 1, "both iterations have one plan"
+    assert run_cli("inspect", tmp_path / "out" / "iter_0000020").returncode == 0
+
+
+def test_what_is_no_training_run(tmp_path):
+    assert convert_new(tmp_path, tmp_path / "out", "export-hf").returncode == 3
+    usage = convert_new()
+    assert usage.returncode == 2
+    assert "RUN OUT COMMAND" in usage.stderr
+
+
+# srun as far as distckpt sees it: the same command several times, each with its number
+SRUN = """#!/usr/bin/env bash
+echo "$*" >> "$CALLS"
+while [ "${1#-}" != "$1" ]; do shift; done
+pids=() code=0
+for rank in 0 1; do
+    SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_LOCALID=$rank SLURM_PROCID=$rank "$@" & pids+=($!)
+done
+for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
+exit "$code"
+"""
+
+
+def test_slurm(training, tmp_path):
+    bins, calls = tmp_path / "bin", tmp_path / "calls"
+    bins.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": '#!/bin/sh\necho "scontrol $*" >> "$CALLS"\n'}.items():
+        (bins / name).write_text(text)
+        (bins / name).chmod(0o755)
+    python = str(Path(sys.executable).parent)
+    env = environment() | {"PATH": f"{bins}:{python}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_JOB_ID": "7"}
+    for hidden in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        env.pop(hidden, None)
+    command = ["bash", RECIPES / "slurm.sbatch", training, tmp_path / "out", "reshard", "--tp", "4"]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert calls.read_text().count("--kill-on-bad-exit=0 distckpt reshard") == 2
+    assert run_cli("reshard", training / "iter_0000010", tmp_path / "one", "--tp", "4").returncode == 0
+    assert tree(tmp_path / "out" / "iter_0000010") == tree(tmp_path / "one")
+    # out of time: queued again
+    shutil.rmtree(tmp_path / "out")
+    (bins / "srun").write_text("#!/bin/sh\nexit 143\n")
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 143
+    assert "scontrol requeue 7" in calls.read_text()
+
+
+def test_github_actions(training, tmp_path):
+    """The step that converts does so, as it stands in the file."""
+    workflow = yaml.safe_load((RECIPES / "github-actions.yml").read_text())
+    job = workflow["jobs"]["export"]
+    step = next(step for step in job["steps"] if step.get("name") == "convert what is new")
+    env = job["env"] | {"RUN": str(training), "OUT": str(tmp_path / "out")}
+    env["DISTCKPT_PLAN_CACHE"] = str(tmp_path / "plans")
+    python = str(Path(sys.executable).parent)
+    everything = environment() | {k: str(v) for k, v in env.items()} | {"PATH": f"{python}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-e", "-c", step["run"]], env=everything, cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "iter_0000020" / "config.json").is_file()
+
+
+@pytest.fixture
+def hosts():
+    """Two hosts: network namespaces with a wire between them."""
+    names = [f"distckpt-{os.getpid()}-{n}" for n in range(2)]
+    wire = [f"dck{os.getpid() % 10000}{end}" for end in "ab"]
+    commands = [
+        *(["ip", "netns", "add", name] for name in names),
+        ["ip", "link", "add", wire[0], "type", "veth", "peer", "name", wire[1]],
+        *(["ip", "link", "set", end, "netns", name] for end, name in zip(wire, names, strict=True)),
+    ]
+    for n, (end, name) in enumerate(zip(wire, names, strict=True)):
+        inside = ["ip", "-n", name]
+        commands += [
+            [*inside, "addr", "add", f"10.99.0.{n + 1}/24", "dev", end],
+            [*inside, "link", "set", end, "up"],
+            [*inside, "link", "set", "lo", "up"],
+        ]
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    try:
+        for command in commands:
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_two_hosts(hosts, tmp_path):
+    """torchrun on both, rendezvous over the wire, one file system: the bytes are those of one process."""
+    args = ("reshard", str(GOLDEN / "mixtral_adam_ep2tp2"), str(tmp_path / "out"), "--tp", "2", "--pp", "2")
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.99.0.1:29511", "--rdzv-id", "two")
+    processes = []
+    for n, host in enumerate(hosts):
+        own = ("--nnodes", "2", "--nproc-per-node", "2", "--local-addr", f"10.99.0.{n + 1}", *rendezvous)
+        own += ("--rdzv-conf", f"is_host={int(n == 0)}")  # there is no name service to find it out
+        command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", *own]
+        processes.append(
+            subprocess.Popen(
+                [*command, "-m", "distckpt_cli", *args, "--max-memory", "256KiB"],
+                env={k: v for k, v in environment().items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        time.sleep(0.5)
+    try:
+        said = [process.communicate(timeout=40) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], said
+    assert "".join(out for out, _ in said).count("wrote ") == 1
+    one = run_cli("reshard", *args[1:2], tmp_path / "one", *args[3:])
+    assert one.returncode == 0, one.stderr
+    assert tree(tmp_path / "out") == tree(tmp_path / "one")
