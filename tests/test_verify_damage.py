@@ -10,7 +10,7 @@ import random
 import shutil
 import zlib
 from contextlib import redirect_stderr, redirect_stdout
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -21,8 +21,12 @@ from converters.formats import open_checkpoint
 from converters.manifest import write_manifest
 from converters.pickles import Global, Obj, fields, set_field
 from converters.verify import VerifyOptions, verify
-from converters.verify_report import Report
 from distckpt_cli.app import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.verify_report import Report
 
 DIST = "llama_adam_tp2pp2"
 
