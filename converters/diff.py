@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.crew import Crew
-from converters.diff_facts import compare_arguments, compare_facts
+from converters.diff_facts import Facts, compare_arguments, compare_facts
 from converters.diff_pairs import Side, match
 from converters.diff_run import read_values, stretches, tile_size
 from converters.errors import IntegrityError, RequestError
@@ -83,7 +83,7 @@ class DiffPlan:
     options: DiffOptions
     matching: Matching
     arguments: tuple[Fact, ...]
-    facts: tuple[Fact, ...]
+    facts: Facts
     notes: tuple[str, ...]
     work: Sequence[Stretch]
     tile_bytes: int
@@ -198,14 +198,14 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
             hint=f"distckpt inspect {sides[matching.shown].catalog.root} --tensors shows their names",
         )
     arguments: list[Fact] = []
-    facts: list[Fact] = []
+    facts = Facts()
     notes = [*sides[0].notes, *sides[1].notes, *matching.notes]
     if not options.tensors:
         arguments = [fact for fact in compare_arguments(*sides) if keep(fact.name)]
-        facts, more = compare_facts(*sides, keep)
-        notes += more
+        facts = compare_facts(*sides, keep)
+        notes += facts.notes
     work = () if options.quick else stretches(matching, sides)
-    return DiffPlan(sides, options, matching, tuple(arguments), tuple(facts), tuple(notes), work, tile, threads)
+    return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads)
 
 
 def run_diff(
@@ -278,4 +278,4 @@ def _same(plan: DiffPlan, tensors: Sequence[TensorReport]) -> bool:
     matching = plan.matching
     if any(matching.only) or matching.shapes or matching.config:
         return False
-    return not any(fact.counts for fact in (*plan.arguments, *plan.facts)) and not any(t.differs for t in tensors)
+    return not any(fact.counts for fact in (*plan.arguments, *plan.facts.found)) and not any(t.differs for t in tensors)

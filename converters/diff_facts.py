@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.records import TensorRef
 
-__all__ = ["ABSENT", "Fact", "compare_arguments", "compare_facts"]
+__all__ = ["ABSENT", "Fact", "Facts", "compare_arguments", "compare_facts"]
 
 
 class _Absent:
@@ -66,6 +66,21 @@ class Fact:
     note: str = ""
 
 
+@dataclass
+class Facts:
+    """What there is to say besides tensors and arguments.
+
+    Attributes:
+        found: What is not the same.
+        notes: Sentences on what could not be compared.
+        compared: Groups that both sides have, the same or not.
+    """
+
+    found: list[Fact] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    compared: list[str] = field(default_factory=list)
+
+
 # arguments of Megatron-LM (core_v0.6 to 0.20, arguments.py) that decide what is learnt, besides those of the model
 _LEARNING = """
     adam_beta1 adam_beta2 adam_eps attention_softmax_in_fp32 bf16 clip_grad consumed_train_samples decoupled_lr
@@ -89,28 +104,27 @@ _NOT_COMMON = frozenset(
 )
 
 
-def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> tuple[list[Fact], list[str]]:
+def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
     """Everything but tensors and arguments.
 
     Args:
         a: The first.
         b: The second.
         keep: Whether something of this name is wanted: `opt_param_scheduler.max_lr`, `rng_state`.
-
-    Returns:
-        What differs, and sentences on what could not be compared.
     """
-    found: list[Fact] = []
-    notes: list[str] = []
+    out = Facts()
     if a.is_hf or b.is_hf:
-        return found, notes
+        return out
     one, other = a.catalog.iteration, b.catalog.iteration
-    if one != other and one is not None and other is not None:
-        found.append(Fact("iteration", "iteration", one, other))
-    found += _groups(a, b, notes)
-    found += _common(a, b)
-    found += _objects(a, b, notes)
-    return [fact for fact in found if keep(fact.name)], notes
+    if one is not None and other is not None:
+        out.compared.append("iteration")
+        out.found += [Fact("iteration", "iteration", one, other)] if one != other else []
+    if keep("optimizer.param_groups"):
+        _groups(a, b, out)
+    _common(a, b, out)
+    _objects(a, b, out, keep)
+    out.found = [fact for fact in out.found if keep(fact.name)]
+    return out
 
 
 # ---------------------------------------------------------------------- arguments
@@ -159,7 +173,7 @@ def _plain(value: Any) -> Any:
 # ---------------------------------------------------------------------- optimizer and common state
 
 
-def _groups(a: Side, b: Side, notes: list[str]) -> list[Fact]:
+def _groups(a: Side, b: Side, out: Facts) -> None:
     """Param groups, matched by what Megatron matches them by."""
     sides = []
     for side in (a, b):
@@ -167,24 +181,23 @@ def _groups(a: Side, b: Side, notes: list[str]) -> list[Fact]:
             has = any(name.startswith("optimizer.") for name in side.tensors)
             found = read_param_groups(side.reader) if has else None
         except FormatError as error:
-            notes.append(f"{side.label}: param groups are not compared: {error.message}")
-            return []
+            out.notes.append(f"{side.label}: param groups are not compared: {error.message}")
+            return
         sides.append({} if found is None else {_group_name(g): g for g in found.merged()})
     if not all(sides):
-        return []
-    out = []
+        return
+    out.compared.append("param groups")
     for name in sorted({*sides[0], *sides[1]}):
         groups = [side.get(name) for side in sides]
         path = f"optimizer.param_groups.{name}"
         if groups[0] is None or groups[1] is None:
             one, other = (ABSENT if g is None else describe(g) for g in groups)
-            out.append(Fact("param groups", path, one, other))
+            out.found.append(Fact("param groups", path, one, other))
             continue
         for key in dict.fromkeys((*groups[0], *groups[1])):
             if key in groups[0] and key in groups[1] and key != "is_expert_parallel":
                 for inner, one, other in _differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
-                    out.append(Fact("param groups", inner, one, other))
-    return out
+                    out.found.append(Fact("param groups", inner, one, other))
 
 
 def _group_name(group: Mapping[str, Any]) -> str:
@@ -196,27 +209,29 @@ def _group_name(group: Mapping[str, Any]) -> str:
     return "+".join([*words, *(["decoupled_lr"] if group.get("is_decoupled_lr") is True else [])])
 
 
-def _common(a: Side, b: Side) -> list[Fact]:
+def _common(a: Side, b: Side, out: Facts) -> None:
     in_a, in_b = _common_archive(a.reader), _common_archive(b.reader)
     if in_a is None or in_b is None:
-        return []
+        return
     trees = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
     if not all(isinstance(tree, Mapping) for tree in trees):
-        return []
-    out = []
+        return
     for name in dict.fromkeys((*trees[0], *trees[1])):
         if not isinstance(name, str) or name in _NOT_COMMON or name.startswith(("model", "rng_")) or "rng_" in name:
             continue
         if name in trees[0] and name in trees[1]:
+            out.compared += ["scheduler"] if name == "opt_param_scheduler" else []
             for path, one, other in _differences(trees[0][name], trees[1][name], name, in_a, in_b):
                 counts = not name.startswith(_NOTES)
-                out.append(Fact("common state", path, one, other, counts, "" if counts else "a framework's own notes"))
+                note = "" if counts else "a framework's own notes"
+                out.found.append(Fact("common state", path, one, other, counts, note))
         else:
             # versions and frameworks keep different things there, but a job resumes with another rate without its scheduler
             counts = name == "opt_param_scheduler" and a.catalog.flavour == b.catalog.flavour
             one, other = (describe(tree[name]) if name in tree else ABSENT for tree in trees)
-            out.append(Fact("common state", name, one, other, counts, "" if counts else "one side does not have it"))
-    return out
+            out.found.append(
+                Fact("common state", name, one, other, counts, "" if counts else "one side does not have it")
+            )
 
 
 def _common_archive(reader: Reader) -> Archive | None:
@@ -241,31 +256,32 @@ def _unwrapped(tree: Any) -> Any:
 # ---------------------------------------------------------------------- objects
 
 
-def _objects(a: Side, b: Side, notes: list[str]) -> list[Fact]:
-    out: list[Fact] = []
-    sides = [_by_kind(side.catalog) for side in (a, b)]
-    out += _random(a, b, sides[0]["random state"], sides[1]["random state"], notes)
+def _objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
+    sides = [_by_kind(side.catalog, keep) for side in (a, b)]
+    _random(a, b, sides[0]["random state"], sides[1]["random state"], out)
     for group in ("extra state", "object"):
         one, other = sides[0][group], sides[1][group]
+        out.compared += [f"{group}s"] if one.keys() & other.keys() else []
         for name in sorted({*one, *other}, key=natural_key):
             if name in one and name in other:
-                out += _object(group, name, (a.reader, one[name]), (b.reader, other[name]), notes)
+                _object(group, name, (a.reader, one[name]), (b.reader, other[name]), out)
                 continue
             reader, info = (a.reader, one[name]) if name in one else (b.reader, other[name])
             # which modules have an extra state changed with every version; without FP8 all of them are empty
             empty = group == "extra state" and _extra_state(reader, info)[0] is None
             shown = f"{info.length:,} bytes"
             x, y = (shown, ABSENT) if name in one else (ABSENT, shown)
-            out.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
-    return out
+            out.found.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
 
 
-def _by_kind(catalog: Catalog) -> dict[str, dict[str, ObjectInfo]]:
+def _by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str, dict[str, ObjectInfo]]:
     """Objects by kind and canonical name; what belongs to the optimizer or to single ranks of the job is left out."""
     out: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
     for key, info in catalog.objects.items():
         base = info.name.rpartition("/")[2]
         if info.name in ("common_state", "rerun_state_machine_state") or ".dp_group_idx_" in info.name:
+            continue
+        if base == "rng_state" and not keep("rng_state"):
             continue
         if base == "rng_state":
             out["random state"][".".join(map(str, info.offset))] = info
@@ -277,42 +293,39 @@ def _by_kind(catalog: Catalog) -> dict[str, dict[str, ObjectInfo]]:
     return out
 
 
-def _random(
-    a: Side, b: Side, one: Mapping[str, ObjectInfo], other: Mapping[str, ObjectInfo], notes: list[str]
-) -> list[Fact]:
+def _random(a: Side, b: Side, one: Mapping[str, ObjectInfo], other: Mapping[str, ObjectInfo], out: Facts) -> None:
     if not one or not other:
-        if one or other:
-            notes.append(f"only {'A' if one else 'B'} has random states")
-        return []
+        out.notes += [f"only {'A' if one else 'B'} has random states"] if one or other else []
+        return
     grids = [next(iter(side.values())).grid for side in (one, other)]
     if grids[0] != grids[1]:
         shown = [" x ".join(f"{axis} {n}" for axis, n in zip(("pp", "tp", "dp"), g, strict=False)) for g in grids]
-        notes.append(f"random states are not compared: A was saved on {shown[0]}, B on {shown[1]}")
-        return []
-    out = []
+        out.notes.append(f"random states are not compared: A was saved on {shown[0]}, B on {shown[1]}")
+        return
+    out.compared.append("random states")
     for place in sorted({*one, *other}):
         name = f"rng_state.{place}"
         if place in one and place in other:
-            out += _object("random state", name, (a.reader, one[place]), (b.reader, other[place]), notes)
+            _object("random state", name, (a.reader, one[place]), (b.reader, other[place]), out)
         else:
             x, y = ("present" if place in side else ABSENT for side in (one, other))
-            out.append(Fact("random state", name, x, y))
-    return out
+            out.found.append(Fact("random state", name, x, y))
 
 
 def _object(
-    group: str, name: str, one: tuple[Reader, ObjectInfo], other: tuple[Reader, ObjectInfo], notes: list[str]
-) -> list[Fact]:
+    group: str, name: str, one: tuple[Reader, ObjectInfo], other: tuple[Reader, ObjectInfo], out: Facts
+) -> None:
     if max(one[1].length, other[1].length) > _LARGE:
-        notes.append(f"{name} is not compared: an object of {one[1].length:,} bytes in A, {other[1].length:,} in B")
-        return []
+        sizes = f"{one[1].length:,} bytes in A, {other[1].length:,} in B"
+        out.notes.append(f"{name} is not compared, being an object of {sizes}")
+        return
     if group == "extra state":
         a, in_a = _extra_state(*one)
         b, in_b = _extra_state(*other)
     else:
         in_a, in_b = _open(*one), _open(*other)
         a, b = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
-    return [Fact(group, path, x, y) for path, x, y in _differences(a, b, name, in_a, in_b)]
+    out.found += [Fact(group, path, x, y) for path, x, y in _differences(a, b, name, in_a, in_b)]
 
 
 def _open(reader: Reader, info: ObjectInfo) -> Archive:

@@ -93,7 +93,8 @@ class _State:
         files = f"{self.files_done}/{self.files_total} files"
         moved = f"{_brief(self.done)} of {_brief(self.total)}"
         percent = f"{self.percent:3d}%"
-        return "  ".join([percent, speed, left] if short else [percent, moved, speed, left, files])
+        counted = [files] if self.files_total else []
+        return "  ".join([percent, speed, left] if short else [percent, moved, speed, left, *counted])
 
 
 def _brief(nbytes: float) -> str:

@@ -24,6 +24,7 @@ class Entry(NamedTuple):
 COMMANDS = {
     "inspect": Entry("inspect:inspect", "Look", "Show what a checkpoint is: model, layout, components, tensors"),
     "verify": Entry("verify:verify", "Look", "Check structure, records, checksums, optimizer, values; exit 1 if bad"),
+    "diff": Entry("diff:diff", "Look", "Compare two checkpoints of any format and layout; exit 1 if they differ"),
     "reshard": Entry("reshard:reshard", "Change", "Rewrite for another parallel layout, optimizer state included"),
     "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist, torch, safetensors"),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
@@ -51,6 +52,13 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt verify ckpt --values --json | jq '.checks[] | select(.status == \"bad\")'",
         "distckpt verify ckpt --write-manifest",
     ),
+    "diff": (
+        "distckpt diff ckpt/iter_0050000 out/iter_0050000",
+        "distckpt diff ckpt llama-hf --rtol 1e-2",
+        "distckpt diff a b --tensors 'decoder.layers.{0..3}.*' --ignore '*.bias'",
+        "distckpt diff a b --args",
+        "distckpt diff a b --json | jq '.tensors[] | [.name, .max_abs]'",
+    ),
     "reshard": (
         "distckpt reshard ckpt/iter_0050000 out --tp 2 --pp 2",
         "distckpt reshard ckpt out --tp 4 --pp 4 --vpp 2 --dp 8 --fully-parallel",
@@ -73,4 +81,4 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
 }
 
 # options whose value may be left out, by command; then it is `*`
-OPTIONAL_GLOBS: dict[str, tuple[str, ...]] = {"inspect": ("--tensors", "--args", "--objects")}
+OPTIONAL_GLOBS: dict[str, tuple[str, ...]] = {"inspect": ("--tensors", "--args", "--objects"), "diff": ("--args",)}

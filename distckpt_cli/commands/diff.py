@@ -1,0 +1,147 @@
+"""`distckpt diff`: whether two checkpoints hold the same, and where they do not."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distckpt_cli.console import Console, UsageProblem, parse_size
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import (  # noqa: TC001 - Typer reads the annotations at run time
+    Json,
+    ProgressMode,
+    Quiet,
+    RankTimeout,
+    Scratch,
+    Verbose,
+)
+
+if TYPE_CHECKING:
+    from converters.diff import DiffOptions
+
+_WHAT = "What to compare"
+_RESOURCES = "Resources"
+
+
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, in any format and layout.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one; also a Hugging Face folder of the same model.")],
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB", help="Only tensors that match, nothing else; may be repeated.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Leave out tensors, or args.NAME, iteration, rng_state, opt_param_scheduler; may be repeated.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(metavar="X", min=0, help="Values may differ by X times the larger one.", rich_help_panel=_WHAT),
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(metavar="X", min=0, help="Values may differ by X.", rich_help_panel=_WHAT)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="No values: names, shapes, types, arguments, state.", rich_help_panel=_WHAT)
+    ] = False,
+    args: Annotated[
+        str | None,
+        typer.Option(metavar="[GLOB]", help="Compare the training arguments only.", rich_help_panel=_WHAT),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Architecture of a Hugging Face folder, if not clear.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="True rows of the vocabulary; the rest is padding.", rich_help_panel=_WHAT
+        ),
+    ] = None,
+    flat: Annotated[bool, typer.Option("--flat", help="One row for each tensor.", rich_help_panel="Output")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = 0,
+    progress: ProgressMode = "auto",
+    max_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Buffers of all workers, 64MiB by default.", rich_help_panel=_RESOURCES)
+    ] = "64MiB",
+    threads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
+    ] = None,
+    scratch: Scratch = None,
+    rank_timeout: RankTimeout = 60.0,
+) -> int:
+    """Compare two checkpoints: tensors, arguments, state, then every value. Exit code 0: the same, 1: different.
+
+    Formats and layouts need not be the same: tensors are compared as the model has them, a Hugging Face folder through
+    the model's table. Without --rtol and --atol bits and types must be equal; with either, values within
+    atol + rtol * max(|a|, |b|) of each other will do. How the jobs were laid out and where they kept files is shown,
+    but does not count.
+    """
+    from distckpt_cli.progress import Progress, choose_mode
+    from distckpt_cli.signals import stop_on_signals
+
+    mode = choose_mode(progress, quiet=quiet)
+    if args and (tensors or quick or rtol is not None or atol is not None):
+        raise UsageProblem("--args compares arguments only", hint="leave out --tensors, --quick, --rtol and --atol")
+    if quick and (rtol is not None or atol is not None):
+        raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
+    options = _options(tensors, ignore, rtol, atol, quick or bool(args), arch, vocab_size, max_memory, threads)
+    console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
+    from converters.crew import scratch_folder
+    from converters.diff import plan_diff, run_diff
+    from converters.formats import open_checkpoint
+    from converters.ranks import Ranks
+    from distckpt_cli import differences
+
+    names = shlex.quote(a), shlex.quote(b)
+    readers = open_checkpoint(a), open_checkpoint(b)
+    if args:
+        return differences.show_arguments(console, *readers, args, flat=flat)
+    plan = plan_diff(*readers, options)
+    ranks = Ranks.from_environment(timeout=rank_timeout)
+    with stop_on_signals() as stop, Progress(console, mode) as listener:
+        report = run_diff(plan, listener=listener, stop=stop, ranks=ranks, scratch=scratch_folder(scratch))
+    if as_json:
+        console.document("distckpt.diff/1", differences.document(report, every=flat))
+    else:
+        differences.show(console, report, names, flat=flat)
+    return ExitCode.OK if report.identical else ExitCode.NO
+
+
+def _options(
+    tensors: list[str] | None,
+    ignore: list[str] | None,
+    rtol: float | None,
+    atol: float | None,
+    quick: bool,
+    arch: str | None,
+    vocab_size: int | None,
+    max_memory: str,
+    threads: int | None,
+) -> DiffOptions:
+    from converters.diff import DiffOptions
+    from converters.diff_values import Tolerance
+
+    return DiffOptions(
+        tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
+        tensors=tuple(tensors or ()),
+        ignore=tuple(ignore or ()),
+        quick=quick,
+        arch=arch,
+        vocab_size=vocab_size,
+        max_memory=parse_size(max_memory, "--max-memory"),
+        threads=threads or min(4, max(2, os.cpu_count() or 2)),
+    )
