@@ -98,6 +98,7 @@ class _Verification:
         self.lookups: list[TensorTask] = []
         self.tensors: dict[str, TensorInfo] = dict(self.catalog.tensors)
         self.pairs: dict[str, tuple[str, str]] = {}
+        self.named: Mapping[str, TensorInfo] = self.catalog.tensors  # flat buckets under the names of their parameters
         self.manifest: Manifest | None = None
         self.listed: dict[str, int] = {}
         self.index = RecordIndex(reader)
@@ -200,6 +201,8 @@ class _Verification:
         except RequestError as error:
             check.skipped, check.summary = True, f"not understood: {printable(error.message)}"
             return
+        kept = {name: info for name, info in self.catalog.tensors.items() if name not in state.replaced}
+        self.named = {**kept, **state.tensors}
         weights = self.catalog.weights
         for name, info in state.tensors.items():
             parameter = name.removeprefix(_MASTER)
@@ -253,7 +256,10 @@ class _Verification:
 
     def _conclude_files(self, scans: list[tuple[FileTask, dict[str, Any]]]) -> None:
         found = [(task, *note) for task, scan in scans for note in scan["findings"]]
-        owners = self.index.tensors({n for *_, records in found for n in records})
+        wanted = {n for *_, records in found for n in records}
+        owners = self.index.tensors(wanted, self.named)
+        lost = {n for n in wanted if not owners[n]}  # the padding of a bucket
+        owners |= self.index.tensors(lost, self.catalog.tensors)
         for task, name, text, at, needed, there, records in found:
             tensors = tuple(dict.fromkeys(t for n in records for t in owners.get(n, ())))
             offset = at if at >= 0 else None

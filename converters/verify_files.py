@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from converters.catalog import TensorInfo
     from converters.crew import Crew
     from converters.formats.base import Reader
     from converters.formats.folder import SourceFile
@@ -94,10 +95,10 @@ class RecordIndex:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def tensors(self, records: set[int]) -> dict[int, tuple[str, ...]]:
-        """Names of the tensors with elements in each of some records."""
+    def tensors(self, records: set[int], tensors: Mapping[str, TensorInfo]) -> dict[int, tuple[str, ...]]:
+        """Names of those of some tensors that have elements in each of some records."""
         wanted, out = np.array(sorted(records), np.int64), {record: list[str]() for record in records}
-        for name, info in self._reader.catalog.tensors.items() if records else ():
+        for name, info in tensors.items() if records else ():
             for part in info.parts:
                 mine = part.array.records[part.rows()]
                 for record in np.intersect1d(mine, wanted).tolist():
