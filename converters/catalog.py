@@ -362,6 +362,11 @@ class Catalog:
         """The model's own tensors: parameters and persistent buffers, no optimizer state."""
         return {name: t for name, t in self.tensors.items() if t.kind == "weight"}
 
+    @cached_property
+    def megatron(self) -> bool:
+        """Whether the weights have Megatron's names, so that a layout and an architecture can be asked for."""
+        return any(name.startswith(("decoder.layers.", "encoder.layers.")) for name in self.weights)
+
     def nbytes(self, kind: str | None = None) -> int:
         """Bytes of all tensors, or of those of one kind."""
         return sum(t.nbytes for t in self.tensors.values() if kind is None or t.kind == kind)

@@ -38,6 +38,7 @@ from converters.pickles import Global
 from converters.plan import Copy, Drop, Target, prove
 from converters.publish import check_destination
 from converters.records_out import tensor_node
+from converters.target_state import layout_arguments
 from converters.vocabulary import VOCABULARY
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
             }
         else:
             dropped += _left(catalog, "optimizer state is not wanted")
-        file.tree |= _state_of_job(catalog)
+        file.tree |= _state_of_job(catalog, content)
     refuse_damage(catalog, set(sources))
     output = ArchiveOutput([file])
     job = Job.build(
@@ -188,7 +189,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     """
     options = options or SafetensorsOptions()
     catalog = reader.catalog
-    if options.names == "hf" and _is_megatron(catalog):
+    if options.names == "hf" and catalog.megatron:
         shared = {name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "vocab_size")}
         return plan_export(reader, destination, ExportOptions(**shared, max_shard_bytes=options.max_shard_bytes))
     check_destination(catalog.root, destination, overwrite=options.overwrite)
@@ -207,7 +208,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     )
     extra = {"model.safetensors.index.json": layout.index} if layout.index is not None else {}
     if content.names == "megatron":
-        document = {"schema": "distckpt.container/1", **_state_of_job(catalog)}
+        document = {"schema": "distckpt.container/1", **_state_of_job(catalog, content)}
         extra[SIDECAR] = json.dumps(document, indent=2).encode() + b"\n"
     return Conversion(
         command="convert",
@@ -239,14 +240,10 @@ def _parameters(content: _Content) -> int:
     return sum(Box.whole(tensor.shape).volume for tensor in content.tensors)
 
 
-def _is_megatron(catalog: Catalog) -> bool:
-    return any(name.startswith(("decoder.layers.", "encoder.layers.")) for name in catalog.weights)
-
-
 def _content(reader: Reader, names: str | None, vocab_size: int | None) -> _Content:
     """The model's tensors under the names that were asked for; every element of the source is used or dropped."""
     catalog = reader.catalog
-    if not _is_megatron(catalog):
+    if not catalog.megatron:
         made = _own_names(catalog, names, vocab_size)
     elif names == "hf":
         made = _hf_names(catalog, vocab_size)
@@ -275,7 +272,7 @@ def _own_names(catalog: Catalog, names: str | None, vocab_size: int | None) -> _
             details=[f"for example {name}" for name in list(catalog.tensors)[:2]],
             hint="leave the option out to keep the names",
         )
-    sources = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+    sources = dict(catalog.weights) or {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
     tensors = [_same(name, Target(name, t.dtype, t.shape)) for name, t in sources.items()]
     return _Content("hf" if hugging else "own", tensors, sources)
 
@@ -357,15 +354,15 @@ def _state_tensors(tensors: Sequence[LocalTensor], state: Mapping[str, TensorInf
 _NOT_COMMON = ("args", "optimizer", "content_metadata", "rerun_state_machine", "rng_state", "iteration")
 
 
-def _state_of_job(catalog: Catalog) -> dict[str, Any]:
-    """What is known of the job that saved, as plain data."""
+def _state_of_job(catalog: Catalog, content: _Content) -> dict[str, Any]:
+    """What is known of the job that saved, as plain data, with the sizes of a job without parallelism."""
+    rows = next((tensor.shape[0] for tensor in content.tensors if tensor.name == VOCABULARY[0]), None)
     out: dict[str, Any] = {"checkpoint_version": 3.0}
     if catalog.iteration is not None:
         out["iteration"] = catalog.iteration
     if catalog.args:
-        whole = {f"{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "expert_model", "context")}
-        args = {name: value for name, value in _plain(dict(catalog.args)).items() if value is not _OBJECT}
-        out["args"] = args | {name: 1 for name in whole if name in args}
+        args = _plain(dict(catalog.args))
+        out["args"] = args | layout_arguments(args, Layout(), rows)
     common = catalog.common if isinstance(catalog.common, Mapping) else {}
     for name, value in common.items():
         plain = _plain(value) if isinstance(name, str) and name not in _NOT_COMMON else _OBJECT
@@ -394,9 +391,8 @@ def _plain(value: Any) -> Any:
 
 def _dropped(catalog: Catalog, content: _Content) -> list[tuple[str, str]]:
     dropped = [(drop.source, drop.reason) for drop in content.drops]
-    if content.names != "own":
-        others = (name for name, t in catalog.tensors.items() if t.kind == "other")
-        dropped += [(name, "no part of the model") for name in others if name not in content.sources]
+    others = (name for name, t in catalog.tensors.items() if t.kind == "other")
+    dropped += [(name, "no part of the model") for name in others if name not in content.sources]
     kinds: Iterable[str] = sorted({o.name.rpartition(".")[2] for o in catalog.objects.values()})
     return [*dropped, *((kind, f"{len(catalog.objects)} stored objects") for kind in kinds)]
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from converters.box import Box, find_overlap, runs, uncovered
 from converters.errors import DistckptError, RequestError
 from converters.job import CopyRoutes, OutputFile, Place, Slice
-from converters.pickles import Obj, PersId, dumps
+from converters.pickles import PersId, dumps, references
 from converters.plan import Copy, Op, Target
 from converters.records_out import ArchiveLayout, storage_node, tensor_node
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from converters.dtypes import DType
-    from converters.pickles import Node
+    from converters.pickles import Node, Obj
 
 __all__ = ["ArchiveFile", "ArchiveOutput", "Region"]
 
@@ -162,7 +162,7 @@ class ArchiveFile:
             RequestError: A storage is not among them.
         """
         taken: dict[Any, str] = {}
-        for reference in _references(node):
+        for reference in references(node):
             key = reference.value[2]
             content = members.get(f"data/{key}")
             if content is None:
@@ -189,30 +189,6 @@ class ArchiveFile:
             return (tag, kind, numbers[key], location, numel)
 
         return dumps(self.tree, 2, refer), order
-
-
-def _references(node: Node) -> list[PersId]:
-    """Every reference to a storage in a tree, each once."""
-    found: dict[PersId, None] = {}
-    seen: set[int] = set()
-    left = [node]
-    while left:
-        current = left.pop()
-        if id(current) in seen:
-            continue
-        if isinstance(current, PersId):
-            found[current] = None
-        elif isinstance(current, dict):
-            seen.add(id(current))
-            left += [*current, *current.values()]
-        elif isinstance(current, list | tuple | set | frozenset):
-            seen.add(id(current))
-            left += current
-        elif isinstance(current, Obj):
-            seen.add(id(current))
-            left += [current.args, current.kwargs, current.state, current.items]
-            left += [] if current.pairs is None else [part for pair in current.pairs for part in pair]
-    return list(found)
 
 
 @dataclass(frozen=True, slots=True)

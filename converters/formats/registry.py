@@ -141,6 +141,24 @@ def _legacy(seen: Seen) -> bool:
     return not later and any(name.startswith("mp_rank_") for name in seen.names)
 
 
+def _safetensors(seen: Seen) -> bool:
+    """A file or a folder of files named so."""
+    return seen.has(".safetensors", "safetensors.index.json") or (
+        seen.path.suffix == ".safetensors" and bool(seen.head)
+    )
+
+
+def _torch(seen: Seen) -> bool:
+    """Hugging Face's names in a folder; a file whose first member is torch.save's pickle, or its form before 1.6."""
+    old = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+    archive = seen.head[:4] == b"PK\x03\x04" and b"data.pkl" in seen.head
+    return (
+        bool({"pytorch_model.bin", "pytorch_model.bin.index.json"} & seen.names)
+        or archive
+        or seen.head[: len(old)] == old
+    )
+
+
 REGISTRY: tuple[Format, ...] = (
     Format(
         "torch_dist",
@@ -163,6 +181,22 @@ REGISTRY: tuple[Format, ...] = (
         "legacy:LegacyReader",
         _legacy,
         read="Megatron-Core 0.12.0, 0.16.1",
+    ),
+    Format(
+        "safetensors",
+        "safetensors, a file or a Hugging Face folder",
+        "safetensors_files:SafetensorsReader",
+        _safetensors,
+        read="transformers 5, safetensors 0.8",
+        written="loaded by safetensors 0.8, transformers 5",
+    ),
+    Format(
+        "torch",
+        "one file of torch.save with a state dict, or Hugging Face's pytorch_model.bin",
+        "torch_file:TorchFileReader",
+        _torch,
+        read="torch 2.13",
+        written="loaded by torch 2.13 with weights_only and mmap",
     ),
 )
 """Every format we read, in the order in which they are tried."""

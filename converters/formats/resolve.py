@@ -20,6 +20,8 @@ __all__ = ["TRACKER", "iterations", "resolve"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
+_ALONE = ("safetensors", "torch")  # formats whose checkpoint may be one file
+_PART = re.compile(r"model\.safetensors|pytorch_model\.bin|.*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 _DATA_FOLDERS = ("weights", "model_weights")  # NeMo 2, NeMo 1
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -56,7 +58,7 @@ def resolve(path: str | Path) -> Path:
     if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
         return rank.parent
     if not is_folder(given):
-        if _is_data_folder(given.parent):
+        if _is_data_folder(given.parent) and not _stands_alone(given):
             _refuse_unfinished(given.parent)
             return given.parent
         if detect(given):
@@ -72,6 +74,14 @@ def resolve(path: str | Path) -> Path:
         return _descend(given)
     except PermissionError as error:
         raise FormatError(f"cannot read {printable(str(error.filename))}: {error.strerror}") from error
+
+
+def _stands_alone(file: Path) -> bool:
+    """Whether a file is a checkpoint of its own although other files of such a format lie beside it."""
+    own, around = detect(file), detect(file.parent)
+    if own is None or own.name not in _ALONE or around is None or around.name not in _ALONE:
+        return False
+    return own is not around or not _PART.fullmatch(file.name)
 
 
 def _descend(folder: Path) -> Path:

@@ -19,6 +19,7 @@ from converters.pickles.nodes import (
     UnsafePickle,
     fields,
     pairs,
+    references,
     set_field,
 )
 from converters.pickles.policy import hostile
@@ -38,6 +39,7 @@ __all__ = [
     "pairs",
     "parse",
     "parse_stream",
+    "references",
     "set_field",
 ]
 

@@ -22,6 +22,7 @@ __all__ = [
     "UnsafePickle",
     "fields",
     "pairs",
+    "references",
     "set_field",
 ]
 
@@ -207,3 +208,27 @@ def pairs(node: Node) -> list[tuple[Node, Node]]:
     if isinstance(node, Obj) and (node.pairs is not None or (not node.items and node.func.name.endswith("Dict"))):
         return node.pairs or []
     raise PickleFormatError(f"expected a dictionary, found {type(node).__name__} {node!r:.200}")
+
+
+def references(node: Node) -> list[PersId]:
+    """Every reference to something outside a tree, each once, in no particular order."""
+    found: dict[PersId, None] = {}
+    seen: set[int] = set()
+    left = [node]
+    while left:
+        current = left.pop()
+        if id(current) in seen:
+            continue
+        if isinstance(current, PersId):
+            found[current] = None
+        elif isinstance(current, dict):
+            seen.add(id(current))
+            left += [*current, *current.values()]
+        elif isinstance(current, list | tuple | set | frozenset):
+            seen.add(id(current))
+            left += current
+        elif isinstance(current, Obj):
+            seen.add(id(current))
+            left += [current.args, current.kwargs, current.state, current.items]
+            left += [] if current.pairs is None else [part for pair in current.pairs for part in pair]
+    return list(found)

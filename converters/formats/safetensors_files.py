@@ -1,0 +1,167 @@
+"""Reading safetensors: one file, or a folder of them with an index.
+
+A header is taken only as the format's own library writes it: no key twice, tensors that lie one behind the other from the
+first byte of the data to the last, sizes that follow from type and shape. The format has no checksums.
+
+Source: the format section of the safetensors README; `validate` in its tensor.rs.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from converters.catalog import Problem
+from converters.dtypes import from_safetensors
+from converters.errors import FormatError
+from converters.formats.folder import close_source, exists, is_folder, listing, open_source, read_at
+from converters.formats.legacy_files import PtFile
+from converters.formats.whole import Shards, WholeReader, parse_json, read_index, read_json
+from converters.names import printable
+from converters.records import Member, Payload
+from converters.records_out import storage_node, tensor_node
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.formats.base import Read
+
+__all__ = ["INDEX", "SafetensorsReader"]
+
+INDEX = "model.safetensors.index.json"
+_SINGLE, _ENDING = "model.safetensors", ".safetensors"
+_SIDECAR = "distckpt.json"
+_MAX_HEADER = 100_000_000  # the format's own limit
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
+
+
+class _Plain(Shards):
+    """Storages that are ranges of files and nothing more: a member's header is its first byte."""
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """See `Storages`."""
+        member = self.member[record]
+        return Payload(member.header, member.size, None, member.header, member.size)
+
+
+class SafetensorsReader(WholeReader):
+    """An open safetensors file, or a folder of them."""
+
+    name: ClassVar[str] = "safetensors"
+
+    @classmethod
+    def open(cls, place: Path) -> SafetensorsReader:
+        """Reads the header of every file; no tensor data.
+
+        Raises:
+            FormatError: A header that the format forbids, shards that do not fit their index, a name in two files.
+        """
+        folder, wanted = (place, _shards(place)) if is_folder(place) else (place.parent, {place.name: None})
+        problems: list[Problem] = []
+        files = [_read(folder, name, problems) for name in wanted]
+        storages = _Plain(folder, files, INDEX if len(files) > 1 else files[0].name)
+        tensors: dict[str, Any] = {}
+        for file in files:
+            held, names = file.tree, wanted[file.name]
+            if names is not None:
+                lacking = [name for name in names if name not in held]
+                if lacking:
+                    raise FormatError(
+                        f"{printable(file.name)} lacks {len(lacking)} tensors that {INDEX} promises, "
+                        f"for example {printable(lacking[0])}",
+                        tensor=lacking[0],
+                    )
+                if len(held) > len(names):
+                    text = f"{len(held) - len(names)} tensors that are not in {INDEX}; they are not read"
+                    problems.append(Problem("warning", f"{printable(file.name)} holds {text}", file=file.name))
+                held = {name: held[name] for name in names}
+            twice = next((name for name in held if name in tensors), None)
+            if twice is not None:
+                raise FormatError(f"{printable(twice)} is in two files, one is {printable(file.name)}", tensor=twice)
+            for name, (number, kind, shape) in held.items():
+                storage = storage_node(kind, f"{file.position}:{number}", math.prod(shape))
+                tensors[name] = tensor_node(storage, kind, shape)
+        return cls(place, storages, {"model": tensors}, _job(folder) if folder == place else {}, problems)
+
+
+def _shards(folder: Path) -> dict[str, list[str] | None]:
+    """The files of a folder, and the tensors that the index expects in each; None if there is no index."""
+    if exists(folder / INDEX):
+        return dict(read_index(folder, INDEX, _ENDING))
+    if exists(folder / _SINGLE):
+        return {_SINGLE: None}
+    names = [name for name in listing(folder) if name.endswith(_ENDING)]
+    for name in names:
+        found = _SHARD.fullmatch(name)
+        total = int(found[3]) if found else 0
+        lacking = [f"{found[1]}-{n:05d}-of-{found[3]}{_ENDING}" for n in range(1, total + 1)] if found else []
+        lacking = [shard for shard in lacking if shard not in names]
+        if lacking:
+            raise FormatError(
+                f"{len(lacking)} of {total} shards are missing: {', '.join(map(printable, lacking[:8]))}",
+                hint=f"copy them, and {INDEX}, from where the others came",
+            )
+    return dict.fromkeys(names)
+
+
+def _job(folder: Path) -> dict[str, Any]:
+    """What `distckpt` left beside the tensors about the job that saved them."""
+    if not exists(folder / _SIDECAR):
+        return {}
+    document = read_json(folder / _SIDECAR)
+    return {k: v for k, v in document.items() if k != "schema"} if isinstance(document, dict) else {}
+
+
+def _read(folder: Path, name: str, problems: list[Problem]) -> PtFile:
+    """A file's header, as if it were an archive with a member for each tensor."""
+    what = printable(name)
+    source = open_source(folder / name)
+    try:
+        size = source.size
+        length = int.from_bytes(read_at(source, 0, 8), "little")
+        if size < 8 or length > min(size - 8, _MAX_HEADER):
+            limit = f"the format allows {_MAX_HEADER:,}" if length > _MAX_HEADER else f"the file has {size:,}"
+            raise FormatError(f"{what} is cut short or damaged: its header would be {length:,} bytes, {limit}")
+        raw = read_at(source, 8, length)
+    finally:
+        close_source(source)
+    if raw[:1] != b"{":
+        raise FormatError(f"{what} is not a safetensors file: its header begins with {raw[:1]!r}")
+    header = parse_json(raw, f"the header of {what}")
+    header.pop("__metadata__", None)
+    found = {tensor: _entry(tensor, entry, what) for tensor, entry in header.items()}
+    members: dict[str, Member] = {}
+    tree: dict[str, Any] = {}
+    end, beyond = 0, []
+    for number, (tensor, (kind, shape, begin, stop)) in enumerate(sorted(found.items(), key=lambda item: item[1][2:])):
+        if begin != end:
+            wrong = "overlaps the one before it" if begin < end else f"leaves {begin - end} bytes before it unused"
+            raise FormatError(f"{what}: {printable(tensor)} at {begin} {wrong}", tensor=tensor)
+        end = stop
+        members[f"data/{number}"] = Member(f"data/{number}", 8 + length + begin, stop - begin, 0)
+        tree[tensor] = (number, kind, shape)
+        if 8 + length + stop > size:
+            beyond.append(tensor)
+    if beyond:
+        text = f"{what} is {size:,} bytes, its header needs {8 + length + end:,}"
+        problems.append(Problem("error", text, file=name, tensors=tuple(beyond)))
+    elif 8 + length + end < size:
+        raise FormatError(f"{what}: {size - 8 - length - end} bytes follow the last tensor")
+    return PtFile(name, size, tree, members)
+
+
+def _entry(tensor: str, entry: Any, what: str) -> tuple[Any, tuple[int, ...], int, int]:
+    """`(type, shape, first byte, one past the last)` of a tensor in a header."""
+    try:
+        kind, shape, (begin, stop) = from_safetensors(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+        numbers = (*shape, begin, stop)
+        good = len(entry) == 3 and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    except (TypeError, KeyError, ValueError) as error:
+        raise FormatError(f"{what}: the entry of {printable(tensor)} makes no sense", tensor=tensor) from error
+    if not good or len(shape) > 64 or stop - begin != math.prod(shape) * kind.itemsize:
+        raise FormatError(
+            f"{what}: {printable(tensor)} of type {kind} and shape {list(shape)[:16]} cannot be bytes {begin} to {stop}",
+            tensor=tensor,
+        )
+    return kind, shape, begin, stop

@@ -1,0 +1,366 @@
+"""Containers of whole tensors, as their readers have them in common: one state dict in one file, or in several.
+
+Names are Megatron's (those of a model without tensor and pipeline parallelism), Hugging Face's, or anybody's. Megatron's
+become canonical, exactly as those of the only rank of a legacy checkpoint would. All others stay as the file spells them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from converters.box import Box
+from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
+from converters.dtypes import dtype
+from converters.errors import FormatError, RequestError
+from converters.formats.common_state import Archive
+from converters.formats.folder import exists, listing, read_small, status
+from converters.formats.legacy_files import Grid, PtFile, Storages
+from converters.formats.legacy_model import LegacyModel
+from converters.formats.megatron import common_facts
+from converters.names import natural_key, printable
+from converters.pickles import Global, Obj
+from converters.records import tensor_ref
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from converters.formats.base import Read
+    from converters.pickles import Node
+    from converters.records import Payload, TensorRef
+
+__all__ = ["Shards", "WholeReader", "read_index", "read_json"]
+
+_MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
+_BEFORE_CORE = re.compile(
+    r"language_model\.(?:encoder|transformer)\.|\.layers\.\d+\..*\.(?:query_key_value|dense_h_to_4h)\."
+)
+_HUGGING = re.compile(
+    r"(?:^|\.)(?:model\.layers\.\d+\.|model\.embed_tokens\.|transformer\.h\.\d+\.|gpt_neox\.|lm_head\.)"
+)
+_SPLIT = re.compile(r"parallel|pipeline|world_size")
+_WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_MOST_RUNS = 1 << 16
+_JSON_LIMIT = 256 << 20
+
+
+class Shards(Storages):
+    """The storages of files that together hold one state dict, each under its file's number: `data/1:0`.
+
+    Attributes:
+        joined: All of them as one file.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[PtFile], what: str) -> None:
+        super().__init__(folder)
+        members = dict(files[0].members) if files else {}
+        for file in files:
+            self.add(file)
+            for name, member in file.members.items():
+                if name.startswith("data/"):
+                    members[f"data/{file.position}:{name.removeprefix('data/')}"] = member
+        self.joined = PtFile(what, 0, {}, members, 0)
+
+    def array(self, file: PtFile, ref: TensorRef, what: str) -> Any:
+        """See `Storages`."""
+        known = len(self.file)
+        found = super().array(file, ref, what)
+        for record in range(known, len(self.file)):
+            self.file[record] = int(ref.storage.partition(":")[0])
+        return found
+
+    def part(self, ref: TensorRef, what: str) -> FlatPart:
+        """Where a tensor's elements lie in its storage, also if that is not in C order.
+
+        Raises:
+            FormatError: They lie in too many pieces to be streamed.
+        """
+        storage = replace(ref, offset=0, shape=(ref.storage_numel,), strides=(1,))
+        return FlatPart(self.array(self.joined, storage, what), tuple(_runs(ref, what)))
+
+
+def _runs(ref: TensorRef, what: str) -> Iterator[tuple[Box, int]]:
+    """Boxes of a tensor whose elements lie one behind the other, and the element of the storage where each begins."""
+    if ref.contiguous:
+        yield Box.whole(ref.shape), ref.offset
+        return
+    inner, outer = 1, len(ref.shape)
+    while outer and (ref.shape[outer - 1] == 1 or ref.strides[outer - 1] == inner):
+        outer -= 1
+        inner *= ref.shape[outer]
+    if math.prod(ref.shape[:outer]) > _MOST_RUNS:
+        raise FormatError(
+            f"{what} of shape {list(ref.shape)} has strides {list(ref.strides)}: its elements lie too far apart",
+            hint="save it once more as tensor.contiguous()",
+            tensor=what,
+        )
+    for index in itertools.product(*map(range, ref.shape[:outer])):
+        start = ref.offset + sum(i * stride for i, stride in zip(index, ref.strides, strict=False))
+        yield Box((*index, *(0,) * (len(ref.shape) - outer)), (*(1,) * outer, *ref.shape[outer:])), start
+
+
+class WholeReader:
+    """An open container.
+
+    Args:
+        place: The file or the folder.
+        storages: Its storages.
+        tensors: Nodes of the model's tensors by the names in the file; for Megatron's virtual pipeline, chunk by chunk.
+        state: What else it holds: plain data and inert nodes.
+        problems: What is wrong with it.
+
+    Attributes:
+        optimizer_doubt: See `CommonReader`.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        place: Path,
+        storages: Shards,
+        tensors: Mapping[str, Mapping[str, Node]],
+        state: Mapping[Any, Node],
+        problems: Sequence[Problem] = (),
+    ) -> None:
+        self._place, self._storages, self._state = place, storages, dict(state)
+        self._problems = list(problems)
+        self._details: dict[str, str] = {}
+        self._folder = storages.folder
+        self.files = [self._folder / file.name for file in storages.files]
+        self.optimizer_doubt: str | None = None
+        self.catalog = self._catalog(tensors)
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        return self._storages.file[record]
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in its file the elements of a storage lie."""
+        return self._storages.locate(record, read)
+
+    def fingerprint(self) -> str:
+        """Digest of names, sizes and times of the files, and of what was read of them."""
+        digest = hashlib.sha256()
+        for file, path in zip(self._storages.files, self.files, strict=True):
+            found = status(path)
+            size, time = (found.size, found.mtime_ns) if found is not None else (-1, -1)
+            sums = "".join(f"{m.crc:08x}" for m in file.members.values())
+            digest.update(f"{file.name}:{size}:{time}:{sums};".encode())
+        return digest.hexdigest()
+
+    def object_record(self, key: str) -> bytes:
+        """There are no objects in such a container."""
+        raise FormatError(f"{printable(self._place.name)} holds no object {printable(key)}")
+
+    def common_archive(self) -> Archive:
+        """The common state as a `common.pt` would hold it.
+
+        Raises:
+            RequestError: The training arguments are not there, without which no job loads a checkpoint.
+        """
+        if not self.catalog.args:
+            raise RequestError(
+                f"{printable(self._place.name)} holds no training arguments (args), so no job could resume from it",
+                hint="a file that `distckpt convert --to torch` wrote holds them; others are inspected, compared, converted",
+            )
+        tree = dict(self.catalog.common)
+        tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
+        return Archive.of(tree, {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}, self._place.name)
+
+    def _catalog(self, chunks: Mapping[str, Mapping[str, Node]]) -> Catalog:
+        names = [name for chunk in chunks.values() for name in chunk]
+        megatron = any(_MEGATRON.search(name) or _BEFORE_CORE.search(name) for name in names)
+        args = _arguments(self._state.get("args"))
+        config = self._configuration()
+        tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
+        tensors |= self._optimizer(args, megatron=megatron)
+        hugging = bool(config) or any(_HUGGING.search(name) for name in names)
+        flavour = "Megatron-LM" if megatron else "Hugging Face" if hugging else "torch"
+        iteration = self._state.get("iteration")
+        return Catalog(
+            path=self._place,
+            format=self.name,
+            flavour=flavour,
+            tensors={name: tensors[name] for name in sorted(tensors, key=natural_key)},
+            args=args,
+            config=config,
+            common=self._common() if args else None,
+            iteration=iteration if type(iteration) is int else None,
+            files=self._file_infos(),
+            problems=tuple(self._problems),
+            details=self._details,
+        )
+
+    def _megatron(
+        self, chunks: Mapping[str, Mapping[str, Node]], args: Mapping[str, Any], prefix: str = ""
+    ) -> dict[str, TensorInfo]:
+        """Canonical tensors: those of the only rank of a job."""
+        version = self._state.get("checkpoint_version", 3.0)
+        file = replace(self._storages.joined, tree={**chunks, "checkpoint_version": version})
+        args = {name: value for name, value in args.items() if not _SPLIT.search(name)}  # they may be of the job before
+        rank = Grid(1, 1, 1, {(0, 0, 0): ""})
+        model = LegacyModel(rank, {(0, 0, 0): file}, args, self._storages)
+        self._problems += [Problem("warning", text) for text in model.warnings]
+        if model.extra_states and not prefix:
+            self._details["extra states"] = f"{len(model.extra_states)}, which are not looked at"
+        found = model.tensors()
+        if not prefix:
+            return found
+        return {prefix + n: replace(t, name=prefix + n, kind="optimizer") for n, t in found.items()}
+
+    def _as_they_are(self, chunks: Mapping[str, Mapping[str, Node]]) -> dict[str, TensorInfo]:
+        out = {}
+        for chunk in chunks.values():
+            wrapper = next((w for w in _WRAPPERS if chunk and all(name.startswith(w) for name in chunk)), "")
+            for key, node in chunk.items():
+                name = key.removeprefix(wrapper)
+                if (ref := tensor_ref(node, printable(key))) is not None:
+                    out[name] = self._tensor(name, ref, "weight")
+        return out
+
+    def _tensor(self, name: str, ref: TensorRef, kind: str, opaque: str | None = None) -> TensorInfo:
+        part = self._storages.part(ref, f"{self._storages.joined.name}: {printable(name)}")
+        return TensorInfo(name, ref.dtype, ref.shape, kind, (part,), opaque)
+
+    def _optimizer(self, args: Mapping[str, Any], *, megatron: bool) -> dict[str, TensorInfo]:
+        """State by the names of its parameters, as we write it; any other under the place where it lies."""
+        held = self._state.get("optimizer")
+        states = held.get("state") if isinstance(held, Mapping) else None
+        if megatron and isinstance(states, Mapping) and states and all(isinstance(key, str) for key in states):
+            out: dict[str, TensorInfo] = {}
+            for kind, tensors in states.items():
+                if isinstance(tensors, Mapping):
+                    out |= self._megatron({"model": tensors}, args, f"optimizer.state.{kind}.")
+            return out
+        return {
+            name: self._tensor(name, ref, "optimizer", "state of an unknown parameter")
+            for name, ref in _found(held, "optimizer")
+        }
+
+    def _common(self) -> dict[Any, Node]:
+        """The common state, without what has tensors of its own."""
+        out = {name: value for name, value in self._state.items() if name not in ("args", "optimizer")}
+        held = self._state.get("optimizer")
+        groups = held.get("param_groups") if isinstance(held, Mapping) else None
+        if isinstance(groups, list):
+            out["optimizer"] = {"optimizer": {"param_groups": groups}}
+        return out
+
+    def _configuration(self) -> Mapping[str, Any]:
+        path = self._folder / "config.json"
+        if self._place != self._folder or not exists(path):
+            return {}
+        document = read_json(path)
+        return document if isinstance(document, Mapping) else {}
+
+    def _file_infos(self) -> tuple[FileInfo, ...]:
+        out, known = [], set()
+        for file in self._storages.files:
+            sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
+            out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
+            known.add(file.name)
+        if self._place == self._folder:
+            for name in listing(self._folder):
+                found = status(self._folder / name)
+                if name not in known and found is not None and found.file:
+                    role = "configuration" if name.endswith(".json") else "other"
+                    out.append(FileInfo(name, found.size, role=role))
+        return tuple(out)
+
+
+def _found(node: Node, name: str, depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
+    """Every tensor in a tree of dictionaries and lists, by the way to it."""
+    ref = tensor_ref(node, name)
+    if ref is not None:
+        yield name, ref
+    elif depth < 64 and isinstance(node, Mapping | list | tuple):
+        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _found(value, f"{name}.{key if isinstance(key, str | int) else '?'}", depth + 1)
+
+
+def _arguments(node: Node) -> dict[str, Any]:
+    """The training arguments: Megatron's Namespace, or the plain dictionary that we write, element types by name."""
+    if not isinstance(node, Mapping):
+        return dict(common_facts({"args": node}).args)
+    return {key: _typed(value) for key, value in node.items() if isinstance(key, str)}
+
+
+def _typed(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith("torch."):
+        try:
+            return Global("torch", dtype(value).name)
+        except FormatError:
+            return value
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """A JSON document in which no key appears twice.
+
+    Raises:
+        FormatError: It is not one, or larger than anybody writes.
+    """
+    return parse_json(read_small(path, _JSON_LIMIT), printable(path.name))
+
+
+def parse_json(raw: bytes, what: str) -> Any:
+    """As `read_json`, of bytes."""
+    try:
+        return json.loads(raw, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what} is not plain JSON", details=[printable(str(error))[:300]]) from error
+
+
+def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(entries)
+    if len(out) != len(entries):
+        seen: set[str] = set()
+        twice = next(key for key, _ in entries if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:80]!r} appears twice")
+    return out
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")
+
+
+def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
+    """The tensors of each shard, as an index of Hugging Face says.
+
+    Args:
+        folder: Where the shards are.
+        name: The index: `model.safetensors.index.json`.
+        ending: How the names of shards end.
+
+    Raises:
+        FormatError: It is not an index, names a file outside the folder, or files are missing.
+    """
+    document = read_json(folder / name)
+    entries = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(entries, dict) or not entries:
+        raise FormatError(f"{name} has no weight_map: it is not an index of shards")
+    shards: dict[str, list[str]] = {}
+    for tensor, shard in entries.items():
+        if not isinstance(shard, str) or not shard.endswith(ending) or re.search(r"[/\\\0]|^\.", shard):
+            raise FormatError(
+                f"{name} says that {printable(tensor)} is in {printable(str(shard))!r}, which is no {ending} file beside it",
+                tensor=tensor,
+            )
+        shards.setdefault(shard, []).append(tensor)
+    missing = [shard for shard in shards if not exists(folder / shard)]
+    if missing:
+        count = sum(len(shards[shard]) for shard in missing)
+        raise FormatError(
+            f"{len(missing)} of {len(shards)} shards are missing: {', '.join(map(printable, sorted(missing)[:8]))}",
+            details=[f"{count} tensors are in them"],
+            tensor=shards[missing[0]][0],
+        )
+    return dict(sorted(shards.items()))
