@@ -179,7 +179,10 @@ def exists(path: Path) -> bool:
 def is_folder(path: Path) -> bool:
     """Whether a path is a folder, or a tar file."""
     found = status(path)
-    return found is not None and (found.folder or (found.file and _tar_around(path) is not None))
+    if found is None or not found.file:
+        return found is not None and found.folder
+    around = _tar_around(path)
+    return around is not None and not around.within
 
 
 def is_file(path: Path) -> bool:

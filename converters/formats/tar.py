@@ -220,9 +220,11 @@ def _number(raw: bytes, what: str) -> int:
         value = int.from_bytes(raw, "big", signed=True) if raw[0] == 0xFF else int.from_bytes(raw[1:], "big")
     else:
         text = raw.strip(b" \0") or b"0"
-        value = int(text, 8) if all(c in b"01234567" for c in text) else -1
+        if not all(c in b"01234567" for c in text):
+            raise FormatError(f"{what} is {printable(repr(raw))}")
+        value = int(text, 8)
     if not 0 <= value < 1 << 60:
-        raise FormatError(f"{what} is {value if value != -1 else printable(repr(raw))}")
+        raise FormatError(f"{what} is {value}")
     return value
 
 
