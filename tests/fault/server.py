@@ -7,15 +7,17 @@ Started with fault.so in LD_PRELOAD. Reads one JSON request per line and answers
 """
 
 import ctypes
+import importlib
 import json
 import os
+import pkgutil
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import converters.export
-import converters.formats
+import converters
+import distckpt_cli
 from distckpt_cli.app import main as distckpt
 
 CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "close")
@@ -39,8 +41,10 @@ def child(request, answer):
 
 
 def main():
-    assert converters.export
-    assert converters.formats
+    for package in (converters, distckpt_cli):  # imported once here, not in every child
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
     warm = distckpt(["--version"])
     assert warm == 0
     print("ready", flush=True)

@@ -1,4 +1,4 @@
-"""A failing system call at any point of an export: the result is complete or absent, the source untouched, a rerun good.
+"""A failing system call at any point of a command: the result is complete or absent, the source untouched, a rerun good.
 
 The faults are injected by `fault.c`, loaded with LD_PRELOAD into a warm process (`server.py`) that forks for every case.
 """
@@ -71,14 +71,25 @@ def server(tmp_path_factory):
     made.close()
 
 
-class Case:
-    """An export whose points of failure are tried one after the other."""
+COMMANDS = {
+    "export-hf": ("llama_singleton_weights_tp2pp2", ("export-hf",), ("--max-shard-size", "20kB", "--threads", "2")),
+    "reshard": ("llama_dpreshardable_tp2pp2dp2", ("reshard",), ("--tp", "4", "--no-plan-cache")),
+    "flat": ("mixtral_adam_ep2tp2", ("reshard",), ("--ep", "2", "--optimizer", "dp_reshardable", "--no-plan-cache")),
+    "torch": ("llama_adam_tp2pp2", ("convert",), ("--to", "torch")),
+    "safetensors": ("v009_zarr_llama_adam_tp2pp2", ("convert",), ("--to", "safetensors", "--max-shard-size", "20kB")),
+}
+"""Source, command and options; the destination stands between."""
 
-    def __init__(self, server, root, *options, source="llama_singleton_weights_tp2pp2"):
+
+class Case:
+    """A command whose points of failure are tried one after the other."""
+
+    def __init__(self, server, root, command="export-hf", *more):
+        golden, verb, options = COMMANDS[command]
         self.server = server
-        self.source = copy_golden(source, root / "source" / "iter_0000010")
+        self.source = copy_golden(golden, root / "source" / "iter_0000010")
         self.out = root / "dst" / "out"
-        self.argv = ["export-hf", self.source, self.out, "--progress", "off", *options]
+        self.argv = [*verb, self.source, self.out, "--progress", "off", *options, *more]
         self.before = tree(self.source)
         self.stats = self.times()
         self.counts = {}
@@ -88,13 +99,13 @@ class Case:
             self.prepare()
             code, self.counts[area], text = server.run(self.argv, "any", 0, "NONE", area)
             assert code == 0, text
-        self.wanted = tree(self.out)
+        self.wanted = contents(self.out)
 
     def prepare(self):
         """Hook: what lies at the destination before a run."""
 
     def times(self):
-        return {path.name: path.stat().st_mtime_ns for path in self.source.iterdir()}
+        return {path: path.stat().st_mtime_ns for path in self.source.rglob("*")}
 
     def clean(self):
         shutil.rmtree(self.out.parent, ignore_errors=True)
@@ -138,13 +149,17 @@ class Case:
         """Whether the destination holds the result; anything but that and nothing is a violation."""
         if not self.out.exists():
             return False
-        assert tree(self.out) == self.wanted
+        assert contents(self.out) == self.wanted
         return True
+
+
+def contents(path):
+    return tree(path) if path.is_dir() else path.read_bytes()
 
 
 @pytest.fixture(scope="module")
 def case(server, tmp_path_factory):
-    return Case(server, tmp_path_factory.mktemp("case"), "--max-shard-size", "20kB", "--threads", "2")
+    return Case(server, tmp_path_factory.mktemp("case"))
 
 
 def sweep(case, area, calls, step=1, offset=0):
@@ -193,28 +208,25 @@ def test_a_failing_rename_loses_no_work(case):
     assert "kept from before" in text
 
 
-def test_faults_while_writing(case):
-    tried, _ = sweep(case, case.out.parent, WRITING, step=9)
-    assert tried >= 30
-
-
-def test_faults_while_reading(case):
-    tried, _ = sweep(case, case.source, READING, step=19)
-    assert tried >= 15
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_every_fault_while_writing(case):
-    tried, _ = sweep(case, case.out.parent, WRITING)
-    assert tried >= 400
+@pytest.mark.parametrize("command", COMMANDS)
+def test_faults(server, tmp_path, command):
+    """A sample of the points; `--all` tries each of them."""
+    case = Case(server, tmp_path, command)
+    for area, calls, most in ((case.out.parent, WRITING, 40), (case.source, READING, 15)):
+        points = sum(1 for _ in case.points(area, calls))
+        tried, _ = sweep(case, area, calls, step=max(1, points // most))
+        assert tried >= min(most, points)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
-def test_every_fault_while_reading(case):
-    tried, _ = sweep(case, case.source, READING)
-    assert tried >= 200
+@pytest.mark.timeout(6000)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_fault(server, tmp_path, command, record_property):
+    case = Case(server, tmp_path, command)
+    tried = sum(sweep(case, area, calls)[0] for area, calls in ((case.out.parent, WRITING), (case.source, READING)))
+    record_property("points", tried)
+    print(f"{command}: {tried} points, none violated")
+    assert tried >= 300
 
 
 class Replacing(Case):
@@ -236,7 +248,7 @@ class Replacing(Case):
 
 
 def test_faults_while_replacing(server, tmp_path):
-    case = Replacing(server, tmp_path, "--overwrite")
+    case = Replacing(server, tmp_path, "export-hf", "--overwrite")
     calls = ("rename", "fsync", "unlink", "rmdir")
     tried, published = sweep(case, case.out.parent, calls, step=3)
     assert tried >= 10
