@@ -202,7 +202,7 @@ def _measure_mla(found: _Found, layers: _Layers) -> None:
 
 
 def _measure_gate(found: _Found, fc1: TensorInfo | None, fc2: TensorInfo | None) -> None:
-    if fc1 is None or fc2 is None or len(fc2.shape) != 2:
+    if fc1 is None or fc2 is None or len(fc2.shape) != 2 or not fc2.shape[1]:
         return
     ratio = fc1.shape[0] / fc2.shape[1]
     value = {1.0: False, 2.0: True}.get(ratio)
