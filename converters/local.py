@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from converters.pipeline import Stage
     from converters.split import Shard
 
-__all__ = ["LocalModel", "LocalTensor", "likely_order", "module_name"]
+__all__ = ["LocalModel", "LocalTensor", "likely_order", "module_name", "with_extra_states"]
 
 _EMBEDDING = VOCABULARY[0]
 _LAYER = re.compile(r"((?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
@@ -215,6 +215,14 @@ class LocalModel:
         for stage in self._pipeline.homes(name, tied=self.outline.tied):
             yield stage.pp, stage.vp, self._module(_on_stage(stage, name), name)
 
+    def trains(self, name: str) -> bool:
+        """Whether a tensor is a parameter, so that the optimizer has state for it; otherwise it is a buffer."""
+        return trainable(name) and self.tensors[name].dtype.floating
+
+    def has_output(self, pp: int, chunk: int) -> bool:
+        """Whether a model chunk has an output layer, its own or one that uses the embedding's weight."""
+        return any(stage.has_output for stage in self._pipeline.stages if (stage.pp, stage.vp) == (pp, chunk))
+
     @cached_property
     def _stages(self) -> dict[tuple[int, int], list[tuple[str, str]]]:
         """`(name there, canonical name)` of the tensors of each model chunk, in the order of registration."""
@@ -285,7 +293,7 @@ class LocalModel:
             matrix,
             tuple(copies),
             tuple(fills),
-            trainable(names[0]) and kind.floating,
+            self.trains(names[0]),
             expert,
         )
 
@@ -300,6 +308,47 @@ class LocalModel:
         if kept:
             yield Box(box.start, (kept, *box.shape[1:])), Box(local.start, (kept, *local.shape[1:]))
         yield None, Box((local.start[0] + kept, *local.start[1:]), (local.shape[0] - kept, *local.shape[1:]))
+
+
+_LINEAR = re.compile(r"(?:.*\.)?(?:linear_\w+|eh_proj)")
+_TE_NORM = re.compile(r".*\.(?:\w+_layernorm|final_norm|[eh]norm|core_attention)")
+
+
+def with_extra_states(
+    tensors: Sequence[LocalTensor], order: Order, *, output: bool
+) -> Iterator[tuple[str, LocalTensor | str | None]]:
+    """All entries of a model chunk's state dict, in order: tensors, and the extra states of modules.
+
+    TransformerEngine's modules have one each, behind their parameters; Megatron's own linear layers keep an entry without
+    a value for them.
+
+    Args:
+        tensors: Of the chunk, from `LocalModel.chunk`.
+        order: How the model's modules are made.
+        output: The chunk has an output layer, whose weight may be the embedding's.
+
+    Yields:
+        Name, and a tensor, the canonical name of an extra state, or None for an entry without a value.
+    """
+    core = ""
+    for number, tensor in enumerate(tensors):
+        module = tensor.name.rpartition(".")[0]
+        source = tensor.copies[0].source.rpartition(".")[0] if tensor.copies else ""  # rows of padding alone
+        if order.fused_norms and module.endswith("_attention.linear_proj"):
+            before = module.removesuffix("linear_proj") + "core_attention"
+            if core != before:
+                core = before
+                yield f"{core}._extra_state", source.removesuffix("linear_proj") + "core_attention._extra_state"
+        yield tensor.name, tensor
+        if number + 1 < len(tensors) and tensors[number + 1].name.rpartition(".")[0] == module:
+            continue
+        if order.fused_norms and (_LINEAR.fullmatch(module) or _TE_NORM.fullmatch(module)):
+            core = module if module.endswith("core_attention") else core
+            yield f"{module}._extra_state", f"{source}._extra_state"
+        elif _LINEAR.fullmatch(module):
+            yield f"{module}._extra_state", None
+    if output:
+        yield "output_layer._extra_state", None
 
 
 def _on_stage(stage: Stage, name: str) -> str:

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.layout import Layout
 
-__all__ = ["change_arguments", "layout_arguments", "open_common", "rng_fits"]
+__all__ = ["TRACKER", "change_arguments", "iteration_folder", "layout_arguments", "open_common", "rng_fits"]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file that tells a job which iteration to load; Megatron writes it last."""
 
 
 def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
@@ -47,6 +50,11 @@ def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
     if not isinstance(tree, dict):
         raise RequestError("the common state is not a dictionary")
     return archive, tree
+
+
+def iteration_folder(catalog: Catalog) -> str:
+    """Where in a training root the checkpoint lies."""
+    return "release" if catalog.path.name == "release" else f"iter_{catalog.iteration or 0:07d}"
 
 
 def rng_fits(catalog: Catalog, layout: Layout, rng: str, dropped: list[tuple[str, str]]) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Carried", "PlanCaching", "TargetLayout"]
 
+_TORCH_DIST = ("fully_reshardable", "dp_reshardable")
 _LAYOUT, _CONTENT, _RESOURCES = "Target layout", "What to carry over", "Resources"
 
 
@@ -81,7 +82,11 @@ class Carried:
 
     optimizer: Annotated[
         str,
-        typer.Option(metavar="WHAT", help="fully_reshardable, dp_reshardable, keep or none.", rich_help_panel=_CONTENT),
+        typer.Option(
+            metavar="WHAT",
+            help="fully_reshardable, dp_reshardable, keep or none; for legacy distributed, plain, keep or none.",
+            rich_help_panel=_CONTENT,
+        ),
     ] = "fully_reshardable"
     layers: Annotated[
         str, typer.Option(metavar="STYLE", help="Keys: stacked, per-layer or keep.", rich_help_panel=_CONTENT)
@@ -115,7 +120,7 @@ class Carried:
 
     def __post_init__(self) -> None:
         check_choice("--mcore", self.mcore or "0.18", ("0.18", "0.19"))
-        check_choice("--optimizer", self.optimizer, ("fully_reshardable", "dp_reshardable", "keep", "none"))
+        check_choice("--optimizer", self.optimizer, (*_TORCH_DIST, "keep", "none", "distributed", "plain"))
         check_choice("--layers", self.layers, ("stacked", "per-layer", "keep"))
         check_choice("--rng", self.rng, ("keep", "drop", "auto"))
         check_choice("--extra-state", self.extra_state, ("keep", "drop", "fill"))

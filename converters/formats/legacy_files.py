@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Read
     from converters.records import TensorRef
 
-__all__ = ["Grid", "PtFile", "Storages", "find_grid", "rank_folders"]
+__all__ = ["MODEL", "OPTIMIZER", "Grid", "PtFile", "Storages", "find_grid", "rank_folder", "rank_folders"]
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -223,7 +223,7 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool)
     if fields != 1 + (pp > 1) + (ep > 1):
         raise _contradiction(names, tp, pp, ep)
     ranks = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp)]
-    folders = {rank: _folder(*rank, pp, ep) for rank in ranks}
+    folders = {rank: rank_folder(*rank, pp, ep) for rank in ranks}
     missing = [name for name in folders.values() if name not in names]
     if missing:
         shown = [*missing[:12], *([f"and {len(missing) - 12} more"] if len(missing) > 12 else [])]
@@ -251,7 +251,8 @@ def _contradiction(names: list[str], tp: int, pp: int, ep: int) -> FormatError:
     )
 
 
-def _folder(tp: int, pp: int, ep: int, stages: int, experts: int) -> str:
+def rank_folder(tp: int, pp: int, ep: int, stages: int, experts: int) -> str:
+    """Name of the folder of a rank in a job with so many pipeline stages and expert-parallel ranks."""
     name = f"mp_rank_{tp:02d}"
     name += f"_{pp:03d}" if stages > 1 else ""
     return name + (f"_{ep:03d}" if experts > 1 else "")

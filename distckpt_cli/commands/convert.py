@@ -44,10 +44,26 @@ class Format:
         typer.Option(metavar="SIZE", help="Largest file of safetensors, 5GB by default.", rich_help_panel=_FORMAT),
     ] = None
 
+    spec: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYERS",
+            help="Layers of a legacy job: te or local; by default as its arguments say.",
+            rich_help_panel=_FORMAT,
+        ),
+    ] = None
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW", help="Experts of a legacy job: grouped, sequential or stacked.", rich_help_panel=_FORMAT
+        ),
+    ] = None
+
     @property
     def content(self) -> dict[str, Any]:
         """What was asked of the content, by the names of the library's options."""
-        asked = {name: value for name, value in given(self).items() if name in ("weights_only", "names")}
+        names = ("weights_only", "names", "spec", "experts")
+        asked = {name: value for name, value in given(self).items() if name in names}
         if self.max_shard_size is not None:
             asked["max_shard_bytes"] = shard_bytes(self.max_shard_size)
         return asked
@@ -76,6 +92,8 @@ def convert(
     check_choice("--to", form.to, tuple(WRITERS))
     check_choice("--from", form.source or REGISTRY[0].name, tuple(known.name for known in REGISTRY))
     check_choice("--names", form.names or "hf", ("megatron", "hf"))
+    check_choice("--spec", form.spec or "te", ("te", "local"))
+    check_choice("--experts", form.experts or "grouped", ("grouped", "sequential", "stacked"))
     writer = WRITERS[form.to]
     layout, takes = given(target), writer.takes()
     content = given(carried) | form.content
@@ -104,5 +122,9 @@ def _option(name: str) -> str:
 def _instead(name: str, takes: frozenset[str]) -> str:
     if name in {f.name for f in fields(TargetLayout)}:
         return "whole tensors belong to no rank; a layout is for --to torch_dist or legacy"
-    known = [n for n in ("weights_only", "names", "max_shard_bytes", *(f.name for f in fields(Carried))) if n in takes]
+    known = [
+        n
+        for n in ("weights_only", "names", "max_shard_bytes", "spec", "experts", *(f.name for f in fields(Carried)))
+        if n in takes
+    ]
     return f"it takes {', '.join(map(_option, known))}"

@@ -1,0 +1,192 @@
+"""What Megatron-LM's `--ckpt-format torch` has in the files of one rank: model, optimizer, in the form of version 0.16.
+
+    model_optim_rng.pt   model (or model0, model1, ..): module name -> tensor
+                         optimizer: param groups; the plain optimizer's state by number, its master weights in lists
+    distrib_optim.pt     the distributed optimizer's flat buffers, buckets end to end without the padding behind them
+
+A mixture of experts with expert parallelism has a list of two of either: the dense parameters, and the experts.
+
+Sources: megatron/training/checkpointing.py (`generate_state_dict`), Megatron-Core, optimizer/optimizer.py
+(`Float16OptimizerWithFloat16Params.state_dict`, `FP32Optimizer.state_dict`, `ChainedOptimizer`),
+optimizer/distrib_optimizer.py (`state_dict`, `get_parameter_state_dp_zero`), core_v0.16.1.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import struct
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from converters.box import Box
+from converters.buffers import Local, arrange
+from converters.dtypes import dtype
+from converters.formats.archive_out import Region
+from converters.formats.legacy_groups import group_members
+from converters.local import LocalTensor
+from converters.pickles import Obj
+from converters.records_out import named, tensor_node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from converters.buffers import Rules
+    from converters.dtypes import DType
+    from converters.formats.archive_out import ArchiveFile
+    from converters.pickles import Node
+    from converters.plan import Copy
+
+__all__ = ["Chain", "buffers", "flat_optimizer", "flat_places", "flat_state", "model_state", "plain_optimizer"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One of the optimizers of a rank.
+
+    Attributes:
+        groups: Options of its param groups, without parameters.
+        chunks: Its parameters, for each model chunk of the rank in the order of `named_parameters()`.
+        shared: Names of parameters that another stage trains a copy of: the embedding, where it is tied.
+        states: States that the optimizer has for a parameter ("param", "exp_avg", ..), with their element types.
+        args: Training arguments.
+        scaler: State of the loss scaler, to be adopted by a file; None if there is none.
+        storages: The tensors in it.
+        step: Steps done, if the optimizer counts them parameter by parameter (torch's own Adam); else None.
+    """
+
+    groups: tuple[dict[str, Node], ...]
+    chunks: tuple[tuple[LocalTensor, ...], ...]
+    shared: frozenset[str]
+    states: Mapping[str, DType]
+    args: Mapping[str, Any]
+    scaler: Node = None
+    storages: Mapping[str, bytes] | None = None
+    step: int | None = None
+
+
+def model_state(file: ArchiveFile, entries: Iterable[tuple[str, LocalTensor | Node]]) -> Obj:
+    """The state dict of a model chunk.
+
+    Args:
+        file: The file that it goes into.
+        entries: Names with tensors, or with what the file holds already.
+    """
+    state = Obj(named("collections", "OrderedDict"))
+    state.pairs = []
+    for name, value in entries:
+        if isinstance(value, LocalTensor):
+            value = _tensor(file, value, value.dtype)
+        state.pairs.append((name, value))
+    return state
+
+
+def plain_optimizer(file: ArchiveFile, chain: Chain, what: str) -> Node:
+    """The state of an optimizer that is not distributed.
+
+    Raises:
+        Misfit: The param groups are not those that Megatron makes of these parameters.
+    """
+    parameters = [tensor for chunk in chain.chunks for tensor in chunk]
+    members = group_members(chain.groups, [(p.name, p.shape) for p in parameters], chain.args, what)
+    half = any(p.dtype.name != "float32" for p in parameters)
+    state: dict[int, Node] = {}
+    groups, masters = [], []
+    for group, positions in zip(chain.groups, members, strict=True):
+        mine = [parameters[position] for position in positions]
+        numbers = list(range(len(state), len(state) + len(mine)))
+        groups.append({**group, "params": numbers})
+        masters.append([_tensor(file, p, chain.states["param"], "param") for p in mine if p.dtype.name != "float32"])
+        for number, parameter in zip(numbers, mine, strict=True):
+            state[number] = {
+                name: _tensor(file, parameter, kind, name) for name, kind in chain.states.items() if name != "param"
+            }
+            if chain.step is not None:
+                state[number]["step"] = file.literal(dtype("float32"), (), struct.pack("<f", chain.step))
+    inner: dict[str, Node] = {"state": state, "param_groups": groups}
+    if not half:  # training in fp32: torch's own dictionary
+        return inner
+    return {"optimizer": inner, **_scaler(file, chain), "fp32_from_fp16_params": masters}
+
+
+def flat_optimizer(file: ArchiveFile, chain: Chain) -> Node:
+    """What `model_optim_rng.pt` has of a distributed optimizer."""
+    return {"optimizer": {"param_groups": [dict(group) for group in chain.groups]}, **_scaler(file, chain)}
+
+
+def flat_state(file: ArchiveFile, chain: Chain, rules: Callable[[int], Rules]) -> dict[Any, Node]:
+    """What `distrib_optim.pt` has of it: the flat buffers.
+
+    Args:
+        file: The file that they go into.
+        chain: The optimizer.
+        rules: How the job cuts the buffers of a model chunk.
+    """
+    out: dict[Any, Node] = {"buckets_coalesced": True}
+    for number, (chunk, kind, parameters) in enumerate(buffers(chain)):
+        grad = "float32" if chain.args.get("accumulate_allreduce_grads_in_fp32") is not False else kind.name
+        places, numel = flat_places(parameters, rules(chunk), chain.shared)
+        states: dict[str, Node] = {}
+        for state in chain.states:
+            storage = file.storage(dtype("float32"), numel, list(_regions(places, state, numel)))
+            states[state] = tensor_node(storage, dtype("float32"), (numel,))
+        states["numel_unpadded"] = numel
+        out[number] = {(named("torch", kind.name), named("torch", grad)): states}
+    return out
+
+
+def buffers(chain: Chain) -> Iterator[tuple[int, DType, list[LocalTensor]]]:
+    """Model chunk, element type and parameters of each buffer, in Megatron's numbering (`gbuf_idx`)."""
+    for chunk, parameters in enumerate(chain.chunks):
+        by_type: dict[DType, list[LocalTensor]] = {}
+        for parameter in parameters:
+            by_type.setdefault(parameter.dtype, []).append(parameter)
+        yield from ((chunk, kind, mine) for kind, mine in by_type.items())
+
+
+def flat_places(
+    parameters: Sequence[LocalTensor], rules: Rules, shared: frozenset[str]
+) -> tuple[list[tuple[LocalTensor, int]], int]:
+    """The first element of each parameter in a buffer whose buckets lie end to end, and the elements of all."""
+    known = {parameter.name: parameter for parameter in parameters}
+    flat = [
+        Local(name, p.dtype, (), math.prod(p.shape), shared=name in shared) for name, p in known.items()
+    ]  # what fills them is not asked here
+    places, base = [], 0
+    for bucket in arrange(flat, rules):
+        places += [(known[local.name], base + start) for local, start in bucket.placed]
+        base += bucket.numel_unpadded
+    return places, base
+
+
+def _regions(places: Sequence[tuple[LocalTensor, int]], state: str, numel: int) -> Iterator[Region]:
+    at = 0
+    for parameter, start in places:
+        if start > at:
+            yield _gap(at, start - at)
+        yield Region(parameter.matrix, _of_state(parameter, state), parameter.fills, start, parameter.name)
+        at = start + math.prod(parameter.shape)
+    if numel > at:
+        yield _gap(at, numel - at)
+
+
+def _gap(at: int, length: int) -> Region:
+    return Region((length,), (), (Box((0,), (length,)),), at, "a gap between parameters")
+
+
+def _tensor(file: ArchiveFile, tensor: LocalTensor, kind: DType, state: str = "") -> Obj:
+    """A local tensor, or one that the optimizer keeps for it."""
+    region = Region(tensor.matrix, _of_state(tensor, state), tensor.fills, name=tensor.name)
+    return tensor_node(file.storage(kind, math.prod(tensor.shape), [region]), kind, tensor.shape)
+
+
+def _of_state(tensor: LocalTensor, state: str) -> Sequence[Copy]:
+    if not state:
+        return tensor.copies
+    return [replace(c, source=f"optimizer.state.{state}.{c.source}") for c in tensor.copies]
+
+
+def _scaler(file: ArchiveFile, chain: Chain) -> dict[str, Node]:
+    if chain.scaler is None:
+        return {}
+    return {"grad_scaler": file.adopt(copy.deepcopy(chain.scaler), chain.storages or {})}
