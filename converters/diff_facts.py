@@ -134,8 +134,11 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
     """Arguments that are not the same, those of the model first.
 
     The model is compared in the words of `ModelArgs`, which are the same for every framework; only if both sides have
-    Megatron's arguments, these are compared one by one.
+    Megatron's arguments, these are compared one by one. A Hugging Face folder's config.json is compared with Megatron's
+    through the model's table (`Matching.config`).
     """
+    if a.is_hf or b.is_hf:
+        return _configurations(a, b) if a.is_hf and b.is_hf else []
     out = []
     stated = all(side.catalog.args or side.catalog.config for side in (a, b))
     for name in (f.name for f in fields(ModelArgs) if f.name not in _NOT_FACTS):
@@ -164,6 +167,16 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
             out.append(Fact("other arguments", f"args.{name}", one, other, False, "one side does not have it"))
     order = ("model", "training", "other arguments")
     return sorted(out, key=lambda fact: (order.index(fact.group), fact.a is ABSENT or fact.b is ABSENT))
+
+
+_NOT_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+
+
+def _configurations(a: Side, b: Side) -> list[Fact]:
+    """Keys of two config.json that are not the same; what one does not state may be a default."""
+    one, other = a.catalog.config, b.catalog.config
+    both = [name for name in one if name in other and name not in _NOT_CONFIG and one[name] != other[name]]
+    return [Fact("model", f"config.{name}", _plain(one[name]), _plain(other[name])) for name in both]
 
 
 def _plain(value: Any) -> Any:

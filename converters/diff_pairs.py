@@ -248,8 +248,9 @@ def _mapping(megatron: Side, hf: Side, arch: str | None, asked: int | None) -> t
     """The model's table for a Hugging Face folder, and how many rows of the vocabulary mean something."""
     catalog, args = megatron.catalog, megatron.args
     kind = arch or hf.catalog.config.get("model_type")
-    model = next((m for m in KNOWN if m.name == kind), None) if arch is None else by_name(arch)
-    model = model or infer(args, catalog)
+    model = by_name(arch) if arch else next((m for m in KNOWN if m.name == kind), None)
+    if model is None or (not arch and model.unexpressible(args)):
+        model = infer(args, catalog)  # that the folder's is another one is found when the configurations are compared
     mtp = "auto"
     mapping = map_to_hf(catalog, args, model)
     if args.mtp_num_layers and model.mtp:

@@ -38,7 +38,7 @@ MIB = 1 << 20
 _TILE = 2 * MIB
 _SMALLEST_TILE = 64 << 10
 _STRETCH = 64 * MIB  # what a worker takes at a time, at least where tensors are small
-_BLOCKS = 24 * 8 * BLOCK  # what `compare` makes of a block
+_BLOCKS = 12 * 8 * BLOCK  # what `compare` makes of a block
 
 
 @dataclass(frozen=True, slots=True)

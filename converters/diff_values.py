@@ -14,6 +14,7 @@ NaN equals NaN, and an infinity the infinity of its sign. Values of different ty
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -167,12 +168,19 @@ def compare(
         What there is to say; indices are those of the arrays.
     """
     flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    if kind_a == kind_b and _same_bits(flat_a, flat_b):
-        square = sum(_square(flat_a[at : at + BLOCK], kind_a) for at in range(0, flat_a.size, BLOCK))
-        return Difference(flat_a.size, dot=square, square_a=square, square_b=square)
+    scratch: _Scratch | None = getattr(_THREAD, "scratch", None)
+    if scratch is None:
+        scratch = _THREAD.scratch = _Scratch()
     out = Difference()
     for at in range(0, flat_a.size, BLOCK):
-        found = _block(flat_a[at : at + BLOCK], flat_b[at : at + BLOCK], kind_a, kind_b, tolerance)
+        one, other = flat_a[at : at + BLOCK], flat_b[at : at + BLOCK]
+        if kind_a == kind_b and _same_bits(one, other):
+            square = _square(scratch, one, kind_a)
+            out.add(Difference(one.size, dot=square, square_a=square, square_b=square))
+            continue
+        found = _block(scratch, one, other, kind_a, kind_b, tolerance)
+        found.rounds_a = out.rounds_a and _rounds(one, other, kind_a, kind_b)
+        found.rounds_b = out.rounds_b and _rounds(other, one, kind_b, kind_a)
         for name in ("first", "worst"):
             spot = getattr(found, name)
             if spot is not None:
@@ -182,80 +190,122 @@ def compare(
     return out
 
 
+_THREAD = threading.local()
+
+
+class _Scratch:
+    """Arrays of a block that one thread uses again and again: to ask the system for memory costs more than to fill it."""
+
+    def __init__(self) -> None:
+        self.single = np.empty(BLOCK, np.uint32)
+        self.wide = np.empty((6, BLOCK), np.float64)
+
+    def row(self, number: int, size: int) -> NDArray[np.float64]:
+        """One of the arrays."""
+        return self.wide[number, :size]
+
+    def narrow(self, bits: NDArray[Any], kind: DType) -> NDArray[Any] | None:
+        """Elements as fp32 if that holds them all; the next call fills the same array."""
+        single = self.single[: bits.size]
+        if kind.name == "bfloat16":
+            np.copyto(single, bits)
+            np.left_shift(single, 16, out=single)
+            return single.view(np.float32)
+        if kind.name == "float16":
+            np.copyto(single.view(np.float32), bits.view(np.float16))
+            return single.view(np.float32)
+        return bits.view(np.float32) if kind.name == "float32" else None
+
+    def load(self, number: int, bits: NDArray[Any], kind: DType) -> NDArray[Any]:
+        """Elements as fp64 in one of the arrays; complex ones in an array of their own."""
+        narrow = self.narrow(bits, kind)
+        values = widened(bits, kind) if narrow is None else narrow
+        if values.dtype.kind == "c":
+            return values
+        out = self.row(number, bits.size)
+        np.copyto(out, values)
+        return out
+
+
 def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
     raw_a, raw_b = a.view(np.uint8), b.view(np.uint8)
     whole = raw_a.size // 8 * 8
-    step = BLOCK * 8
-    for at in range(0, whole, step):
-        end = min(at + step, whole)
-        if not np.array_equal(raw_a[at:end].view(np.uint64), raw_b[at:end].view(np.uint64)):
-            return False
+    if not np.array_equal(raw_a[:whole].view(np.uint64), raw_b[:whole].view(np.uint64)):
+        return False
     return bool(np.array_equal(raw_a[whole:], raw_b[whole:]))
 
 
-def _square(bits: NDArray[Any], kind: DType) -> float:
+def _square(scratch: _Scratch, bits: NDArray[Any], kind: DType) -> float:
     """Sum of squares of the finite elements of a block, to about seven digits: the same on both sides, it cancels out."""
-    if kind.name in ("bfloat16", "float32", "float16"):
-        with np.errstate(over="ignore", invalid="ignore"):
-            wide = (bits.astype(np.uint32) << 16).view(np.float32) if kind.name == "bfloat16" else None
-            values = bits.view(f"<f{kind.itemsize}").astype(np.float32, copy=False) if wide is None else wide
-            total = float(np.einsum("i,i->", values, values))
-        if 1e-24 < total < 1e36:  # else squares may be too large or too small for fp32
-            return total
-    values = widened(bits, kind)
+    narrow = scratch.narrow(bits, kind)
     with np.errstate(over="ignore", invalid="ignore"):
-        return _sum(np.abs(values), np.abs(values), np.isfinite(values))
+        if narrow is not None:
+            total = float(np.einsum("i,i->", narrow, narrow))
+            if 1e-24 < total < 1e36:  # else squares may be too large or too small for fp32
+                return total
+        values = np.abs(scratch.load(0, bits, kind))
+        return _sum(values, values, np.isfinite(values))
 
 
-def _sum(x: NDArray[Any], y: NDArray[Any], use: NDArray[np.bool_]) -> float:
-    if not use.all():
+def _sum(x: NDArray[Any], y: NDArray[Any], use: NDArray[np.bool_] | None = None) -> float:
+    if use is not None and not use.all():
         x, y = x[use], y[use]
     # einsum and not dot: BLAS would start threads of its own
-    return float(np.einsum("i,i->", x, np.conj(y)).real)
+    return float(np.einsum("i,i->", x, y if y.dtype.kind == "f" else np.conj(y)).real)
 
 
 def _block(
-    bits_a: NDArray[Any], bits_b: NDArray[Any], kind_a: DType, kind_b: DType, tolerance: Tolerance | None
+    scratch: _Scratch,
+    bits_a: NDArray[Any],
+    bits_b: NDArray[Any],
+    kind_a: DType,
+    kind_b: DType,
+    tolerance: Tolerance | None,
 ) -> Difference:
-    if kind_a == kind_b and np.array_equal(bits_a, bits_b):
-        square = _square(bits_a, kind_a)
-        return Difference(bits_a.size, dot=square, square_a=square, square_b=square)
-    a, b = widened(bits_a, kind_a), widened(bits_b, kind_b)
+    size, same_kind = bits_a.size, kind_a == kind_b and kind_a.itemsize < 16
+    distance, larger, other = (scratch.row(number, size) for number in (2, 3, 4))
     with np.errstate(all="ignore"):
-        nan_a, nan_b, finite = np.isnan(a), np.isnan(b), np.isfinite(a) & np.isfinite(b)
-        equal = (a == b) | (nan_a & nan_b)
-        distance, larger = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-        distance[equal] = 0
-        relative = np.divide(distance, larger, out=np.zeros_like(distance), where=distance > 0)
-        relative[np.isinf(distance)] = np.inf
-        if tolerance is not None:
-            allowed = finite & (distance <= tolerance.atol + tolerance.rtol * larger)
-            differs = ~(equal | allowed)
-        else:
-            differs = bits_a != bits_b if kind_a == kind_b and kind_a.itemsize < 16 else ~equal
-        one_nan = nan_a != nan_b
-        shown = np.where(one_nan, 0.0, distance)
-        worst = int(np.argmax(shown))
+        a, b = scratch.load(0, bits_a, kind_a), scratch.load(1, bits_b, kind_b)
+        np.abs(a - b if a.dtype.kind == "c" else np.subtract(a, b, out=distance), out=distance)
+        np.maximum(np.abs(a, out=larger), np.abs(b, out=other), out=larger)
+        usual = bool(np.isfinite(larger.max()))
+        equal = distance == 0 if usual else (a == b) | (np.isnan(a) & np.isnan(b))
+        finite = None if usual else np.isfinite(a) & np.isfinite(b)
         out = Difference(
-            elements=a.size,
-            differing=int(np.count_nonzero(differs)),
-            unequal=int(np.count_nonzero(~equal)),
-            max_abs=float(np.max(distance, where=~one_nan, initial=0.0)),
-            max_rel=float(np.max(relative, where=~one_nan, initial=0.0)),
-            nan_a=int(np.count_nonzero(nan_a & ~nan_b)),
-            nan_b=int(np.count_nonzero(nan_b & ~nan_a)),
+            elements=size,
+            unequal=size - int(np.count_nonzero(equal)),
             dot=_sum(a, b, finite),
             square_a=_sum(a, a, finite),
             square_b=_sum(b, b, finite),
-            rounds_a=_rounds(bits_a, bits_b, kind_a, kind_b),
-            rounds_b=_rounds(bits_b, bits_a, kind_b, kind_a),
         )
+        if not usual:
+            nan_a, nan_b = np.isnan(a), np.isnan(b)
+            out.nan_a, out.nan_b = (int(np.count_nonzero(n)) for n in (nan_a & ~nan_b, nan_b & ~nan_a))
+            distance[equal] = 0
+        if tolerance is None:
+            differs = bits_a != bits_b if same_kind else ~equal
+        else:
+            np.add(np.multiply(larger, tolerance.rtol, out=other), tolerance.atol, out=other)
+            within = distance <= other
+            # an infinity is within rtol of an infinity, but of nothing else
+            differs = ~(within if finite is None else equal | (within & finite))
+        if not usual:
+            distance[nan_a != nan_b] = 0  # further than any number; they are counted
+        np.divide(distance, np.maximum(larger, _TINY, out=larger), out=other)
+        if not usual:
+            other[np.isinf(distance)] = np.inf
+        worst = int(np.argmax(distance))
+        out.differing = int(np.count_nonzero(differs))
+        out.max_abs, out.max_rel = float(distance[worst]), float(np.fmax.reduce(other))
     if out.differing:
         at = int(np.argmax(differs))
         out.first = (at,), _value(bits_a[at], a[at], kind_a), _value(bits_b[at], b[at], kind_b)
-    if shown[worst] > 0:
+    if out.max_abs > 0:
         out.worst = (worst,), _value(bits_a[worst], a[worst], kind_a), _value(bits_b[worst], b[worst], kind_b)
     return out
+
+
+_TINY = float(np.finfo(np.float64).tiny)
 
 
 def _value(bits: Any, value: Any, kind: DType) -> Any:
