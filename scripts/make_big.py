@@ -32,17 +32,19 @@ MOMENTS = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
 class Pool:
-    """Random bfloat16 values; read as float32 they are finite numbers too."""
+    """Random values, and the same ones rounded to bfloat16: a window's elements are those of the other type's window."""
 
-    def __init__(self, nbytes):
-        values = torch.randn(nbytes // 2, generator=torch.Generator().manual_seed(0)).mul_(0.02)
-        self.bytes = values.to(torch.bfloat16).view(torch.uint8).numpy()
+    def __init__(self, numel, master):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+        self.numel, self.bytes = numel, {torch.bfloat16: values.to(torch.bfloat16).view(torch.uint8).numpy()}
+        if master:
+            self.bytes[torch.float32] = values.view(torch.uint8).numpy()
 
     def window(self, shape, dtype, seed):
         """A tensor over part of the pool. Its storage is exactly its size: a larger one is copied on saving."""
-        nbytes = int(np.prod(shape)) * dtype.itemsize
-        start = seed * 7919 * ALIGNMENT % (len(self.bytes) - nbytes + 1) // ALIGNMENT * ALIGNMENT
-        return torch.from_numpy(self.bytes[start : start + nbytes]).view(dtype).view(shape)
+        numel, size = int(np.prod(shape)), dtype.itemsize
+        start = seed * 7919 * ALIGNMENT % (self.numel - numel + 1) // ALIGNMENT * ALIGNMENT
+        return torch.from_numpy(self.bytes[dtype][start * size : (start + numel) * size]).view(dtype).view(shape)
 
 
 class Model:
@@ -76,11 +78,11 @@ class Model:
         kinds = {key: torch.bfloat16}
         if options.optimizer:
             kinds |= {f"optimizer.state.{moment}.{key}": torch.float32 for moment in MOMENTS}
-        for name, dtype in kinds.items():
-            seed = len(self.shards) + 1000003 * (self.tp_rank + options.tp * self.pp_rank)
+        seed = len(self.shards) + 1000003 * (self.tp_rank + options.tp * self.pp_rank)
+        for number, (name, dtype) in enumerate(kinds.items()):
             self.shards[name, layer, half] = ShardedTensor.from_rank_offsets(
                 name,
-                self.pool.window(local, dtype, seed),
+                self.pool.window(local, dtype, seed + max(0, number - 1)),  # the first of fp32 is the master weight
                 *offsets,
                 replica_id=(0, 0 if axis is not None else self.tp_rank, 0),
                 prepend_axis_num=int(stacked),
@@ -218,7 +220,7 @@ def main():
 
     started = time.monotonic()
     largest = options.hidden * max(options.padded_vocab, 2 * options.ffn) // options.tp
-    pool = Pool((128 << 20) + largest * (4 if options.optimizer else 2))
+    pool = Pool((64 << 20) + largest, options.optimizer)
     cpu.install()
     import megatron.core.dist_checkpointing  # noqa: F401  once, before the ranks are forked
 
