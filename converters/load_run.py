@@ -1,4 +1,4 @@
-"""One load of one rank, alone or with the other ranks of its job: what `converters.load` is made of."""
+"""One load of one rank, alone or with the other ranks of its job: what `converters.loader` is made of."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load; see `converters.load.load`."""
+    """How to load; see `converters.loader.load`."""
 
     broadcast: Broadcast
     stream: bool
@@ -76,6 +76,7 @@ class LoadOptions:
     timeout: float
     listener: Listener | None
     stop: StopFlag | None
+    ahead: int | None
 
 
 class LoadRun:
@@ -165,7 +166,7 @@ class LoadRun:
         on_device = plan.nbytes + (exchange if device.unified or (self._exchange and self._exchange.on_device) else 0)
         if options.stream:
             largest = max((wanted.nbytes for wanted in plan.wanted.values()), default=0)
-            on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.max_memory))
+            on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.ahead or 0))
         on_device += threads * each if device.unified else threads * tile * device.slots
         room = device.room()
         if on_device > room:
@@ -190,7 +191,7 @@ class LoadRun:
             threads=threads,
             shared=self._exchange.shared() if self._exchange else (),
             joint=lambda fetch: fetch.key in owned,
-            ahead=self.options.max_memory if self.options.stream else None,
+            ahead=self.options.ahead,
             keep_cache=self._ranks is not None and self._exchange is None,
             listener=self.options.listener,
             stop=self.options.stop,

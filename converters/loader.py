@@ -202,7 +202,9 @@ def load(
         IntegrityError: Something needed is damaged.
         DistckptError: Another rank has failed; with its message.
     """
-    settings = LoadOptions(broadcast, stream, verify, max_memory, threads, timeout, listener, stop)
+    settings = LoadOptions(
+        broadcast, stream, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
+    )
     if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
         raise RequestError(
             f"broadcast is {broadcast!r}, verify is {verify!r}", hint="True, False, 'auto'; 'read', 'all'"
