@@ -46,6 +46,10 @@ class Writer:
         own = {f.name for f in fields(_named(self.options))}
         return frozenset(own | ({f.name for f in fields(Layout)} if self.layout else set()))
 
+    def optimizers(self) -> tuple[str, ...]:
+        """Forms of the optimizer's state that may be asked for."""
+        return tuple(getattr(_named(self.options), "OPTIMIZERS", ()))
+
 
 WRITERS: dict[str, Writer] = {
     "torch_dist": Writer("reshard:plan_reshard", "reshard:ReshardOptions", layout=True, cached=True),

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.box import Box, uncovered
 from converters.conversion import Conversion, WriteOptions
@@ -84,6 +84,8 @@ class LegacyOptions(WriteOptions):
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
         weights_only: Neither optimizer nor random state.
     """
+
+    OPTIMIZERS: ClassVar[tuple[str, ...]] = ("distributed", "plain", "keep", "none")
 
     optimizer: str = "keep"
     rng: str = "auto"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.conversion import WriteOptions
 from converters.formats.base import CommonReader
@@ -57,6 +57,8 @@ class ReshardOptions(WriteOptions):
         weights_only: Neither optimizer nor random state.
         mcore: "0.19" embeds the common state as that version does; else it is `common.pt`, which all versions read.
     """
+
+    OPTIMIZERS: ClassVar[tuple[str, ...]] = ("fully_reshardable", "dp_reshardable", "keep", "none")
 
     optimizer: str = "fully_reshardable"
     layers: str = "keep"

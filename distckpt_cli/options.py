@@ -22,6 +22,7 @@ __all__ = [
     "Verbose",
     "check_choice",
     "given",
+    "shard_bytes",
     "spread",
 ]
 
@@ -105,13 +106,13 @@ def _default(field: Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
-def check_choice(option: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is none of the choices.
+def check_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Refuses a word that is none of the choices; None is an option that was not given.
 
     Raises:
         UsageProblem: It is not.
     """
-    if value not in choices:
+    if value is not None and value not in choices:
         listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
         raise UsageProblem(f"{option} {value!r} is not a choice", hint=f"choose {listed}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from converters.plan_cache import PlanCache
     from distckpt_cli.console import Console
 
-__all__ = ["Carried", "PlanCaching", "TargetLayout"]
+__all__ = ["CONTENT", "Carried", "PlanCaching", "TargetLayout"]
 
-_TORCH_DIST = ("fully_reshardable", "dp_reshardable")
-_LAYOUT, _CONTENT, _RESOURCES = "Target layout", "What to carry over", "Resources"
+_LAYOUT, CONTENT, _RESOURCES = "Target layout", "What to carry over", "Resources"
 
 
 @dataclass(frozen=True)
@@ -78,35 +77,40 @@ class TargetLayout:
 
 @dataclass(frozen=True)
 class Carried:
-    """What of a training job's state goes along, and in which form."""
+    """What of a training job's state goes along, and in which form; None is what the library does by default."""
 
     optimizer: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="WHAT",
-            help="fully_reshardable, dp_reshardable, keep or none; for legacy distributed, plain, keep or none.",
-            rich_help_panel=_CONTENT,
+            help="fully_reshardable (the default), dp_reshardable, keep or none.",
+            rich_help_panel=CONTENT,
         ),
-    ] = "fully_reshardable"
+    ] = None
     layers: Annotated[
-        str, typer.Option(metavar="STYLE", help="Keys: stacked, per-layer or keep.", rich_help_panel=_CONTENT)
-    ] = "keep"
+        str | None,
+        typer.Option(metavar="STYLE", help="Keys: stacked, per-layer or keep (the default).", rich_help_panel=CONTENT),
+    ] = None
     rng: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="WHAT", help="keep, drop or auto (keep if the grid is the same).", rich_help_panel=_CONTENT
+            metavar="WHAT",
+            help="keep, drop or auto (keep if the grid is the same; the default).",
+            rich_help_panel=CONTENT,
         ),
-    ] = "auto"
+    ] = None
     extra_state: Annotated[
-        str,
-        typer.Option(metavar="WHAT", help="keep, drop or fill (keep, make missing ones).", rich_help_panel=_CONTENT),
-    ] = "fill"
+        str | None,
+        typer.Option(
+            metavar="WHAT", help="keep, drop or fill (keep, make missing ones; the default).", rich_help_panel=CONTENT
+        ),
+    ] = None
     vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="True rows of the vocabulary.", rich_help_panel=_CONTENT)
+        int | None, typer.Option(metavar="N", help="True rows of the vocabulary.", rich_help_panel=CONTENT)
     ] = None
     fully_parallel: Annotated[
         bool,
-        typer.Option("--fully-parallel", help="Spread replicas over data-parallel ranks.", rich_help_panel=_CONTENT),
+        typer.Option("--fully-parallel", help="Spread replicas over data-parallel ranks.", rich_help_panel=CONTENT),
     ] = False
 
     mcore: Annotated[
@@ -114,21 +118,15 @@ class Carried:
         typer.Option(
             metavar="V",
             help="Form of the common state: 0.19 (embedded), or 0.18 (common.pt, read by all; the default).",
-            rich_help_panel=_CONTENT,
+            rich_help_panel=CONTENT,
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        check_choice("--mcore", self.mcore or "0.18", ("0.18", "0.19"))
-        check_choice("--optimizer", self.optimizer, (*_TORCH_DIST, "keep", "none", "distributed", "plain"))
+        check_choice("--mcore", self.mcore, ("0.18", "0.19"))
         check_choice("--layers", self.layers, ("stacked", "per-layer", "keep"))
         check_choice("--rng", self.rng, ("keep", "drop", "auto"))
         check_choice("--extra-state", self.extra_state, ("keep", "drop", "fill"))
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What the library's `ReshardOptions` take."""
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import typer
 
 from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.options import Ckpt, check_choice, given, shard_bytes, spread
-from distckpt_cli.targets import Carried, PlanCaching, TargetLayout
+from distckpt_cli.targets import CONTENT, Carried, PlanCaching, TargetLayout
 from distckpt_cli.writing import Writing, carry_out
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distckpt_cli.console import Console
 
 _FORMAT = "Format"
+_ASKED = ("weights_only", "names", "spec", "experts")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,6 @@ class Format:
         str | None,
         typer.Option(metavar="SIZE", help="Largest file of safetensors, 5GB by default.", rich_help_panel=_FORMAT),
     ] = None
-
     spec: Annotated[
         str | None,
         typer.Option(
@@ -59,14 +59,33 @@ class Format:
         ),
     ] = None
 
+    def __post_init__(self) -> None:
+        check_choice("--names", self.names, ("megatron", "hf"))
+        check_choice("--spec", self.spec, ("te", "local"))
+        check_choice("--experts", self.experts, ("grouped", "sequential", "stacked"))
+
     @property
     def content(self) -> dict[str, Any]:
         """What was asked of the content, by the names of the library's options."""
-        names = ("weights_only", "names", "spec", "experts")
-        asked = {name: value for name, value in given(self).items() if name in names}
+        asked = {name: value for name, value in given(self).items() if name in _ASKED}
         if self.max_shard_size is not None:
             asked["max_shard_bytes"] = shard_bytes(self.max_shard_size)
         return asked
+
+
+@dataclass(frozen=True)
+class Content(Carried):
+    """What goes along, in any format."""
+
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHAT",
+            help="keep or none; for torch_dist fully_reshardable (the default) or dp_reshardable, "
+            "for legacy distributed or plain (by default as its arguments say).",
+            rich_help_panel=CONTENT,
+        ),
+    ] = None
 
 
 @spread
@@ -77,7 +96,7 @@ def convert(
     ],
     form: Format,
     target: TargetLayout,
-    carried: Carried,
+    carried: Content,
     writing: Writing,
     caching: PlanCaching,
 ) -> int:
@@ -90,16 +109,14 @@ def convert(
     from converters.formats import REGISTRY, open_checkpoint
 
     check_choice("--to", form.to, tuple(WRITERS))
-    check_choice("--from", form.source or REGISTRY[0].name, tuple(known.name for known in REGISTRY))
-    check_choice("--names", form.names or "hf", ("megatron", "hf"))
-    check_choice("--spec", form.spec or "te", ("te", "local"))
-    check_choice("--experts", form.experts or "grouped", ("grouped", "sequential", "stacked"))
+    check_choice("--from", form.source, tuple(known.name for known in REGISTRY))
     writer = WRITERS[form.to]
     layout, takes = given(target), writer.takes()
     content = given(carried) | form.content
     caching_asked = [] if writer.cached else [*given(caching)]
     for name in [*(n for n in (*layout, *content) if n not in takes), *caching_asked]:
         raise UsageProblem(f"{_option(name)} has no meaning with --to {form.to}", hint=_instead(name, takes))
+    check_choice("--optimizer", carried.optimizer, writer.optimizers())
     if form.weights_only and content.get("optimizer", "none") != "none":
         raise UsageProblem(f"--weights-only and --optimizer {carried.optimizer} contradict each other")
 
@@ -122,9 +139,5 @@ def _option(name: str) -> str:
 def _instead(name: str, takes: frozenset[str]) -> str:
     if name in {f.name for f in fields(TargetLayout)}:
         return "whole tensors belong to no rank; a layout is for --to torch_dist or legacy"
-    known = [
-        n
-        for n in ("weights_only", "names", "max_shard_bytes", "spec", "experts", *(f.name for f in fields(Carried)))
-        if n in takes
-    ]
+    known = [n for n in (*_ASKED, "max_shard_bytes", *(f.name for f in fields(Carried))) if n in takes]
     return f"it takes {', '.join(map(_option, known))}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distckpt_cli.console import named
-from distckpt_cli.options import Ckpt, spread
+from distckpt_cli.options import Ckpt, check_choice, given, spread
 from distckpt_cli.targets import Carried, PlanCaching, TargetLayout  # noqa: TC001
 from distckpt_cli.writing import Target, Writing, carry_out
 
@@ -26,7 +26,8 @@ def reshard(
     from converters.formats import open_checkpoint
     from converters.reshard import ReshardOptions, plan_reshard
 
-    layout, options = target.layout(), ReshardOptions(**carried.options, **writing.options)
+    check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
+    layout, options = target.layout(), ReshardOptions(**given(carried), **writing.options)
 
     def plan(console: Console) -> Conversion:
         with caching.cache(console, keeps=not writing.dry_run) as cache:
