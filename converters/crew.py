@@ -88,6 +88,7 @@ class Crew:
 
     Attributes:
         leads: Whether this is the rank that gets the results.
+        left: What `leave` of `map` returned, on rank 0 that of all ranks.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Crew:
     ) -> None:
         ranks = ranks or Ranks()
         self.leads = ranks.rank == 0
+        self.left: list[Any] = []
         self._threads, self._stop = threads, stop
         self._listener: Listener = listener if listener is not None and self.leads else _ignore
         self._lock = threading.Lock()
@@ -125,12 +127,15 @@ class Crew:
         if self._team is not None:
             self._team.__exit__(kind, error, trace)
 
-    def map(self, tasks: Sequence[T], make_worker: Callable[[], Worker[T]]) -> dict[int, Any]:
+    def map(
+        self, tasks: Sequence[T], make_worker: Callable[[], Worker[T]], leave: Callable[[], Any] | None = None
+    ) -> dict[int, Any]:
         """Does all tasks, on this rank those that are its share.
 
         Args:
             tasks: In the order of their numbers, which count from 0; the same on every rank.
             make_worker: Makes what a thread does tasks with.
+            leave: Called on every rank when its share is done; what it returns is in `left` of rank 0.
 
         Returns:
             Results by the numbers of the tasks: all of them on rank 0, those of this rank elsewhere.
@@ -147,11 +152,13 @@ class Crew:
             team.await_share()
             share = [task for first, end in team.share for task in tasks[first:end]]
         results = self._work_off(share, make_worker)
+        self.left = [leave()] if leave is not None else []
         if team is not None and not team.leads:
-            team.hand_over({"results": {str(number): result for number, result in results.items()}})
+            team.hand_over({"results": {str(number): result for number, result in results.items()}, "left": self.left})
         elif team is not None:
             for left in team.collect():
                 results |= {int(number): result for number, result in left["results"].items()}
+                self.left += left["left"]
         return results
 
     def agree(self, answer: A) -> A:

@@ -11,7 +11,6 @@ compared on the way.
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -134,18 +133,13 @@ def read_values(
         Interrupted: Asked to stop.
     """
     shared = _Shared(crew, matching, sides, tile_bytes, tolerance)
-    results = crew.map(work, lambda: _Worker(shared))
+    results = crew.map(work, lambda: _Worker(shared), shared.leave)
     found = [(Difference(), Difference()) for _ in matching.pairs]
-    nbytes, records = [0, 0], 0
     for number in sorted(results):
-        for at, padding, values in results[number]["found"]:
+        for at, padding, values in results[number]:
             found[at][padding].add(_unpacked(values))
-        nbytes = [n + m for n, m in zip(nbytes, results[number]["read"], strict=True)]
-        records += results[number]["records"]
-    if crew.leads:
-        more = shared.news()
-        nbytes, records = [n + m for n, m in zip(nbytes, more[0], strict=True)], records + more[1]
-    return Values(found, (nbytes[0], nbytes[1]), records)
+    bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.left, strict=True))
+    return Values(found, (bytes_a, bytes_b), records)
 
 
 class _Shared:
@@ -162,31 +156,16 @@ class _Shared:
         self.crew, self.matching, self.tile_bytes, self.tolerance = crew, matching, tile_bytes, tolerance
         self.tensors = [side.tensors for side in sides]
         self.sources = [Sources(side.reader, side.tensors, _blaming(side)) for side in sides]
-        self._lock = threading.Lock()
-        self._workers = 0
-        self._told = [0, 0, 0]
 
-    def enter(self) -> None:
-        """Counts a worker that begins."""
-        with self._lock:
-            self._workers += 1
-
-    def leave(self, gatherers: Sequence[Gatherer]) -> None:
-        """Counts a worker that ends; the last one reads what is left of records that were read in part."""
-        with self._lock:
-            self._workers -= 1
-            last = self._workers == 0
-        if last and not self.crew.should_stop():
-            for sources, gatherer in zip(self.sources, gatherers, strict=True):
+    def leave(self) -> list[int]:
+        """Reads what is left of records that were read in part; bytes read of each side, and records compared."""
+        for sources in self.sources:
+            gatherer = Gatherer(sources)
+            try:
                 sources.complete(gatherer)
-
-    def news(self) -> tuple[list[int], int]:
-        """Bytes read of each side, and records compared, since this was last asked."""
-        with self._lock:
-            now = [*(s.bytes_read for s in self.sources), sum(s.records_checked for s in self.sources)]
-            fresh = [n - m for n, m in zip(now, self._told, strict=True)]
-            self._told = now
-        return fresh[:2], fresh[2]
+            finally:
+                gatherer.close()
+        return [*(sources.bytes_read for sources in self.sources), sum(s.records_checked for s in self.sources)]
 
 
 def _blaming(side: Side) -> Callable[[IntegrityError], None]:
@@ -207,17 +186,13 @@ class _Worker:
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
         self._gatherers = [Gatherer(sources) for sources in shared.sources]
-        shared.enter()
 
     def close(self) -> None:
         """Closes all files."""
-        try:
-            self._shared.leave(self._gatherers)
-        finally:
-            for gatherer in self._gatherers:
-                gatherer.close()
+        for gatherer in self._gatherers:
+            gatherer.close()
 
-    def do(self, task: Stretch) -> dict[str, Any]:
+    def do(self, task: Stretch) -> list[Any]:
         """See `read_values`; plain data, as it may travel to another rank."""
         matching = self._shared.matching
         found: dict[tuple[int, int], Difference] = {}
@@ -229,9 +204,7 @@ class _Worker:
             for tile in self._tiles(copy, box):
                 self._shared.crew.check()
                 out.add(self._compare(copy, tile))
-        nbytes, records = self._shared.news()
-        listed = [(*where, _packed(difference)) for where, difference in found.items()]
-        return {"found": listed, "read": nbytes, "records": records}
+        return [(*where, _packed(difference)) for where, difference in found.items()]
 
     def _tiles(self, copy: Copy, box: Box) -> Iterator[Box]:
         source, target = self._infos(copy)

@@ -65,7 +65,7 @@ def _what(side: Side) -> str:
     if catalog.iteration is not None:
         parts.append(f"iteration {catalog.iteration}")
     layout = describe_layout(identify(catalog).layout)
-    parts += [layout] if layout != "unknown" and not side.is_hf else []
+    parts += [" ".join(layout.split())] if layout != "unknown" and not side.is_hf else []
     parts += [catalog.producer[0]] if catalog.producer else []
     return ", ".join(parts)
 
@@ -118,7 +118,7 @@ def _padding(report: DiffReport) -> list[str]:
     for tensor in report.tensors:
         texts = []
         if tensor.pair.rows:
-            texts.append(f"{tensor.pair.rows[0]} rows in A, {tensor.pair.rows[1]} in B")
+            texts.append(f"{tensor.pair.rows[0]:,} rows in A, {tensor.pair.rows[1]:,} in B")
         if tensor.padding is not None and tensor.padding.differing:
             texts.append("other contents")
         if texts:
@@ -167,7 +167,8 @@ def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: s
     if others and label == "arguments":
         values = sum(fact.a is not ABSENT and fact.b is not ABSENT for fact in others)
         missing = f", {len(others) - values:,} exist on one side only" if len(others) > values else ""
-        console.fact("", f"{values:,} others differ{missing}; not counted (--args lists them)")
+        differ = f"{values:,} {'other differs' if values == 1 else 'others differ'}"
+        console.fact("", f"{differ}{missing}; not counted (--args lists them)")
     elif others and console.verbose:
         for fact in others:
             console.fact("", f"{fact.name}: {_fact(fact)}  ({fact.note}; not counted)")
@@ -272,8 +273,9 @@ def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> 
         count, total = sum(v.differing or v.unequal for v in found), sum(v.elements for v in found)
         nan = " NaN" if any(v.nan_a or v.nan_b for v in found) else ""
         first = next((v.first for v in found if v.first), None)
+        furthest = max(v.max_abs for v in found)
         cells = [
-            _number(max(v.max_abs for v in found)) + nan,
+            "NaN" if nan and not furthest else _number(furthest) + nan,
             _number(max(v.max_rel for v in found)),
             _cosine(min(v.cosine for v in found)),
             f"{count:,} of {total:,}",
@@ -315,7 +317,7 @@ def _number(value: float) -> str:
 
 
 def _cosine(value: float) -> str:
-    return f"{value:.7f}" if value < 1 - 1e-7 else f"1-{1 - value:.0e}" if value < 1 else "1"
+    return f"{value:.7f}" if value < 1 - 1e-7 else f"1-{1 - value:.0e}" if value < 1 - 1e-14 else "1"
 
 
 # ---------------------------------------------------------------------- the end
