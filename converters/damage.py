@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.model_args import ModelArgs
 
-__all__ = ["check_stored", "refuse_contradictions", "refuse_damage"]
+__all__ = ["check_stored", "refuse_contradictions", "refuse_damage", "refuse_foreign_names"]
 
 
 def refuse_damage(catalog: Catalog, used: set[str]) -> None:
@@ -67,3 +67,19 @@ def refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:
             details=[printable(text) for text in found[:8]],
             hint="a config.json made from either would be wrong; was the checkpoint edited, or args taken from elsewhere?",
         )
+
+
+def refuse_foreign_names(catalog: Catalog) -> None:
+    """Layouts and architectures are known by Megatron's names.
+
+    Raises:
+        RequestError: The weights have others.
+    """
+    if catalog.megatron:
+        return
+    whose = "Hugging Face's names" if catalog.flavour == "Hugging Face" else "names of their own"
+    raise RequestError(
+        f"the checkpoint's tensors have {whose}, not Megatron's",
+        details=[f"for example {printable(name)}" for name in list(catalog.weights or catalog.tensors)[:2]],
+        hint="convert --to safetensors or --to torch keeps the names",
+    )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from converters.errors import FormatError, RequestError
 
-__all__ = ["DType", "dtype", "from_option", "from_safetensors"]
+__all__ = ["TYPES", "DType", "dtype", "from_option", "from_safetensors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class DType:
 
 
 # safetensors names: the format's `Dtype` enumeration; storages: torch/storage.py, written by torch.save since 1.6
-_TABLE = [
+TYPES = [
     DType("float64", 8, "F64", "DoubleStorage", "fp64"),
     DType("float32", 4, "F32", "FloatStorage", "fp32"),
     DType("float16", 2, "F16", "HalfStorage", "fp16"),
@@ -59,9 +59,10 @@ _TABLE = [
     DType("complex64", 8, "C64", "ComplexFloatStorage", "c64"),
     DType("complex128", 16, None, "ComplexDoubleStorage", "c128"),
 ]
-_BY_NAME = {t.name: t for t in _TABLE}
-_BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
-_BY_SAFETENSORS = {t.safetensors: t for t in _TABLE if t.safetensors}
+"""Every element type there is."""
+_BY_NAME = {t.name: t for t in TYPES}
+_BY_STORAGE = {t.storage: t for t in TYPES if t.storage}
+_BY_SAFETENSORS = {t.safetensors: t for t in TYPES if t.safetensors}
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32"}
 _OPTIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 

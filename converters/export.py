@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import __version__
 from converters.conversion import Conversion, ExtraFile, WriteOptions, run_conversion
-from converters.damage import refuse_contradictions, refuse_damage
+from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.errors import FormatError, RequestError
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
@@ -205,6 +205,7 @@ def choose_mapping(
     """
     reference = reference or {}
     args = ModelArgs.from_catalog(catalog)
+    refuse_foreign_names(catalog)
     refuse_contradictions(args, catalog)
     model = _choose(args, catalog, options, reference)
     vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")

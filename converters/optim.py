@@ -109,7 +109,7 @@ def optimizer_state(reader: Reader, layout: Layout | None = None) -> OptimizerSt
         state, _, name = info.name.removeprefix("optimizer.state.").partition(".")
         renamed = f"optimizer.state.{_MASTERS.get(state, state)}.{name}"
         tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
-    notes = _add_fp32_masters(catalog, tensors)
+    notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
     doubt = reader.optimizer_doubt if isinstance(reader, CommonReader) else _shifted(catalog)
     return OptimizerState(tensors, doubt=doubt if tensors else None, notes=notes)
 

@@ -45,6 +45,7 @@ _PERMITS = {
     "dp_zero_gather_scatter": "Megatron changes only dp; not tp, pp or ep",
     "distrib_optim.pt": "Megatron-LM changes only dp; not tp, pp or ep",
     "fsdp_dtensor": "Megatron-FSDP changes the number of ranks",
+    "by parameter": "torch loads it with any number of ranks",
     "unknown": "not known",
 }
 _SHIFTED = (
@@ -62,6 +63,9 @@ def optimizer_layout(catalog: Catalog) -> OptimizerLayout:
     states = sorted({_state(t.name) for t in names} - {""})
     if catalog.format == "legacy":
         return _legacy(catalog, tuple(states))
+    if catalog.weights and not catalog.megatron:
+        reason = "a tensor for each state of a parameter"
+        return OptimizerLayout("by parameter", reason, _PERMITS["by parameter"], tuple(states))
     found, reason = _stated(catalog) or _guessed(catalog)
     caution = None
     if found == "fully_reshardable" and catalog.args.get("overlap_grad_reduce") is True:

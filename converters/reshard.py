@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
 from converters.conversion import Conversion, run_conversion
-from converters.damage import refuse_contradictions, refuse_damage
+from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.errors import RequestError
 from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
 from converters.layout import Layout
@@ -194,6 +195,7 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     """Works everything out from the catalog."""
     catalog = reader.catalog
     args = ModelArgs.from_catalog(catalog)
+    refuse_foreign_names(catalog)
     refuse_contradictions(args, catalog)
     shapes = {name: t.shape for name, t in catalog.weights.items()}
     notes = check_layout(args, layout, shapes)
@@ -242,6 +244,11 @@ def _in_folder(output: TorchDistOutput, folder: str) -> list[OutputFile]:
 
 def _optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState, ReshardOptions]:
     """The optimizer's tensors, and the options with "keep" and "there is none" resolved."""
+    if options.optimizer not in ("fully_reshardable", "dp_reshardable", "keep", "none"):
+        raise RequestError(
+            f"--optimizer {options.optimizer} has no meaning in torch_dist",
+            hint="it takes fully_reshardable, dp_reshardable, keep and none",
+        )
     catalog = reader.catalog
     if options.optimizer == "none" or (
         not any(t.kind == "optimizer" for t in (*catalog.tensors.values(),))

@@ -129,9 +129,9 @@ class Conformance:
         for name, info in found.items():
             value, true = read_tensor(reader, info), wanted[name]
             assert value.dtype == true.dtype, name
-            rows = true.shape[0] if _PADDED.search(name) else None
-            assert value[:rows].shape == true.shape, name
-            assert np.array_equal(value[:rows], true), name
+            unpadded = value[: true.shape[0]] if _PADDED.search(name) else value
+            assert unpadded.shape == true.shape, name
+            assert np.array_equal(unpadded, true), name
             assert case.dtypes.get(name, info.dtype.name) == info.dtype.name, name
             assert np.array_equal(gatherer.gather(name, Box.whole(info.shape)), value), f"{name}: the engine differs"
         sources.complete(gatherer)

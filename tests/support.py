@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from converters.dtypes import TYPES
+
 if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.formats.base import Reader
@@ -40,7 +42,7 @@ def load_safetensors(path: Path) -> dict[str, np.ndarray]:
     raw = path.read_bytes()
     n = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + n])
-    sizes = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "U8": 1, "I64": 8}
+    sizes = {entry.safetensors: entry.itemsize for entry in TYPES}
     out = {}
     for name, entry in header.items():
         if name != "__metadata__":

@@ -62,7 +62,7 @@ def test_only_the_answer_is_on_stdout(capsys):
     assert err == "next: distckpt inspect llama_adam_tp2pp2 --tensors 'decoder.*'\n"
 
 
-@pytest.mark.parametrize("path", sorted({p.relative_to(GOLDEN).parts[0] for p in GOLDEN.rglob(".metadata")}))
+@pytest.mark.parametrize("path", sorted({p.relative_to(GOLDEN).parts[0] for p in GOLDEN.rglob("metadata.json")}))
 def test_every_golden_checkpoint_has_a_card(path, capsys):
     code, out, _ = run(capsys, path)
     assert code == 0

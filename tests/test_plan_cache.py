@@ -217,7 +217,7 @@ def nudge(column, row=1, by=1):
 )
 @pytest.mark.parametrize("which", [0, -1], ids=["large", "small"])
 def test_geometry_tells_everything_apart(changed, which, tmp_path):
-    tensors = list(synthetic(tmp_path, 8, 1)._tensors)
+    tensors = list(synthetic(tmp_path, 8, 1).metadata.tensors.values())
     assert len(tensors[0].file) > 4096 > len(tensors[-1].starts)
     before = geometry_digest(tensors, ["a"])
     assert geometry_digest([*tensors], ["a"]) == before
@@ -227,14 +227,14 @@ def test_geometry_tells_everything_apart(changed, which, tmp_path):
 
 
 def test_geometry_does_not_depend_on_where_records_lie(tmp_path):
-    tensors = list(synthetic(tmp_path, 8, 1)._tensors)
+    tensors = list(synthetic(tmp_path, 8, 1).metadata.tensors.values())
     before = geometry_digest(tensors, [])
     moved = change(offset=lambda at: at + 64, file=lambda f: f + 1)
     assert geometry_digest([moved(t) for t in tensors], []) == before
 
 
 def test_geometry_sees_swapped_numbers(tmp_path):
-    tensor = synthetic(tmp_path, 8, 1)._tensors[0]
+    tensor = next(iter(synthetic(tmp_path, 8, 1).metadata.tensors.values()))
     for first, second in ((0, 1), (5, 4096), (100, len(tensor.length) - 1)):
         length = np.arange(len(tensor.length), dtype=np.int64)
         one = geometry_digest([dataclasses.replace(tensor, length=length.copy())], [])

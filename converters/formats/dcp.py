@@ -28,6 +28,7 @@ from converters.formats.common_state import read_tree
 from converters.formats.dcp_metadata import DcpMetadata, StoredObject, StoredTensor, read_metadata
 from converters.formats.folder import exists, read_small, scan, status
 from converters.formats.geometry import geometry_digest
+from converters.formats.registry import METADATA_LIMIT, dcp_folders
 from converters.formats.tiling import tiling_problem
 from converters.names import printable
 from converters.pickles import Obj, fields
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Read
 
 __all__ = ["DcpReader", "merged", "read_folder", "save_id"]
-
-_METADATA_LIMIT = 8 << 30
 
 
 def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
@@ -61,7 +60,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
             details=["without it nobody knows which bytes belong to which tensor"],
             hint="use the previous iteration, or copy the hidden file .metadata too (cp -a, rsync -a)",
         )
-    raw = read_small(folder / ".metadata", limit=_METADATA_LIMIT)
+    raw = read_small(folder / ".metadata", limit=METADATA_LIMIT)
     return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
 
 
@@ -98,9 +97,13 @@ class DcpReader:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Reads `.metadata`, and what else is needed to know the catalog."""
-        metadata, digest = read_folder(folder)
-        return cls(folder, metadata, digest)
+        """Reads `.metadata`, or those of the inner folders, and what else is needed to know the catalog."""
+        inner = [] if (folder / ".metadata").exists() else dcp_folders(folder)
+        if not inner:
+            return cls(folder, *read_folder(folder))
+        parts = {prefix: read_folder(folder / prefix, prefix) for prefix in inner}
+        digest = "".join(digest for _, digest in parts.values())
+        return cls(folder, merged({prefix: metadata for prefix, (metadata, _) in parts.items()}), digest)
 
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
@@ -159,7 +162,7 @@ class DcpReader:
     @cached_property
     def geometry(self) -> tuple[str, int]:
         """Digest of keys, types, shapes, chunks and record lengths, and the number of records."""
-        return geometry_digest(self._tensors, self.metadata.objects), len(self._record_file)
+        return geometry_digest(self._numbered, self.metadata.objects), len(self._record_file)
 
     def fingerprint(self) -> str:
         """Digest of `.metadata` and of the size and time of every data file."""
@@ -176,14 +179,14 @@ class DcpReader:
         counts = [len(t.file) for t in tensors]
         firsts = np.cumsum([0, *counts])
         self._first = {t.key: int(first) for t, first in zip(tensors, firsts, strict=False)}
-        self._firsts, self._tensors = firsts, tensors
+        self._firsts, self._numbered = firsts, tensors
         empty = np.zeros(0, np.int64)
         self._record_file = np.concatenate([empty, *(t.file for t in tensors)])
         self._record_start = np.concatenate([empty, *(t.offset for t in tensors)])
         self._record_length = np.concatenate([empty, *(t.length for t in tensors)])
 
     def _owner(self, record: int) -> StoredTensor:
-        return self._tensors[int(np.searchsorted(self._firsts, record, side="right")) - 1]
+        return self._numbered[int(np.searchsorted(self._firsts, record, side="right")) - 1]
 
     def _array(self, tensor: StoredTensor) -> StoredArray:
         numbers = np.arange(len(tensor.file), dtype=np.int64) + self._first[tensor.key]

@@ -7,6 +7,7 @@ A declaration says how the format is recognised by names and small files, which 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -23,7 +24,7 @@ from converters.formats.folder import (
     read_at,
     read_small,
 )
-from converters.names import printable
+from converters.names import natural_key, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +32,12 @@ if TYPE_CHECKING:
 
     from converters.formats.base import Reader
 
-__all__ = ["REGISTRY", "Format", "Seen", "backend_of", "detect"]
+__all__ = ["METADATA_LIMIT", "REGISTRY", "Format", "Seen", "backend_of", "dcp_folders", "detect"]
+
+
+METADATA_LIMIT = 8 << 30
+_MEGATRON = (b"all_local_plans", b"mcore_data", b"/shard_0")
+_WRAPPED = re.compile(rb"model\d*\.module\.(?:module\.)*(?:embedding|decoder|encoder|mtp|output_layer)\.")
 
 
 class Seen:
@@ -53,6 +59,11 @@ class Seen:
     def backend(self) -> str | None:
         """The backend that `metadata.json` names; None if there is no such file."""
         return backend_of(self.path) if "metadata.json" in self.names else None
+
+    @cached_property
+    def metadata(self) -> bytes:
+        """The bytes of DCP's `.metadata`; none if there is no such file."""
+        return read_small(self.path / ".metadata", METADATA_LIMIT) if ".metadata" in self.names else b""
 
     @cached_property
     def head(self) -> bytes:
@@ -121,11 +132,35 @@ def backend_of(folder: Path) -> str | None:
     return str(backend)
 
 
+def dcp_folders(folder: Path) -> list[str]:
+    """Inner folders that hold the DCP files of one checkpoint, each with a slash at its end: `model/`, `optimizer/pp_0/`."""
+    found: list[str] = []
+    for name in ("model", "optimizer", "optim"):
+        if (folder / name / ".metadata").is_file():
+            found.append(f"{name}/")
+        elif name != "model" and (folder / name).is_dir():
+            stages = (path.name for path in (folder / name).iterdir() if (path / ".metadata").is_file())
+            found += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key) if stage.startswith("pp_")]
+    return found
+
+
 def _torch_dist(seen: Seen) -> bool:
-    """DCP metadata or data files, and no claim to be of another backend."""
+    """`metadata.json` names the backend or, if it is lost, DCP files with what only Megatron puts beside or into them."""
     if seen.backend is not None:
         return seen.backend == "torch_dist"
+    if ".metadata" in seen.names and "common.pt" not in seen.names:
+        return any(mark in seen.metadata for mark in _MEGATRON)
     return ".metadata" in seen.names or seen.has(".distcp")
+
+
+def _fsdp_dtensor(seen: Seen) -> bool:
+    """DCP files of Megatron-FSDP: its wrappers are part of every key."""
+    return "metadata.json" not in seen.names and _WRAPPED.search(seen.metadata) is not None
+
+
+def _torch_dcp(seen: Seen) -> bool:
+    """Any other DCP files, or a folder of them for the model and one for the optimizer."""
+    return "metadata.json" not in seen.names and (".metadata" in seen.names or bool(dcp_folders(seen.path)))
 
 
 def _zarr(seen: Seen) -> bool:
@@ -162,7 +197,7 @@ def _torch(seen: Seen) -> bool:
 REGISTRY: tuple[Format, ...] = (
     Format(
         "torch_dist",
-        "torch_dist of Megatron-LM, NeMo and Megatron-Bridge, and plain torch DCP folders",
+        "torch_dist of Megatron-LM, NeMo and Megatron-Bridge",
         "torch_dist:TorchDistReader",
         _torch_dist,
         read="Megatron-Core 0.9.0, 0.12.0, 0.14.0, 0.16.1, 0.19.1",
@@ -181,6 +216,13 @@ REGISTRY: tuple[Format, ...] = (
         "legacy:LegacyReader",
         _legacy,
         read="Megatron-Core 0.12.0, 0.16.1",
+    ),
+    Format(
+        "torch_dcp",
+        "torch.distributed.checkpoint folders of any model: FSDP2, HSDP, DTensors, plain tensors",
+        "torch_dcp:TorchDcpReader",
+        _torch_dcp,
+        read="torch 2.13",
     ),
     Format(
         "safetensors",

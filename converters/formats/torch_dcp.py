@@ -1,0 +1,62 @@
+"""Folders that `torch.distributed.checkpoint.save` writes of any state dictionary: FSDP2, HSDP, DTensors, plain tensors.
+
+    checkpoint/
+        .metadata
+        __{rank}_{n}.distcp
+
+A tensor is what its chunks make together, however many mesh axes it was divided over. Names: see `dcp_names`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from converters.catalog import Catalog, Part, Problem, TensorInfo
+from converters.formats.canonical import iteration_of
+from converters.formats.dcp import DcpReader
+from converters.formats.dcp_names import hugging_face, name_keys, paths
+from converters.names import natural_key, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.formats.dcp_names import Named
+
+__all__ = ["TorchDcpReader"]
+
+
+class TorchDcpReader(DcpReader):
+    """An open folder of torch DCP."""
+
+    name: ClassVar[str] = "torch_dcp"
+
+    def _catalog(self) -> Catalog:
+        found = paths([*self.metadata.tensors, *self.metadata.objects], self.metadata.planner_data)
+        named = name_keys({key: found[key] for key in self.metadata.tensors})
+        problems: list[Problem] = [Problem("warning", text) for text in self.metadata.stray]
+        tensors = self._tensors(named, problems)
+        top = dict.fromkeys(path[0] for path in found.values() if len(path) > 1)
+        hf = hugging_face(name for name, t in tensors.items() if t.kind == "weight")
+        details = {"metadata class": self.metadata.top_class}
+        if top:
+            details["state dictionary"] = ", ".join(printable(name) for name in list(top)[:12])
+        return Catalog(
+            path=self.folder,
+            format=self.name,
+            flavour="Hugging Face" if hf else "torch DCP",
+            tensors=tensors,
+            objects=self._object_infos(wrapped=False),
+            iteration=iteration_of(self.folder),
+            files=self._check_files(tensors, problems),
+            problems=tuple(problems),
+            details=details,
+        )
+
+    def _tensors(self, named: Mapping[str, Named], problems: list[Problem]) -> dict[str, TensorInfo]:
+        out = {}
+        for key, stored in self.metadata.tensors.items():
+            keyed, (name, kind) = self._keyed(stored), (named[key].name, named[key].kind)
+            if keyed.trouble:
+                problems.append(Problem("error", f"{printable(key)}: {keyed.trouble}", tensors=(name,)))
+            out[name] = TensorInfo(name, keyed.dtype, stored.shape, kind, (Part(keyed.array),))
+        return {name: out[name] for name in sorted(out, key=natural_key)}
