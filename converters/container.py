@@ -32,7 +32,7 @@ from converters.job import CopyRoutes, Job
 from converters.layout import Layout
 from converters.local import LocalModel, LocalTensor
 from converters.model_args import ModelArgs
-from converters.optim import OptimizerState, optimizer_state, prove_masters
+from converters.optim import Masters, OptimizerState, optimizer_state
 from converters.optim_groups import read_param_groups
 from converters.pickles import Global
 from converters.plan import Copy, Drop, Target, prove
@@ -127,11 +127,12 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
     sources = dict(content.sources)
     model = {tensor.name: _archived(file, tensor) for tensor in content.tensors}
     dropped = _dropped(catalog, content)
+    state = OptimizerState({})
     if content.names != "megatron":
         file.tree = model
         dropped += _left(catalog, f"a state dict with {_WHOSE[content.names]} names has no place for it")
     else:
-        state = OptimizerState({}) if options.weights_only else _optimizer(reader)
+        state = state if options.weights_only else _optimizer(reader)
         file.tree = {"model": model}
         if state.tensors:
             used = _state_tensors(content.tensors, state.tensors)
@@ -169,6 +170,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         next_step=f"python -c 'import torch; print(torch.load({where}, weights_only=True, mmap=True).keys())'",
         overwrite=options.overwrite,
         single=True,
+        proof=Masters(reader, state.tensors) if state.doubt else None,
     )
 
 
@@ -318,14 +320,11 @@ def _archived(file: ArchiveFile, tensor: LocalTensor) -> Node:
 
 
 def _optimizer(reader: Reader) -> OptimizerState:
-    """The optimizer's tensors by the parameters' names, proved where their order was inferred."""
+    """The optimizer's tensors by the parameters' names."""
     catalog = reader.catalog
     if not any(t.kind == "optimizer" for t in catalog.tensors.values()):
         return OptimizerState({})
-    state = optimizer_state(reader)
-    if state.doubt:
-        prove_masters(reader, {**catalog.weights, **state.tensors})
-    return state
+    return optimizer_state(reader)
 
 
 def _state_tensors(tensors: Sequence[LocalTensor], state: Mapping[str, TensorInfo]) -> dict[str, list[LocalTensor]]:
