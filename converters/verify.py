@@ -158,14 +158,14 @@ class _Verification:
 
     def _plan_files(self) -> None:
         folder, positions = self.catalog.path, dict[str, list[int]]()
+        base = folder if is_folder(folder) else folder.parent
         paths: dict[str, Path] = {}
         for position, path in enumerate(self.reader.files):
-            name = str(path.relative_to(folder)) if path.is_relative_to(folder) else path.name
+            name = str(path.relative_to(base)) if path.is_relative_to(base) else path.name
             paths[name] = path
             positions.setdefault(name, []).append(position)
         sizes = {info.name: info.size for info in self.catalog.files if info.role != "unreferenced"}
         hashed = set(self.manifest.files if self.manifest else self.listed)
-        base = folder if is_folder(folder) else folder.parent
         for name in dict.fromkeys([*paths, *sizes, *sorted(hashed)]):
             path = paths.get(name, base / name)
             size = self._size(path)
@@ -238,7 +238,7 @@ class _Verification:
             judge_values(check, stats, self.tensors)
             numel = sum(found["numel"] for found in stats.values())
             check.summary = (
-                f"{numel:,} elements of {len(stats):,} tensors: finite, no memory that nothing was written to"
+                f"{numel:,} elements of {len(stats):,} tensors: no NaN, no Inf, none empty or out of proportion"
             )
         order = ["structure", "records", "checksums", "manifest", "copies", "optimizer", "values"]
         report.checks.sort(key=lambda check: order.index(check.name))
@@ -270,9 +270,15 @@ class _Verification:
         )
         records = self.report.check("records")
         records.summary = f"{len(self.index):,} records hold what the metadata promises"
-        records.summary += f", {archives:,} archives are whole" if archives else ""
+        whole = "archive is" if archives == 1 else "archives are"
+        records.summary += f", {archives:,} {whole} whole" if archives else ""
         sums = self.report.check("checksums")
         sums.summary = f"{members:,} CRC-32 of {_size(checked)} match"
+        if unchecked and self.manifest and not checked:
+            sums.skipped, sums.summary = (
+                True,
+                f"{self.catalog.format} stores none; {self.manifest.name} lists the files",
+            )
         if unchecked and not self.manifest:
             sums.skipped = not checked
             before = "" if sums.skipped else f"{sums.summary}; "
@@ -303,43 +309,54 @@ class _Verification:
         check.summary = f"{len(manifest.files):,} files are those that {manifest.name} lists"
 
     def _conclude_pairs(self, results: Mapping[int, Any]) -> None:
-        copies, masters = 0, list[str]()
-        wrong: list[str] = []
+        counted, failed = dict.fromkeys(("equal", "rounded", ""), 0), dict[str, list[tuple[str, str]]]()
+        masters: list[str] = []
+        wrong: set[str] = set()
         for task in self.lookups:
-            result, name = results[task.number], task.names[0]
-            kind = {"equal": "copies", "rounded": "optimizer", "": "values"}[task.compare]
-            check = self.report.check(kind)
-            parameter = task.names[-1]
-            shown = printable(name)
-            if "failed" in result:
-                check.error(f"{shown}: {printable(result['failed'])}", tensors=(parameter,))
-            elif result["wrong"]:
-                verb = "differ from" if task.compare == "equal" else "do not round to"
-                at = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
-                hint = _SAVE if task.compare == "rounded" else None
-                check.error(f"{shown}: {at}, {verb} {printable(parameter)}", tensors=(parameter,), hint=hint)
-            copies += task.compare == "equal"
+            result, name, parameter = results[task.number], task.names[0], task.names[-1]
+            counted[task.compare] += 1
             if task.compare == "rounded":
                 masters.append(parameter)
-                wrong += [parameter] if result.get("failed") or result["wrong"] else []
-        if copies:
-            self.report.check("copies").summary = f"{copies:,} copies equal their originals"
+            if "failed" in result:
+                failed.setdefault(task.compare, []).append((name, result["failed"]))
+            elif result["wrong"]:
+                self._differs(task, result)
+            if "failed" in result or result["wrong"]:
+                wrong.add(parameter)
+        for how, found in failed.items():
+            names = [name for name, _ in found]
+            folded = [text for text, _ in fold(names)]
+            listed = ", ".join(map(printable, folded[:3])) + (f" and {len(folded) - 3} more" if len(folded) > 3 else "")
+            text = f"{len(found):,} tensors cannot be read: {listed}; {printable(found[0][1])}"
+            self.report.check(_CHECKS[how]).error(text, tensors=tuple(names))
+        if counted["equal"]:
+            self.report.check("copies").summary = f"{counted['equal']:,} copies equal their originals"
         if masters:
             self._conclude_masters(masters, wrong)
 
-    def _conclude_masters(self, masters: list[str], wrong: list[str]) -> None:
+    def _differs(self, task: TensorTask, result: Mapping[str, Any]) -> None:
+        name, other = task.names
+        verb = "differ from" if task.compare == "equal" else "do not round to"
+        share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
+        hint = _SAVE if task.compare == "rounded" else None
+        text = f"{printable(name)}: {share}, {verb} {printable(other)}"
+        self.report.check(_CHECKS[task.compare]).error(text, tensors=(other,), hint=hint)
+
+    def _conclude_masters(self, masters: list[str], wrong: set[str]) -> None:
         check = self.report.check("optimizer")
         check.summary = f"{len(masters):,} master weights round to the weights beside them"
-        if not wrong:
+        right = [name for name in masters if name not in wrong]
+        if len(right) == len(masters):
             return
         if self.catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
             check.error("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")
-        right = [name for name in masters if name not in set(wrong)]
-        damaged = self.report.check("checksums").status == "bad"
-        weights = "some weights are damaged, too" if damaged else "the weights are not touched by this"
-        kept = ", ".join(text for text, _ in fold(right)[:4])
-        state = f"the state of {len(right):,} of {len(masters):,} parameters is right" + (f": {kept}" if kept else "")
-        check.warn(f"what can be saved: {weights}; {state}", hint=_SAVE)
+        elsewhere = (c for c in self.report.checks if c.name not in ("optimizer", "copies", "values"))
+        damaged = {t for c in elsewhere for f in c.findings if f.severity == "error" for t in f.tensors}
+        touched = len(damaged & self.catalog.weights.keys())
+        weights = f"all weights but {touched:,}" if touched else "all weights"
+        listed = ", ".join(text for text, _ in fold(right)[:4])
+        state = f"the optimizer state of {len(right):,} of {len(masters):,} parameters"
+        check.warn(f"what can be saved: {weights}; {state}" + (f": {listed}" if listed else ""), hint=_SAVE)
 
     # ------------------------------------------------------------------ the manifest
 
@@ -355,13 +372,14 @@ class _Verification:
             digests = {task.name: results[task.number]["sha256"] for task in self.files if task.hashed}
             if digests.keys() != self.listed.keys() or None in digests.values():
                 raise FormatError("files came or went while the checkpoint was read; no manifest was written")
-            name = OURS if self.catalog.format in _NOT_MEGATRON else MEGATRON
+            name = MEGATRON if self.catalog.format in _MEGATRONS else OURS
             write_manifest(folder, name, digests)
             report.manifest = f"{name} lists {len(digests):,} files"
 
 
+_CHECKS = {"equal": "copies", "rounded": "optimizer", "": "values"}
 _SAVE = "distckpt reshard CKPT OUT --optimizer none keeps the weights"
-_NOT_MEGATRON = ("safetensors", "huggingface", "hf")
+_MEGATRONS = ("torch_dist", "zarr", "legacy", "fsdp_dtensor")
 
 
 class _Worker:

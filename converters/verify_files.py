@@ -116,6 +116,7 @@ class Scan:
         members: Members whose checksum was compared.
         checked: Bytes they have.
         unchecked: Bytes of tensors without a checksum.
+        beyond: `(first byte, one past the last, record, key)` of archives that the file is too short for.
         read: Bytes read.
         sha256: Of the whole file, if wanted.
     """
@@ -125,8 +126,20 @@ class Scan:
     members: int = 0
     checked: int = 0
     unchecked: int = 0
+    beyond: list[tuple[int, int, int, str]] = field(default_factory=list)
     read: int = 0
     sha256: str | None = None
+
+    def cut(self, name: str, size: int) -> None:
+        """Notes, once, what a file is too short for."""
+        if self.beyond:
+            at, _, _, key = self.beyond[0]
+            end = max(stop for _, stop, _, _ in self.beyond)
+            text = f"{name} is {size:,} bytes: {len(self.beyond):,} records up to byte {end:,} are cut off"
+            text += f", the first at {at:,}: {key}"
+            records = [record for _, _, record, _ in self.beyond]
+            self.note("records", text, at, *records, needed=f"{end} bytes", found=f"{size} bytes")
+            self.beyond = []
 
     def note(self, check: str, text: str, at: int = -1, *records: int, needed: str = "", found: str = "") -> None:
         """Notes something that is wrong."""
@@ -234,6 +247,7 @@ class FileWorker:
         try:
             os.posix_fadvise(source.fd, source.base, source.size, os.POSIX_FADV_SEQUENTIAL)
             self._contents(task, blocks, out)
+            out.cut(printable(task.name), task.nbytes)
             out.sha256 = blocks.finish()
         except OSError as error:
             out.note("checksums", f"reading {printable(task.name)} failed: {error.strerror or error}")
@@ -298,8 +312,7 @@ class FileWorker:
         key = f": {printable(archive.key)}" if archive.key else ""
         what = f"{printable(task.name)} at {at:,}{key}"
         if at + archive.length > task.nbytes:
-            text = f"{what} needs bytes up to {at + archive.length:,}, the file has {task.nbytes:,}"
-            out.note("records", text, at, archive.record, needed=f"{at + archive.length}", found=f"{task.nbytes}")
+            out.beyond.append((at, at + archive.length, archive.record, printable(archive.key)))
             return
         records = dict(records or {})
         try:

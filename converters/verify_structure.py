@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["check_structure", "is_tied"]
 
 _INDEXED = re.compile(r"(.*?\.?(?:layers|layer|blocks|h))\.(\d+)\.(.*)", re.DOTALL)
+_FATAL = ("metadata.json is missing", "common.pt is missing")  # Megatron opens no checkpoint without them
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)", re.DOTALL)
 
 
@@ -34,7 +35,8 @@ def check_structure(check: Check, catalog: Catalog) -> None:
         catalog: What the checkpoint holds.
     """
     for problem in catalog.problems:
-        tell = check.error if problem.severity == "error" else check.warn
+        fatal = problem.severity == "error" or problem.message.startswith(_FATAL)
+        tell = check.error if fatal else check.warn
         tell(problem.message, file=problem.file, tensors=problem.tensors)
     for info in catalog.files:
         if info.name.endswith((".metadata.tmp", ".partial", ".tmp")):
