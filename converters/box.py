@@ -157,6 +157,9 @@ def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
     """
     if length <= 0:
         return
+    if not shape:
+        yield Box((), ())
+        return
     inner = [1]
     for n in reversed(shape[1:]):
         inner.append(inner[-1] * n)

@@ -189,6 +189,9 @@ def _unknown(folder: Path, found: list[Path]) -> FormatError:
     shown = ", ".join(printable(name) for name in names[:6]) + (", ..." if len(names) > 6 else "")
     return FormatError(
         f"{printable(str(folder))} is not a checkpoint that distckpt knows",
-        details=[f"found: {shown}", f"looked for: .metadata, metadata.json, {TRACKER}, iter_*, weights/"],
+        details=[
+            f"found: {shown}",
+            f"looked for: .metadata, metadata.json, {TRACKER}, iter_*, weights/, model.safetensors, pytorch_model.bin",
+        ],
         hint="give the training root, an iter_* folder, or NeMo's checkpoint folder",
     )
