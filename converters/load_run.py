@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["LoadOptions", "LoadReport", "LoadRun"]
 
 MIB = 1 << 20
+_RESTORE = "restore this file from a copy, or load another iteration"
 
 
 @dataclass
@@ -267,8 +268,7 @@ class LoadRun:
         """Checks what no rank has read whole, and makes one failure everybody's."""
         if self._exchange is not None:
             self._exchange.close()
-        if isinstance(failure, IntegrityError):
-            failure.hint = "restore this file from a copy, or load another iteration"
+        _advise(failure)
         if self._ranks is None:
             if failure is not None:
                 raise failure
@@ -333,8 +333,17 @@ class LoadRun:
                 if payload.crc is not None:
                     gatherer.read_through(record, payload, 0, payload.crc_nbytes)
                     loading.sources.check(record, payload)
+        except IntegrityError as error:
+            _advise(error)
+            raise
         finally:
             gatherer.close()
+
+
+def _advise(error: BaseException | None) -> None:
+    """What reading says of a damaged record is meant for who writes files; here nothing is published anyway."""
+    if isinstance(error, IntegrityError) and error.hint is not None and "published" in error.hint:
+        error.hint = _RESTORE
 
 
 def _damaged(loading: Loading, records: list[int]) -> IntegrityError:
@@ -349,7 +358,7 @@ def _damaged(loading: Loading, records: list[int]) -> IntegrityError:
     return IntegrityError(
         f"{printable(files[0])} is damaged: {len(records)} records do not match their checksums",
         details=[printable(text) for text, _ in fold(names)][:8],
-        hint="restore this file from a copy, or load another iteration",
+        hint=_RESTORE,
         tensor=names[0] if names else None,
     )
 

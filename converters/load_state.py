@@ -14,7 +14,7 @@ from converters.errors import FormatError, RequestError
 from converters.formats import open_checkpoint
 from converters.load_plan import plan_whole
 from converters.load_run import LoadOptions, LoadReport, LoadRun
-from converters.names import match_glob
+from converters.names import match_glob, printable
 from converters.optim import optimizer_state
 from converters.pickles import Global, Obj, describe, fields
 from converters.records import tensor_ref

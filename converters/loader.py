@@ -174,8 +174,9 @@ def load(
         rank: Which of its ranks. None: the rank of this process, from torch.distributed or from the environment of torchrun
             or srun. If that is the rank that is asked for, all ranks of the job load together.
         device: "cpu", "cuda:N", or "cuda": the GPU of this process's number on its machine.
-        names: "megatron": as modules of Megatron-Core's GPTModel call them, on this rank and its pipeline stage. "hf": as
-            transformers does; the layout may then have replicas only.
+        names: "megatron": as modules of Megatron-Core's GPTModel call them, on this rank and its pipeline stage. "hf": as in
+            a checkpoint on the Hub, for `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)`; the
+            layout may then have replicas only.
         optimizer: Also fp32 master weights and moments; see `LoadedState` for their names.
         broadcast: Whether replicas are read once and exchanged. "auto" measures both, a few MiB each.
         stream: Return an iterator of `(key, tensor)` in place of a dictionary; no more than `max_memory` bytes of tensors,

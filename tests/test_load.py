@@ -1,0 +1,555 @@
+"""`load`: every golden checkpoint at several layouts, compared with the truth; bytes, checksums, streams, refusals."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import hf_reference
+import numpy as np
+import pytest
+from checkpoints import GOLDENS, REPOSITORY, copy_golden, flip, golden, payloads, truth, write_llama
+from legacy_cases import LEGACY
+from support import GOLDEN
+
+from converters import Layout, iter_tensors, load, load_common, load_metadata, load_plain_tensors, loader
+from converters import device as device_module
+from converters.device import Host, Simulated, Staged
+from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
+from converters.events import Moved, PlanReady, StopFlag
+from converters.formats import open_checkpoint
+from converters.gather import Gatherer
+from converters.local import LocalModel
+from converters.plan import Op
+
+torch = pytest.importorskip("torch")
+WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]
+
+
+def path_of(name):
+    return GOLDEN / name if name in LEGACY else golden(name)
+
+
+def config_of(name):
+    return (LEGACY.get(name) or GOLDENS[name])[0]
+
+
+def bits(tensor):
+    """The elements of a torch tensor as unsigned integers of their size."""
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    found = tensor.contiguous().reshape(-1).view(kind).numpy().reshape(tuple(tensor.shape))
+    return found.view(f"u{tensor.element_size()}")
+
+
+def expected_of(path, layout, rank, whole, kind=None):
+    """What a rank has by chunk and name, cut from whole tensors with plain numpy; rows that are not known are 0."""
+    out = []
+    for held in LocalModel.of(open_checkpoint(path).catalog, layout).rank(rank):
+        chunk = {}
+        for tensor in held:
+            full = {name: whole(name) for name in tensor.sources}
+            if any(value is None for value in full.values()) or (kind and not tensor.trained):
+                continue
+            array = np.zeros(tensor.matrix, f"u{tensor.dtype.itemsize if kind is None else kind}")
+            for copy in tensor.copies:
+                value = full[copy.source]
+                rows = max((c.source_box.stop[0] for c in tensor.copies if c.source == copy.source), default=0)
+                if value.ndim and rows > len(value):  # the truth lacks the rows of the padded vocabulary
+                    value = np.concatenate([value, np.zeros((rows - len(value), *value.shape[1:]), value.dtype)])
+                part = value[copy.source_box.slices]
+                array[copy.target_box.slices] = part.T if copy.op is Op.TRANSPOSE else part
+            chunk[tensor.name] = array.reshape(tensor.shape)
+        out.append(chunk)
+    return out
+
+
+def same(found, want, vocabulary):
+    """Equality, but for rows beyond the true vocabulary, which the truth does not know."""
+    assert found.shape == want.shape
+    if vocabulary is not None:
+        found, want = found[: max(0, vocabulary)], want[: max(0, vocabulary)]
+    return np.array_equal(found, want)
+
+
+def true_rows(name, layout, rank, state, config):
+    """How many rows of a rank's part of the embedding the truth knows."""
+    if not name.endswith(("word_embeddings.weight", "output_layer.weight")):
+        return None
+    known = 250 if config == "llama4" else 120
+    return known - layout.coordinates(rank).tp * state[name].shape[0]
+
+
+@pytest.mark.parametrize("name", [*GOLDENS, *LEGACY])
+def test_every_rank_has_the_truth(name):
+    known, config = truth(config_of(name)), config_of(name)
+    whole = lambda source: next((known[k] for k in (f"model/{source}", f"buffer/{source}") if k in known), None)  # noqa: E731
+    for layout, rank in WHO:
+        state = load(path_of(name), layout, rank)
+        (want,) = expected_of(path_of(name), layout, rank, whole)
+        tensors = [key for key in state if not key.endswith("_extra_state")]
+        assert list(want) == tensors
+        for key in tensors:
+            assert same(bits(state[key]), want[key], true_rows(key, layout, rank, state, config)), key
+        assert state.report.bytes_read == state.report.bytes_needed
+
+
+OPTIMIZERS = [
+    "llama_adam_tp2pp2",
+    "llama_dpreshardable_tp2pp2dp2",
+    "llama_dpzero_tp2pp2dp2",
+    "v009_llama_modelspace_tp2pp2dp2",
+    "v019_llama_fullyreshardable_tp2dp2",
+    "mixtral_dpreshardable_ep2pp2",
+    "legacy_llama_distopt_tp2pp2dp2",
+]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_master_weights_and_moments(name):
+    known, config, layout = truth(config_of(name)), config_of(name), Layout(tp=2, pp=2)
+    for rank in (0, 3):
+        state = load(path_of(name), layout, rank, optimizer=True)
+        for kind, spelt in (("master", "param"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+            (want,) = expected_of(
+                path_of(name), layout, rank, lambda source, kind=kind: known.get(f"{kind}/{source}"), 4
+            )
+            assert set(state.optimizer()) == set(want)
+            for key, array in want.items():
+                found = state.optimizer()[key][spelt]
+                assert found.dtype == torch.float32
+                assert same(bits(found), array, true_rows(key, layout, rank, state, config)), (kind, key)
+        assert not any(key.startswith("optimizer.") for key in state.chunk())
+
+
+def test_state_of_another_parameter_is_refused(tmp_path, monkeypatch):
+    """Flat buckets store no names: a sample of the masters tells whose state is whose, then all of them are compared."""
+    folder = copy_golden("llama_dpreshardable_tp2pp2dp2", tmp_path / "ckpt")
+    path, offset, size = next(p[1:] for p in payloads(folder) if p[0].endswith("layers.1.mlp.linear_fc2.weight"))
+    flip(path, offset + size - 1)
+    monkeypatch.setattr("converters.gather.Sources.check", lambda *_: None)  # the checksum would notice, too
+    monkeypatch.setattr(
+        "converters.optim.mismatches", lambda *_, sample: []
+    )  # so does the sample, in a tensor this small
+    assert load(golden("llama_dpreshardable_tp2pp2dp2"), Layout(), 0, optimizer=True)
+    for stream in (False, True):
+        with pytest.raises(IntegrityError, match="do not round to the weights") as caught:
+            dict(load(folder, Layout(), 0, optimizer=True, stream=stream))
+        assert caught.value.tensor == "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_adam_tp2pp2",
+        "mixtral_adam_ep2tp2",
+        "gpt_adam_tp2pp2",
+        "deepseek_v3_weights_pp2ep2",
+        "legacy_gpt_adam_tp2pp2",
+    ],
+)
+def test_names_of_transformers(name):
+    config, family = config_of(name), (LEGACY.get(name) or GOLDENS[name])[1]
+    want = hf_reference.expected(config, family, truth(config))
+    state = load(path_of(name), Layout(), 0, names="hf")
+    assert set(state) == set(want)
+    for key, array in want.items():
+        assert np.array_equal(bits(state[key]), array), key
+
+
+@pytest.mark.parametrize("name", ["mixtral_adam_ep2tp2"])
+def test_transformers_takes_it(name):
+    import transformers
+
+    from converters.model_args import ModelArgs
+    from converters.models import infer, map_to_hf
+
+    catalog = open_checkpoint(golden(name)).catalog
+    args = ModelArgs.from_catalog(catalog)
+    config = map_to_hf(catalog, args, infer(args, catalog)).config
+    kind = getattr(transformers, config["architectures"][0])
+    _, info = kind.from_pretrained(
+        None,
+        config=transformers.AutoConfig.for_model(**config),
+        state_dict=load(golden(name), Layout(), 0, names="hf"),
+        output_loading_info=True,
+    )
+    assert not any(info.values())
+
+
+# ---------------------------------------------------------------------- a device behind a stream
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """`load` goes through pinned tiles and a stream, on ordinary memory whose copies come late."""
+    real = device_module.find_device
+    monkeypatch.setattr(
+        loader, "find_device", lambda name, local=0: Staged(Simulated()) if name == "cuda" else real(name)
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_adam_tp2pp2", "v009_zarr_llama_adam_tp2pp2", "mixtral_adam_ep2tp2"])
+def test_a_device_gets_the_same_bits(name, staged):
+    cases = [{}, {"dtype": "fp32"}, {"stream": True, "max_memory": 4 << 20}]
+    for layout, options in itertools.product((Layout(), Layout(tp=4)), cases):
+        want = load(golden(name), layout, layout.world_size - 1, dtype=options.get("dtype"))
+        have = dict(load(golden(name), layout, layout.world_size - 1, device="cuda", **options))
+        assert set(have) == set(want)
+        assert all(v is None or torch.equal(bytes_of(v), bytes_of(want[k])) for k, v in have.items())
+
+
+def bytes_of(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", ["gpt_adam_tp2pp2", "nemotron_weights_tp2", "llama_ln1p_weights_tp2pp2"])
+def test_a_device_casts_transposes_and_shifts(name, staged):
+    for dtype in (None, "fp32", "fp16"):
+        want = load(golden(name), Layout(), 0, names="hf", dtype=dtype)
+        have = load(golden(name), Layout(), 0, names="hf", dtype=dtype, device="cuda")
+        assert all(torch.equal(bytes_of(v), bytes_of(have[k])) for k, v in want.items())
+
+
+def test_a_slot_is_not_used_before_its_event(monkeypatch, staged, tmp_path):
+    """The simulated device copies late, so the test above would fail without the wait: here it is left out."""
+    write_llama(tmp_path / "ckpt", layers=2, hidden=256, ffn=512, vocab=512)
+    monkeypatch.setattr(device_module._StagedLane, "_retire", lambda self, slot: slot.done and slot.done())
+    want = load(tmp_path / "ckpt", Layout(), 0)
+    have = load(tmp_path / "ckpt", Layout(), 0, device="cuda")
+    assert not all(torch.equal(v, have[k]) for k, v in want.items() if v is not None)
+
+
+# ---------------------------------------------------------------------- bytes and memory
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """A checkpoint with rows long enough to be halved, TP 2."""
+    folder = tmp_path_factory.mktemp("big") / "ckpt"
+    write_llama(folder, layers=2, hidden=512, ffn=1024, vocab=2048, tp=2, pp=1)
+    return folder
+
+
+def test_more_tensor_parallel_ranks_read_no_more(big, monkeypatch):
+    seen = {"bytes": 0}
+    real = os.preadv
+
+    def counted(fd, buffers, offset):
+        n = real(fd, buffers, offset)
+        seen["bytes"] += n
+        return n
+
+    monkeypatch.setattr(os, "preadv", counted)
+    total, whole = 0, load(big, Layout(), 0)
+    for rank in range(4):
+        seen["bytes"] = 0
+        state = load(big, Layout(tp=4), rank)
+        assert seen["bytes"] == state.report.bytes_read == state.report.bytes_needed
+        assert state.report.records_unchecked
+        total += state.report.bytes_read
+        columns = state["decoder.layers.1.mlp.linear_fc2.weight"]
+        assert torch.equal(columns, whole["decoder.layers.1.mlp.linear_fc2.weight"][:, 256 * rank : 256 * rank + 256])
+    assert total < 1.02 * whole.report.nbytes  # norms are on every rank
+
+
+def test_what_is_read_in_part_is_checked_on_request(big, tmp_path):
+    import shutil
+
+    folder = tmp_path / "ckpt"
+    shutil.copytree(big, folder)
+    name, path, offset, _ = next(p for p in payloads(folder) if p[0].endswith("1.mlp.linear_fc2.weight"))
+    flip(path, offset + 2 * 511)  # the end of the first row of the first half: the second of four ranks has it
+    assert load(folder, Layout(tp=4), 0).report.records_unchecked
+    with pytest.raises(IntegrityError, match="do not match their checksum") as caught:
+        load(folder, Layout(tp=4), 0, verify="all")
+    assert caught.value.tensor == name
+    assert "published" not in caught.value.hint
+    report = load(big, Layout(tp=4), 0, verify="all").report
+    assert report.records_unchecked == 0
+    assert report.bytes_read > 1.5 * report.bytes_needed
+    with pytest.raises(IntegrityError):
+        load(folder, Layout(), 0)
+
+
+def test_a_flipped_byte_anywhere_is_found(tmp_path):
+    folder = copy_golden("llama_adam_tp2pp2", tmp_path / "ckpt")
+    for number, (_, path, offset, size) in enumerate(payloads(folder, "weight")):
+        if number % 4 == 0:
+            flip(path, offset + size // 2)
+            for stream in (False, True):
+                with pytest.raises(IntegrityError, match="checksum"):
+                    dict(load(folder, Layout(), 0, stream=stream, vocab_size=128))
+            flip(path, offset + size // 2)
+    assert load(folder, Layout(), 0)
+
+
+def test_memory_stays_within_the_budget(tmp_path):
+    """A child process streams a checkpoint of 184 MiB and keeps nothing of it."""
+    nbytes = write_llama(tmp_path / "ckpt", layers=4, hidden=1024, ffn=4096, vocab=16384, tp=2, pp=1)
+    code = """
+import re, sys, threading, time
+import torch
+from pathlib import Path
+from converters import Layout, load
+torch.zeros(1).add(1)
+peak, over = 0, threading.Event()
+def now():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+def watch():
+    global peak
+    while not over.wait(0.002):
+        peak = max(peak, now())
+load(sys.argv[1], Layout(), 0, stream=True).close()
+base = now()
+thread = threading.Thread(target=watch); thread.start()
+for name, tensor in load(sys.argv[1], Layout(), 0, stream=True, max_memory=32 << 20):
+    del tensor
+over.set(); thread.join()
+print(peak - base)
+"""
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "ckpt"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert nbytes > 180 << 20
+    # buffers, what is read ahead and one tensor more, the largest is 32 MiB
+    assert int(done.stdout) < (32 + 32 + 3 * 32 + 16) << 20
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("load-")]
+
+
+def test_a_stream_gives_everything_and_leaves_nothing(big):
+    want = load(big, Layout(tp=2), 1)
+    seen = []
+    with load(big, Layout(tp=2), 1, stream=True, max_memory=4 << 20) as stream:
+        for name, tensor in stream:
+            seen.append(name)
+            assert tensor is None or torch.equal(tensor, want[name])
+    assert sorted(seen) == sorted(want)
+    assert stream.report.bytes_read == stream.report.bytes_needed == want.report.bytes_read
+    assert threads() == []
+
+
+@pytest.mark.parametrize("how", ["close", "forget", "raise"])
+def test_a_stream_may_be_left_early(big, how):
+    stream = load(big, Layout(), 0, stream=True)
+    next(stream)
+    assert threads() != [] or how
+    if how == "close":
+        stream.close()
+    elif how == "forget":
+        del stream
+    else:
+        with pytest.raises(ZeroDivisionError), stream:
+            raise ZeroDivisionError
+    assert threads() == []
+
+
+def test_a_stream_does_not_run_ahead(big):
+    """What is begun and not taken stays below the limit, or is one tensor for each thread."""
+    made = []
+
+    class Counting(Host):
+        def empty(self, dtype, shape):
+            made.append(tuple(shape))
+            return super().empty(dtype, shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("converters.load_state.find_device", lambda name: Counting())
+        source = iter_tensors(big, "decoder.layers.*", ahead=1, threads=2)
+        next(source)
+        import time
+
+        time.sleep(0.3)
+        assert len(made) <= 4
+        source.close()
+        made.clear()
+        source = iter_tensors(big, "decoder.layers.*", ahead=None, threads=2)
+        next(source)
+        time.sleep(0.3)
+        assert len(made) > 4
+        source.close()
+
+
+def test_what_goes_wrong_in_a_thread_is_raised_in_the_caller(big, monkeypatch):
+    calls = itertools.count()
+    real = Gatherer.gather
+
+    def failing(self, *arguments):
+        if next(calls) == 3:
+            raise ZeroDivisionError("in a thread")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Gatherer, "gather", failing)
+    for stream in (False, True):
+        calls = itertools.count()
+        with pytest.raises(ZeroDivisionError, match="in a thread"):
+            list(load(big, Layout(), 0, stream=stream))
+        assert threads() == []
+
+
+def test_a_load_can_be_stopped(big):
+    stop, seen = StopFlag(), []
+
+    def listener(event):
+        seen.append(event)
+        if isinstance(event, Moved):
+            stop.set(15)
+
+    with pytest.raises(Interrupted) as caught:
+        load(big, Layout(), 0, stop=stop, listener=listener, threads=1)
+    assert caught.value.signum == 15
+    assert isinstance(seen[0], PlanReady)
+    assert threads() == []
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (Layout(tp=3), {}, "heads cannot be split over --tp 3"),
+        (Layout(pp=3), {}, "cannot be spread evenly over --pp 3"),
+        (Layout(tp=2), {"rank": 2}, "there is no rank 2: the job has 2"),
+        (Layout(tp=2), {"rank": -1}, "there is no rank -1"),
+        (Layout(tp=2), {"rank": None}, "whose tensors"),
+        (Layout(), {"device": "cuda:99"}, "there is no device cuda:99"),
+        (Layout(), {"device": "tpu"}, "unknown device"),
+        (Layout(), {"max_memory": 1000}, "max_memory of 1,000 bytes is too small"),
+        (Layout(), {"names": "nemo"}, "there are no names"),
+        (Layout(tp=2), {"names": "hf"}, "no names for parts"),
+        (Layout(), {"names": "hf", "optimizer": True}, "no names for optimizer state"),
+        (Layout(), {"broadcast": "maybe"}, "broadcast is 'maybe'"),
+        (Layout(), {"dtype": "int8"}, "cannot cast"),
+    ],
+)
+def test_refused_before_anything_is_read(layout, options, message, monkeypatch):
+    monkeypatch.setattr(Gatherer, "gather", lambda *_: pytest.fail("something was read"))
+    with pytest.raises(RequestError, match=re.escape(message)):
+        load(golden("llama_adam_tp2pp2"), layout, **{"rank": 0, **options})
+
+
+def test_no_optimizer_to_load():
+    with pytest.raises(RequestError, match="no optimizer state"):
+        load(golden("qwen2_weights_tp2pp2"), Layout(), 0, optimizer=True)
+
+
+def test_too_little_memory_is_an_error_with_the_numbers(big, monkeypatch):
+    monkeypatch.setattr(Gatherer, "gather", lambda *_: pytest.fail("something was read"))
+    monkeypatch.setattr(device_module, "_free_memory", lambda: 5 << 20)
+    with pytest.raises(RequestError, match=r"cpu has 5 MiB free, rank 0 needs \d+ MiB") as caught:
+        load(big, Layout(), 0)
+    assert "bytes of tensors" in caught.value.details[0]
+    monkeypatch.setattr(device_module, "_free_memory", lambda: 1 << 30)
+    with pytest.raises(pytest.fail.Exception):
+        load(big, Layout(), 0)
+
+
+def test_the_kernel_says_how_much_is_free():
+    assert 1 << 20 < device_module._free_memory() < 1 << 50
+
+
+def test_not_a_checkpoint(tmp_path):
+    with pytest.raises(FormatError):
+        load(tmp_path, Layout(), 0)
+
+
+# ---------------------------------------------------------------------- what people used Megatron's calls for
+
+
+def test_common_state_is_plain():
+    from argparse import Namespace
+
+    common = load_common(golden("llama_adam_tp2pp2"))
+    assert isinstance(common["args"], Namespace)
+    assert common["args"].params_dtype is torch.bfloat16
+    assert common["args"].attention_backend == "AttnBackend(5)"
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["step"], group["weight_decay"], group["betas"]) for group in groups] == [
+        (2, 0.1, (0.9, 0.95)),
+        (2, 0.0, (0.9, 0.95)),
+    ]
+    for name in ("v019_llama_fullyreshardable_tp2dp2", "v009_zarr_llama_adam_tp2pp2", "legacy_gpt_adam_tp2pp2"):
+        assert load_common(path_of(name))["args"].num_layers == 2
+
+
+def test_metadata_and_plain_tensors():
+    known = truth("llama")
+    meta = load_metadata(golden("llama_adam_tp2pp2"))
+    assert meta["decoder.layers.1.mlp.linear_fc1.weight"].shape == (96, 32)
+    tensors = load_plain_tensors(golden("llama_adam_tp2pp2"), ["decoder.layers.*", "*final*"])
+    assert len(tensors) == 13
+    for name, tensor in tensors.items():
+        assert np.array_equal(bits(tensor), known[f"model/{name}"])
+    flat = load_plain_tensors(
+        golden("llama_dpreshardable_tp2pp2dp2"), "optimizer.state.exp_avg.decoder.*", optimizer=True
+    )
+    assert len(flat) == 13
+    for name, tensor in flat.items():
+        assert np.array_equal(bits(tensor), known["exp_avg/" + name.removeprefix("optimizer.state.exp_avg.")])
+    with pytest.raises(RequestError, match="no tensor is called nothing"):
+        load_plain_tensors(golden("llama_adam_tp2pp2"), "nothing")
+
+
+def test_importing_the_package_imports_little():
+    code = """
+import sys, converters
+heavy = {"torch", "numpy", "typer", "rich", "click", "transformers", "tensorstore"}
+print(sorted(heavy & set(sys.modules)))
+from converters import load, Layout, iter_tensors, load_common
+print(sorted(heavy & set(sys.modules)))
+assert callable(load) and "load" in dir(converters)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
+    assert done.stdout.split("\n")[:2] == ["[]", "['numpy']"]
+    with pytest.raises(AttributeError):
+        __import__("converters").no_such_thing  # noqa: B018
+    assert issubclass(DistckptError, Exception)
+
+
+# ---------------------------------------------------------------------- with a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama_adam_tp2pp2", "mixtral_adam_ep2tp2", "gpt_adam_tp2pp2"])
+def test_a_gpu_gets_the_same_bits(name):
+    for layout, options in itertools.product((Layout(), Layout(tp=4)), [{}, {"dtype": "fp32"}, {"stream": True}]):
+        want = load(golden(name), layout, 0, dtype=options.get("dtype"))
+        have = dict(load(golden(name), layout, 0, device="cuda:0", **options))
+        assert all(v is None or torch.equal(bytes_of(v.cpu()), bytes_of(want[k])) for k, v in have.items())
+    for dtype in (None, "fp16"):
+        want = load(golden(name), Layout(), 0, names="hf", dtype=dtype)
+        have = load(golden(name), Layout(), 0, names="hf", dtype=dtype, device="cuda:0")
+        assert all(torch.equal(bytes_of(v), bytes_of(have[k].cpu())) for k, v in want.items())
+
+
+@pytest.mark.gpu
+def test_a_gpu_holds_the_result_and_a_few_tiles(big):
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.memory_allocated(0)
+    state = load(big, Layout(), 0, device="cuda:0", dtype="fp32", threads=2)
+    peak = torch.cuda.max_memory_allocated(0) - before
+    assert peak <= state.report.nbytes + 2 * 3 * 3 * (8 << 20)
+
+
+@pytest.mark.gpu
+def test_too_little_memory_on_a_gpu(big, monkeypatch):
+    monkeypatch.setattr(Gatherer, "gather", lambda *_: pytest.fail("something was read"))
+    monkeypatch.setattr(device_module.Cuda, "room", lambda self: 1 << 20)
+    with pytest.raises(RequestError, match="cuda:0 has 1 MiB free"):
+        load(big, Layout(), 0, device="cuda:0")
