@@ -248,9 +248,9 @@ def _common(a: Side, b: Side, out: Facts) -> None:
 
 
 def _common_archive(reader: Reader) -> Archive | None:
-    if isinstance(reader, CommonReader):
-        return reader.common_archive()
     catalog = reader.catalog
+    if isinstance(reader, CommonReader):
+        return reader.common_archive() if catalog.common is not None else None
     if exists(catalog.path / "common.pt"):
         return Archive(catalog.path / "common.pt")
     stored = catalog.objects.get("common_state/shard_0_1")

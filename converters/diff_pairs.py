@@ -58,7 +58,7 @@ class Side:
     @property
     def is_hf(self) -> bool:
         """Whether its tensors have Hugging Face's names."""
-        return self.catalog.format == "safetensors"
+        return self.catalog.flavour == "Hugging Face"
 
     @cached_property
     def args(self) -> ModelArgs:
