@@ -36,7 +36,8 @@ __all__ = ["Stretch", "Values", "read_values", "stretches", "tile_size"]
 MIB = 1 << 20
 _TILE = 2 * MIB
 _SMALLEST_TILE = 64 << 10
-_STRETCH = 64 * MIB  # what a worker takes at a time, at least where tensors are small
+_STRETCHES = 256  # at least so many, so that workers and ranks get about the same
+_STRETCH = (64 << 10, 64 * MIB)  # bytes that a worker takes at a time, at least and at most
 _BLOCKS = 12 * 8 * BLOCK  # what `compare` makes of a block
 
 
@@ -89,16 +90,21 @@ def tile_size(max_memory: int, threads: int) -> tuple[int, int]:
 def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[Stretch]:
     """Cuts the work into parts of about equal size, in the order of the pairs; the same on every rank."""
     source, target = sides[1 - matching.shown].tensors, sides[matching.shown].tensors
+
+    def size_of(copy: Copy) -> int:
+        return source[copy.source].dtype.itemsize + target[copy.target].dtype.itemsize
+
+    total = sum(c.target_box.volume * size_of(c) for pair in matching.pairs for c in (*pair.copies, *pair.padding))
+    most = min(max(total // _STRETCHES, _STRETCH[0]), _STRETCH[1])
     out: list[Stretch] = []
     parts: list[tuple[int, int, Box]] = []
     held = 0
     for number, pair in enumerate(matching.pairs):
         for index, copy in enumerate((*pair.copies, *pair.padding)):
-            size = source[copy.source].dtype.itemsize + target[copy.target].dtype.itemsize
-            # a stretch ends on a tile's border, so that tiles do not become small
-            for box in contiguous_tiles(copy.target_box, max(1, _STRETCH // size)):
+            size = size_of(copy)
+            for box in contiguous_tiles(copy.target_box, max(1, most // size)):
                 nbytes = box.volume * size
-                if parts and held + nbytes > _STRETCH:
+                if parts and held + nbytes > most:
                     out.append(Stretch(len(out), tuple(parts), held))
                     parts, held = [], 0
                 parts.append((number, index, box))

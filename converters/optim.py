@@ -87,12 +87,14 @@ class OptimizerState:
     notes: tuple[str, ...] = ()
 
 
-def optimizer_state(reader: Reader, layout: Layout | None = None) -> OptimizerState:
+def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: bool = True) -> OptimizerState:
     """The optimizer's tensors under canonical names.
 
     Args:
         reader: The checkpoint.
         layout: The job that saved it, if its arguments do not tell.
+        proved: Of orders that fill flat buckets, accept none that a sample of the values speaks against; False takes the
+            one that the least speaks against, and notes what does.
 
     Raises:
         IntegrityError: No known order of parameters turns the stored master weights into the stored weights.
@@ -101,7 +103,7 @@ def optimizer_state(reader: Reader, layout: Layout | None = None) -> OptimizerSt
     catalog = reader.catalog
     groups = stored_groups(reader) if isinstance(reader, FlatReader) else {}
     if groups and isinstance(reader, FlatReader):
-        return unflatten(reader, groups, layout or Layout.saved(catalog))
+        return unflatten(reader, groups, layout or Layout.saved(catalog), proved=proved)
     tensors: dict[str, TensorInfo] = {}
     for info in catalog.tensors.values():
         if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
@@ -164,7 +166,7 @@ def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
 
 
 def unflatten(
-    reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout
+    reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout, *, proved: bool = True
 ) -> OptimizerState:
     """Names and boxes for the elements of flat buckets.
 
@@ -172,6 +174,7 @@ def unflatten(
         reader: The checkpoint.
         groups: What `stored_groups` found.
         layout: The job that saved it.
+        proved: See `optimizer_state`.
 
     Raises:
         IntegrityError: Orders that fill the buckets exist, but with none do master weights round to the weights.
@@ -180,6 +183,7 @@ def unflatten(
     catalog = reader.catalog
     reason: Misfit | None = None
     refused: list[str] = []
+    best: OptimizerState | None = None
     for candidate in candidates(catalog, layout):
         try:
             tensors = _Unflattener(catalog, groups, layout, candidate).run()
@@ -187,10 +191,14 @@ def unflatten(
             reason = reason or error
             continue
         wrong = mismatches(reader, tensors)
+        doubt = "the order of parameters in its flat buckets was inferred"
         if not wrong:
-            doubt = "the order of parameters in its flat buckets was inferred"
             return OptimizerState(tensors, _replaced(catalog), candidate, doubt)
-        refused = refused or wrong
+        if best is None or len(wrong) < len(refused):
+            note = f"{len(wrong)} master weights do not round to the weights; flat buckets are named by the likeliest order"
+            best, refused = OptimizerState(tensors, _replaced(catalog), candidate, doubt, (note,)), wrong
+    if best is not None and not proved:
+        return best
     if refused:
         raise refusal(refused, catalog, "no known order of parameters fits the flat optimizer buckets")
     raise reason or FormatError("the optimizer's flat buckets hold nothing")

@@ -188,6 +188,8 @@ def _fact(fact: Fact) -> str:
 
 
 def _value(value: Any, most: int = _CUT) -> str:
+    if value is None:
+        return "none"
     text = value if isinstance(value, str) else repr(value) if value is ABSENT else json.dumps(value, default=str)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
