@@ -23,7 +23,7 @@ from converters.formats.folder import is_folder, status
 from converters.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.names import fold, printable
 from converters.optim import optimizer_state
-from converters.verify_files import BLOCK_BYTES, FileTask, FileWorker, RecordIndex
+from converters.verify_files import BLOCK_BYTES, FileRead, FileTask, FileWorker, RecordIndex
 from converters.verify_report import Finding, Report
 from converters.verify_structure import check_structure, is_tied
 from converters.verify_values import TensorTask, TensorWorker, judge_values, tile_bytes, value_tasks
@@ -115,6 +115,8 @@ class _Verification:
         if not self.options.quick:
             fingerprint = self._reading(self.reader.fingerprint)
             self._plan()
+        else:
+            ranks = None  # nothing to share: every rank finds the same
         tasks: list[FileTask | TensorTask] = [*self.files, *self.lookups]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
         threads = self.options.threads
@@ -122,7 +124,8 @@ class _Verification:
         with crew:
             if tasks and crew.leads and listener is not None:
                 nbytes, memory = sum(t.nbytes for t in tasks), threads * (BLOCK_BYTES + tile_bytes(self.tensors))
-                listener(PlanReady("verify", len(self.files), nbytes, nbytes, memory))
+                count = sum(len(task.files) for task in self.files)
+                listener(PlanReady("verify", count, nbytes, nbytes, memory))
             results = crew.map(tasks, lambda: _Worker(self, crew)) if tasks else {}
             if crew.leads:
                 self._conclude(results, fingerprint)
@@ -166,13 +169,12 @@ class _Verification:
             positions.setdefault(name, []).append(position)
         sizes = {info.name: info.size for info in self.catalog.files if info.role != "unreferenced"}
         hashed = set(self.manifest.files if self.manifest else self.listed)
+        reads = []
         for name in dict.fromkeys([*paths, *sizes, *sorted(hashed)]):
-            path = paths.get(name, base / name)
-            size = self._size(path)
-            if size is None:
-                continue  # the structure says so, or the manifest
-            where = tuple(positions.get(name, ()))
-            self.files.append(FileTask(len(self.files), name, path, where, size, name in hashed))
+            size = sizes[name] if name in sizes else self._size(paths.get(name, base / name))
+            if size is not None:  # else the structure says so, or the manifest
+                reads.append(FileRead(name, tuple(positions.get(name, ())), size, name in hashed))
+        self.files = list(FileTask.batches(reads))
 
     def _size(self, path: Path) -> int | None:
         try:
@@ -224,11 +226,13 @@ class _Verification:
                 check = report.check(name)
                 check.skipped, check.summary = True, "not read (--quick)"
             return
-        scans = [(task, results[task.number]) for task in self.files]
+        scans = [results[task.number] for task in self.files]
+        names = [file.name for task in self.files for file in task.files]
+        digests = {name: digest for scan in scans for name, digest in scan["sha256"].items()}
         self._conclude_files(scans)
-        self._conclude_manifest(scans)
-        report.files = len(self.files)
-        report.bytes_read = sum(scan["read"] for _, scan in scans) + sum(t.nbytes for t in self.lookups)
+        self._conclude_manifest(names, digests)
+        report.files = len(names)
+        report.bytes_read = sum(scan["read"] for scan in scans) + sum(t.nbytes for t in self.lookups)
         self._conclude_pairs(results)
         if self.options.values:
             stats: dict[str, Any] = {}
@@ -254,19 +258,19 @@ class _Verification:
         except OSError:
             return True
 
-    def _conclude_files(self, scans: list[tuple[FileTask, dict[str, Any]]]) -> None:
-        found = [(task, *note) for task, scan in scans for note in scan["findings"]]
+    def _conclude_files(self, scans: list[dict[str, Any]]) -> None:
+        found = [note for scan in scans for note in scan["findings"]]
         wanted = {n for *_, records in found for n in records}
         owners = self.index.tensors(wanted, self.named)
         lost = {n for n in wanted if not owners[n]}  # the padding of a bucket
         owners |= self.index.tensors(lost, self.catalog.tensors)
-        for task, name, text, at, needed, there, records in found:
+        for file, name, text, at, needed, there, records in found:
             tensors = tuple(dict.fromkeys(t for n in records for t in owners.get(n, ())))
             offset = at if at >= 0 else None
-            finding = Finding("error", text, task.name, offset, needed, there, tensors, "restore this file from a copy")
+            finding = Finding("error", text, file, offset, needed, there, tensors, "restore this file from a copy")
             self.report.check(name).add(finding)
         archives, members, checked, unchecked = (
-            sum(scan[name] for _, scan in scans) for name in ("archives", "members", "checked", "unchecked")
+            sum(scan[name] for scan in scans) for name in ("archives", "members", "checked", "unchecked")
         )
         records = self.report.check("records")
         records.summary = f"{len(self.index):,} records hold what the metadata promises"
@@ -285,14 +289,13 @@ class _Verification:
             sums.summary = f"{before}not checkable: {self.catalog.format} stores none for {_size(unchecked)} of tensors"
             sums.summary += ", sizes fit and all could be read"
 
-    def _conclude_manifest(self, scans: list[tuple[FileTask, dict[str, Any]]]) -> None:
+    def _conclude_manifest(self, names: list[str], digests: Mapping[str, str]) -> None:
         manifest = self.manifest
         if manifest is None:
             return
         check = self.report.check("manifest")
         for text in manifest.trouble:
             check.error(text, file=manifest.name)
-        digests = {task.name: scan["sha256"] for task, scan in scans if scan["sha256"] is not None}
         for name, wanted in manifest.files.items():
             got = digests.get(name)
             shown = printable(name)
@@ -301,8 +304,7 @@ class _Verification:
             elif got != wanted:
                 text = f"{shown} is not the file that {manifest.name} lists"
                 check.error(text, file=name, needed=f"sha256 {wanted}", found=f"sha256 {got}")
-        extra = [task.name for task, _ in scans if task.name not in manifest.files and task.name != manifest.name]
-        extra = [name for name in extra if name not in (MEGATRON, OURS)]
+        extra = [name for name in names if name not in manifest.files and name not in (MEGATRON, OURS)]
         if extra:
             more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             check.warn(f"{printable(extra[0])}{more} is not listed in {manifest.name}", file=extra[0])
@@ -369,8 +371,8 @@ class _Verification:
         else:
             if listener is not None:
                 listener(Phase("writing the manifest"))
-            digests = {task.name: results[task.number]["sha256"] for task in self.files if task.hashed}
-            if digests.keys() != self.listed.keys() or None in digests.values():
+            digests = {n: d for task in self.files for n, d in results[task.number]["sha256"].items()}
+            if digests.keys() != self.listed.keys():
                 raise FormatError("files came or went while the checkpoint was read; no manifest was written")
             name = MEGATRON if self.catalog.format in _MEGATRONS else OURS
             write_manifest(folder, name, digests)

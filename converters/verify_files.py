@@ -24,13 +24,12 @@ import numpy as np
 from converters.errors import FormatError
 from converters.events import FileDone, Moved
 from converters.formats.base import ArchiveReader, StoredArchive
-from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.folder import close_source, is_folder, open_source, read_at
 from converters.names import printable
 from converters.records import member_offset, read_directory, read_pickle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -40,32 +39,57 @@ if TYPE_CHECKING:
     from converters.formats.folder import SourceFile
     from converters.records import Member, Payload
 
-__all__ = ["FileTask", "FileWorker", "RecordIndex"]
+__all__ = ["BLOCK_BYTES", "FileRead", "FileTask", "FileWorker", "RecordIndex"]
 
 BLOCK_BYTES = 8 << 20
+_BATCH_BYTES, _BATCH_FILES = BLOCK_BYTES, 256
 _OBJECT_PICKLE = 64 << 20  # larger ones are compared with their checksum, not read
 _ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class FileTask:
+class FileRead:
     """A file to be read.
 
     Attributes:
-        number: Among all tasks.
         name: Path relative to the checkpoint.
-        path: The file.
         positions: Its places in the reader's list of files; none for a file that holds no records.
         nbytes: Its size.
         hashed: Whether its SHA-256 is wanted.
     """
 
-    number: int
     name: str
-    path: Path
     positions: tuple[int, ...]
     nbytes: int
     hashed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """Files to be read: one, or many small ones.
+
+    Attributes:
+        number: Among all tasks.
+        files: The files.
+        nbytes: Their size.
+    """
+
+    number: int
+    files: tuple[FileRead, ...]
+    nbytes: int
+
+    @classmethod
+    def batches(cls, files: Iterable[FileRead]) -> Iterator[FileTask]:
+        """Tasks for all files, numbered from 0: a checkpoint may have a million of a few KiB."""
+        number, held, nbytes = 0, list[FileRead](), 0
+        for file in files:
+            if held and (nbytes + file.nbytes > _BATCH_BYTES or len(held) == _BATCH_FILES):
+                yield cls(number, tuple(held), nbytes)
+                number, held, nbytes = number + 1, [], 0
+            held.append(file)
+            nbytes += file.nbytes
+        if held:
+            yield cls(number, tuple(held), nbytes)
 
 
 class RecordIndex:
@@ -108,27 +132,29 @@ class RecordIndex:
 
 @dataclass
 class Scan:
-    """What was found in a file; plain data once `vars` is taken of it.
+    """What was found in the files of a task; plain data once `vars` is taken of it.
 
     Attributes:
-        findings: `(check, sentence, first byte or -1, needed, found, records)`.
+        findings: `(file, check, sentence, first byte or -1, needed, found, records)`.
         archives: Archives whose directory is in order.
         members: Members whose checksum was compared.
         checked: Bytes they have.
         unchecked: Bytes of tensors without a checksum.
         beyond: `(first byte, one past the last, record, key)` of archives that the file is too short for.
         read: Bytes read.
-        sha256: Of the whole file, if wanted.
+        sha256: Of each whole file where it is wanted.
+        file: The file that is read now.
     """
 
-    findings: list[tuple[str, str, int, str | None, str | None, list[int]]] = field(default_factory=list)
+    findings: list[tuple[str, str, str, int, str | None, str | None, list[int]]] = field(default_factory=list)
     archives: int = 0
     members: int = 0
     checked: int = 0
     unchecked: int = 0
     beyond: list[tuple[int, int, int, str]] = field(default_factory=list)
     read: int = 0
-    sha256: str | None = None
+    sha256: dict[str, str] = field(default_factory=dict)
+    file: str = ""
 
     def cut(self, name: str, size: int) -> None:
         """Notes, once, what a file is too short for."""
@@ -143,14 +169,15 @@ class Scan:
 
     def note(self, check: str, text: str, at: int = -1, *records: int, needed: str = "", found: str = "") -> None:
         """Notes something that is wrong."""
-        self.findings.append((check, text, at, needed or None, found or None, [r for r in records if r >= 0]))
+        records = tuple(r for r in records if r >= 0)
+        self.findings.append((self.file, check, text, at, needed or None, found or None, list(records)))
 
 
 class _Blocks:
     """A file read once from front to back in large blocks, with small looks anywhere."""
 
     def __init__(
-        self, source: SourceFile, task: FileTask, buffer: NDArray[np.uint8], crew: Crew, *, drop: bool
+        self, source: SourceFile, task: FileRead, buffer: NDArray[np.uint8], crew: Crew, *, drop: bool
     ) -> None:
         self._source, self._name, self._buffer, self._crew, self._drop = source, task.name, buffer, crew, drop
         self._digest = hashlib.sha256() if task.hashed else None
@@ -230,34 +257,44 @@ class FileWorker:
 
     def __init__(self, reader: Reader, index: RecordIndex, crew: Crew, *, drop: bool = True) -> None:
         self._reader, self._index, self._crew, self._drop = reader, index, crew, drop
+        place = reader.catalog.path
+        self._base = place if is_folder(place) else place.parent
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
 
     def close(self) -> None:
         """Nothing stays open between files."""
 
     def do(self, task: FileTask) -> dict[str, Any]:
-        """Reads a file; what `Scan` says."""
+        """Reads files; what `Scan` says of them."""
         out = Scan()
-        try:
-            source = open_source(task.path)
-        except FormatError as error:
-            out.note("records", error.message)
-            return vars(out)
-        blocks = _Blocks(source, task, self._buffer, self._crew, drop=self._drop)
-        try:
-            os.posix_fadvise(source.fd, source.base, source.size, os.POSIX_FADV_SEQUENTIAL)
-            self._contents(task, blocks, out)
-            out.cut(printable(task.name), task.nbytes)
-            out.sha256 = blocks.finish()
-        except OSError as error:
-            out.note("checksums", f"reading {printable(task.name)} failed: {error.strerror or error}")
-        finally:
-            close_source(source)
-        out.read = blocks.read
-        self._crew.moved(FileDone(task.name, task.nbytes), 0)
+        for file in task.files:
+            out.file = file.name
+            self._read(file, out)
+            self._crew.moved(FileDone(file.name, file.nbytes), 0)
         return vars(out)
 
-    def _contents(self, task: FileTask, blocks: _Blocks, out: Scan) -> None:
+    def _read(self, file: FileRead, out: Scan) -> None:
+        path = self._reader.files[file.positions[0]] if file.positions else self._base / file.name
+        try:
+            source = open_source(path)
+        except FormatError as error:
+            out.note("records", error.message)
+            return
+        blocks = _Blocks(source, file, self._buffer, self._crew, drop=self._drop)
+        try:
+            os.posix_fadvise(source.fd, source.base, source.size, os.POSIX_FADV_SEQUENTIAL)
+            self._contents(file, blocks, out)
+            out.cut(printable(file.name), file.nbytes)
+            digest = blocks.finish()
+            if digest is not None:
+                out.sha256[file.name] = digest
+        except OSError as error:
+            out.note("checksums", f"reading {printable(file.name)} failed: {error.strerror or error}")
+        finally:
+            close_source(source)
+        out.read += blocks.read
+
+    def _contents(self, task: FileRead, blocks: _Blocks, out: Scan) -> None:
         if task.positions and isinstance(self._reader, ArchiveReader):
             for position in task.positions:
                 for archive in self._reader.archives(position):
@@ -272,7 +309,7 @@ class FileWorker:
         for payload, record in sorted(located, key=lambda pair: pair[0].crc_offset):
             self._payload(task, payload, record, blocks, out)
 
-    def _located(self, task: FileTask, blocks: _Blocks, out: Scan) -> list[tuple[Payload, int]]:
+    def _located(self, task: FileRead, blocks: _Blocks, out: Scan) -> list[tuple[Payload, int]]:
         found = []
         for record in [n for position in task.positions for n in self._index.records(position)]:
             payload = self._locate(task, record, -1, blocks, out)
@@ -280,7 +317,7 @@ class FileWorker:
                 found.append((payload, record))
         return found
 
-    def _locate(self, task: FileTask, record: int, at: int, blocks: _Blocks, out: Scan) -> Payload | None:
+    def _locate(self, task: FileRead, record: int, at: int, blocks: _Blocks, out: Scan) -> Payload | None:
         try:
             payload = self._reader.locate(record, blocks.look)
         except FormatError as error:
@@ -295,13 +332,13 @@ class FileWorker:
             return None
         return payload
 
-    def _payload(self, task: FileTask, payload: Payload, record: int, blocks: _Blocks, out: Scan) -> None:
+    def _payload(self, task: FileRead, payload: Payload, record: int, blocks: _Blocks, out: Scan) -> None:
         """A record outside any archive that we know of: its elements, with their checksum if there is one."""
         self._sum(task, payload.crc_offset, payload.crc_nbytes, payload.crc, "its elements", record, blocks, out)
 
     def _archive(
         self,
-        task: FileTask,
+        task: FileRead,
         archive: StoredArchive,
         blocks: _Blocks,
         out: Scan,
@@ -333,7 +370,7 @@ class FileWorker:
 
     def _member(
         self,
-        task: FileTask,
+        task: FileRead,
         archive: StoredArchive,
         member: Member,
         what: str,
@@ -354,7 +391,7 @@ class FileWorker:
 
     def _sum(
         self,
-        task: FileTask,
+        task: FileRead,
         at: int,
         nbytes: int,
         wanted: int | None,
