@@ -216,6 +216,14 @@ REGISTRY: tuple[Format, ...] = (
         "legacy:LegacyReader",
         _legacy,
         read="Megatron-Core 0.12.0, 0.16.1",
+        written="loaded by Megatron-LM 0.16.1",
+    ),
+    Format(
+        "fsdp_dtensor",
+        "fsdp_dtensor of Megatron-FSDP",
+        "fsdp_dtensor:FsdpDtensorReader",
+        _fsdp_dtensor,
+        read="Megatron-Core 0.16.1",
     ),
     Format(
         "torch_dcp",

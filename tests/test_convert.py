@@ -1,0 +1,331 @@
+"""Every source to every target: what a job or a library loads holds the same bits; what makes no sense is refused."""
+
+import dataclasses
+import json
+import re
+import shutil
+
+import hf_reference
+import pytest
+from checkpoints import golden, tree, truth
+from legacy_cases import MODEL, copy_legacy, edit
+from reshard_cases import by_parameter, compare, expected, read_with_torch
+from support import GOLDEN
+from test_export import exported, logit_difference
+
+from converters.convert import WRITERS, plan_convert
+from converters.errors import FormatError, RequestError
+from converters.formats import REGISTRY, open_checkpoint
+from converters.formats.common_state import Archive
+from converters.layout import Layout
+from converters.pickles import dumps, fields, set_field
+from distckpt_cli.app import main
+from distckpt_cli.commands.convert import Format
+from distckpt_cli.targets import Carried, PlanCaching, TargetLayout
+
+LLAMA = GOLDEN / "truth" / "llama-bf16.safetensors"
+
+
+def source_of(name):
+    """The folder of a golden checkpoint of any format."""
+    return GOLDEN / name if "legacy" in name else golden(name)
+
+
+def convert(source, target, *options, to="torch_dist"):
+    """Runs the command as a person would."""
+    options = [*options, *(["--no-plan-cache"] if to == "torch_dist" else [])]
+    assert main(["convert", str(source), str(target), "--to", to, "-q", *options]) == 0
+    return target
+
+
+def refused(capsys, code, *words):
+    """The error text of a command that must end with `code`."""
+    assert main(["convert", *map(str, words)]) == code
+    return capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- the crosses, loaded by Megatron-Core itself
+
+
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("source", "layout"),
+    [
+        ("v009_zarr_llama_distopt_tp2pp2dp2", {"tp": 4}),
+        ("legacy_llama_distopt_tp2pp2dp2", {"pp": 2, "dp": 2}),
+        ("v019_llama_fullyreshardable_tp2dp2", {"tp": 2, "pp": 2}),
+        pytest.param("legacy_llama_adam_tp2pp2", {"tp": 2, "dp": 2}, marks=pytest.mark.slow),
+        pytest.param("v009_zarr_llama_adam_tp2pp2", {"tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_megatron_loads_torch_dist_of_any_source(source, layout, megatron_load, tmp_path):
+    """zarr, legacy and 0.19 checkpoints, weights and optimizer, in Megatron-Core 0.16.1."""
+    words = [f"--{axis}={size}" for axis, size in layout.items()]
+    convert(source_of(source), tmp_path / "out", *words)
+    answer = megatron_load(tmp_path / "out", LLAMA, optimizer=True, **layout)
+    assert answer["ok"], answer
+    assert all(rank["compared"]["master"] for rank in answer["optimizer"])
+
+
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_megatron_refuses_without_a_conversion(ours, megatron_load, tmp_path):
+    """0.16.1 reads neither a checkpoint of 0.19 nor its form of ours: the default is the form that all versions read."""
+    folder = source_of("v019_llama_fullyreshardable_tp2dp2")
+    if ours:
+        folder = convert(source_of("llama_fullyreshardable_tp2pp2dp2"), tmp_path / "out", "--mcore", "0.19")
+    with pytest.raises(pytest.fail.Exception, match=r"common\.pt|common_backend"):
+        megatron_load(folder, LLAMA)
+
+
+@pytest.mark.megatron
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_loads_layers_under_keys_of_their_own(megatron_load, tmp_path):
+    convert(source_of("legacy_llama_distopt_tp2pp2dp2"), tmp_path / "out", "--layers", "per-layer", "--weights-only")
+    keys = read_with_torch(tmp_path / "out" / "iter_0000010")
+    assert "decoder.layers.1.mlp.linear_fc2.weight" in keys
+    assert not any(key.startswith("optimizer.") for key in keys)
+    assert megatron_load(tmp_path / "out", LLAMA)["ok"]
+
+
+# ---------------------------------------------------------------------- torch_dist and its generations
+
+
+@pytest.mark.parametrize(
+    "source", ["v009_zarr_llama_adam_tp2pp2", "legacy_gpt_adam_tp2pp2", "legacy_mixtral_distopt_ep2pp2"]
+)
+def test_torch_dist_holds_the_truth(source, tmp_path):
+    config = re.search(r"llama|gpt|mixtral", source)[0]
+    convert(source_of(source), tmp_path / "out", "--pp", "2")
+    got = by_parameter(read_with_torch(tmp_path / "out" / "iter_0000010"))
+    compare(got, expected(config, optimizer=True))
+
+
+@pytest.mark.parametrize("to", WRITERS)
+@pytest.mark.parametrize("source", ["llama_dpreshardable_tp2pp2dp2", "v009_zarr_llama_distopt_tp2pp2dp2"])
+def test_through_every_format(source, to, tmp_path):
+    """X -> every format that is written -> torch_dist: the same bits, those of the optimizer included."""
+    layout = ["--tp", "4"] if WRITERS[to].layout else []
+    between = convert(source_of(source), tmp_path / "between", *layout, to=to)
+    convert(between, tmp_path / "out", "--pp", "2")
+    got = by_parameter(read_with_torch(tmp_path / "out" / "iter_0000010"))
+    compare(got, expected("llama", optimizer=to != "safetensors"))
+
+
+def test_it_is_what_reshard_writes(tmp_path):
+    source = source_of("llama_dpreshardable_tp2pp2dp2")
+    convert(source, tmp_path / "a", "--tp", "4", "--fully-parallel")
+    assert main(["reshard", str(source), str(tmp_path / "b"), "--tp", "4", "--fully-parallel", "-q"]) == 0
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_the_form_of_0_19_is_that_of_a_real_checkpoint(tmp_path):
+    source = source_of("v019_llama_fullyreshardable_tp2dp2")
+    real, made = source, convert(source, tmp_path / "new", "--tp=2", "--dp=2", "--mcore=0.19") / source.name
+    plain = convert(source, tmp_path / "plain", "--tp=2", "--dp=2") / source.name
+    assert (made / "metadata.json").read_bytes() == (real / "metadata.json").read_bytes()
+    assert not (made / "common.pt").exists()
+    assert len(json.loads((plain / "metadata.json").read_text())) == 4
+    embedded = common_state(made)
+    assert common_state(real).keys() == embedded.keys() | {"rerun_state_machine"}
+    args = fields(embedded["args"])
+    assert "megatron" in args["inference_cuda_graph_scope"].func.module  # 0.19 knows its own classes
+    older = Archive(plain / "common.pt").tree
+    assert older.keys() == embedded.keys()
+    set_field(embedded["args"], "inference_cuda_graph_scope", None)
+    assert dumps(older, 2) == dumps(embedded, 2)
+
+
+def common_state(folder):
+    """The inert common state that is embedded in a checkpoint."""
+    info = open_checkpoint(folder).catalog.objects["common_state/shard_0_1"]
+    tree = Archive(folder / info.file, info.start, info.length).tree
+    assert isinstance(tree, list)
+    return tree[0]
+
+
+def test_forms_and_keys_there_and_back(tmp_path):
+    """0.18 and 0.19, stacked and per-layer keys: whatever is between, the same files come back."""
+    first = convert(source_of("llama_fullyreshardable_tp2pp2dp2"), tmp_path / "0", "--tp=2", "--extra-state=keep")
+    other = convert(first, tmp_path / "1", "--tp=2", "--mcore=0.19", "--layers=per-layer", "--extra-state=keep")
+    again = convert(other, tmp_path / "2", "--tp=2", "--mcore=0.18", "--layers=stacked", "--extra-state=keep")
+    assert tree(first) != tree(other)
+    assert tree(again) == tree(first)
+
+
+# ---------------------------------------------------------------------- whole tensors, under Hugging Face's names
+
+
+def test_logits_of_a_legacy_checkpoint(tmp_path):
+    """legacy at TP 2 PP 2 -> safetensors that transformers loads: Megatron's logits."""
+    out = convert(source_of("legacy_llama_distopt_tp2pp2dp2"), tmp_path / "out", "--names", "hf", to="safetensors")
+    compare(exported(out), hf_reference.expected("llama", "llama", truth("llama")))
+    assert logit_difference(out, "llama") <= 1e-5
+
+
+# ---------------------------------------------------------------------- options
+
+VALUES = {
+    **dict.fromkeys(("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first_layers", "last_layers"), "2"),
+    "pp_layout": "Et|tL",
+    "optimizer": "keep",
+    "layers": "stacked",
+    "rng": "drop",
+    "extra_state": "drop",
+    "vocab_size": "120",
+    "fully_parallel": None,
+    "spec": "local",
+    "experts": "grouped",
+    "mcore": "0.19",
+    "weights_only": None,
+    "names": "hf",
+    "max_shard_bytes": "1GB",
+    "plan_cache": "somewhere",
+    "no_plan_cache": None,
+}
+
+
+def words_of(name):
+    option = "--max-shard-size" if name == "max_shard_bytes" else f"--{name.replace('_', '-')}"
+    return [option] if VALUES[name] is None else [option, VALUES[name]]
+
+
+def test_every_option_is_tried():
+    groups = (TargetLayout, Carried, PlanCaching, Format)
+    known = {f.name for group in groups for f in dataclasses.fields(group)} - {"to", "source", "max_shard_size"}
+    assert VALUES.keys() == known | {"max_shard_bytes"}
+
+
+@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("to", WRITERS)
+def test_an_option_is_taken_or_refused_by_name(to, name, tmp_path, capsys):
+    """Never ignored: what the writer's options do not have is a usage error that names the option."""
+    writer = WRITERS[to]
+    taken = writer.cached if "plan_cache" in name else name in writer.takes()
+    code = main(["convert", str(tmp_path / "absent"), str(tmp_path / "out"), "--to", to, *words_of(name)])
+    text = capsys.readouterr().err
+    if taken:
+        assert (code, "does not exist" in text) == (3, True), text
+    else:
+        assert code == 2
+        assert f"{words_of(name)[0]} has no meaning with --to {to}" in text
+        assert "hint:" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "zarr"], "--to 'zarr' is not a choice"),
+        (["--to", "torch_dist", "--from", "zrr"], "--from 'zrr' is not a choice"),
+        (["--to", "torch_dist", "--weights-only", "--optimizer", "keep"], "contradict each other"),
+        (["--to", "torch_dist", "--mcore", "0.17"], "--mcore '0.17' is not a choice"),
+        (["--to", "torch_dist", "--optimizer", "plain"], "--optimizer 'plain' is not a choice"),
+        (["--to", "legacy", "--optimizer", "fully_reshardable"], "choose distributed, plain, keep or none"),
+        (["--to", "torch", "--names", "llama"], "--names 'llama' is not a choice"),
+        (["--to", "safetensors", "--max-shard-size", "0"], "leaves no room for a tensor"),
+        ([], "missing option '--to'"),
+    ],
+)
+def test_misuse(words, message, tmp_path, capsys):
+    assert message in refused(capsys, 2, source_of("llama_adam_tp2pp2"), tmp_path / "out", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_library_refuses_what_a_format_does_not_take(tmp_path):
+    reader = open_checkpoint(source_of("llama_adam_tp2pp2"))
+    with pytest.raises(RequestError, match="does not take tp"):
+        plan_convert(reader, tmp_path / "out", "torch", given={"tp": 2})
+    with pytest.raises(RequestError, match="does not take a layout"):
+        plan_convert(reader, tmp_path / "out", "torch", layout=Layout(), given={})
+    with pytest.raises(RequestError, match="is not written"):
+        plan_convert(reader, tmp_path / "out", "zarr", given={})
+
+
+def test_a_forced_format(tmp_path, capsys):
+    source = tmp_path / "ckpt"
+    shutil.copytree(source_of("v009_zarr_llama_adam_tp2pp2"), source)
+    (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    refused(capsys, 3, source, tmp_path / "a", "--to", "torch_dist")
+    convert(source, tmp_path / "b", "--from", "zarr")
+    assert "b" in {path.name for path in tmp_path.iterdir()}
+    text = refused(capsys, 3, source_of("llama_adam_tp2pp2"), tmp_path / "c", "--to", "torch_dist", "--from", "zarr")
+    assert "holds no tensors in the format zarr" in text
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_a_dry_run_and_the_document(to, tmp_path, capsys):
+    source = source_of("legacy_llama_adam_tp2pp2")
+    common = ["convert", str(source), str(tmp_path / "out"), "--to", to, "--json", "--progress", "off"]
+    assert main([*common, "-n"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
+    proved = any("not checked with --dry-run: that master weights round" in text for text in planned["notes"])
+    assert proved is (to != "safetensors")  # which holds no optimizer
+    assert main(common) == 0
+    done = json.loads(capsys.readouterr().out)
+    for document, dry in ((planned, True), (done, False)):
+        assert document["schema"] == "distckpt.convert/1"
+        assert (document["dry_run"], document["to"], document["source"]["format"]) == (dry, to, "legacy")
+    assert planned["files"] == done["files"]
+    assert done["records_checked"] > 0
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+def test_bad_sources(tmp_path, capsys):
+    """What is wrong is said by name, with code 3 or 1, and nothing appears."""
+    incomplete = copy_legacy("legacy_llama_adam_tp2pp2", tmp_path / "a")
+    shutil.rmtree(incomplete / "mp_rank_01_000")
+    assert "mp_rank_01_000" in refused(capsys, 3, incomplete, tmp_path / "out", "--to", "torch_dist")
+    mixed = copy_legacy("legacy_llama_adam_tp2pp2", tmp_path / "b")
+    edit(mixed / "mp_rank_01_000" / MODEL, lambda saved: saved.update(iteration=20))
+    assert "20" in refused(capsys, 3, mixed, tmp_path / "out", "--to", "torch_dist")
+    zarr = tmp_path / "c"
+    shutil.copytree(source_of("v009_zarr_llama_adam_tp2pp2"), zarr)
+    chunk = next(zarr.glob("*linear_fc1.weight/0.0.0"))
+    chunk.unlink()
+    assert "linear_fc1.weight" in refused(capsys, 1, zarr, tmp_path / "out", "--to", "torch_dist")
+    not_a_zip = tmp_path / "model.pt"
+    not_a_zip.write_bytes(b"\x80\x02}q\x00." * 100)
+    refused(capsys, 3, not_a_zip, tmp_path / "out", "--to", "torch_dist")
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------- what is said of formats
+
+
+def test_formats_that_are_read_are_proven_with_the_versions_of_the_golden_checkpoints():
+    made_by = {found.name: set() for found in REGISTRY}
+    for path in GOLDEN.glob("*/facts.json"):
+        facts = json.loads(path.read_text())
+        made_by[{"torch": "legacy"}.get(facts["format"], facts["format"])].add(facts["megatron_core"].partition("+")[0])
+    for found in REGISTRY:
+        versions = set(re.findall(r"\d+\.\d+\.\d+", found.read.partition(";")[0]))
+        if "Megatron-Core" in found.read:
+            assert versions == made_by[found.name], found.name
+
+
+def test_formats_that_are_written_are_those_with_a_writer():
+    assert {found.name for found in REGISTRY if found.written} == WRITERS.keys()
+
+
+def test_the_table_of_formats(capsys):
+    assert main(["formats"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    for row, found in zip(rows, REGISTRY, strict=True):
+        assert row.startswith(found.name)
+        assert (found.read or "-") in row
+        assert (found.written or "-") in row
+    assert main(["formats", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [(f["name"], f["written"]) for f in document["formats"]] == [(f.name, f.written) for f in REGISTRY]
+
+
+def test_an_empty_source_is_refused(tmp_path):
+    reader = open_checkpoint(source_of("v009_zarr_llama_adam_tp2pp2"))
+    reader.catalog = dataclasses.replace(reader.catalog, tensors={})
+    with pytest.raises(FormatError, match="holds no tensors"):
+        plan_convert(reader, tmp_path / "out", "torch_dist", given={})
