@@ -254,9 +254,7 @@ CATALOGUE = [
 ]
 
 
-@pytest.fixture(
-    params=["qwen2_weights_tp2pp2", "v014_llama_modelspace_tp2pp2dp2", "v019_llama_fullyreshardable_tp2dp2"]
-)
+@pytest.fixture(params=["qwen2_weights_tp2pp2", "v019_llama_fullyreshardable_tp2dp2"])
 def source(request, tmp_path):
     copy = tmp_path / "iter_0000010"
     shutil.copytree(golden(request.param), copy)
