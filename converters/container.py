@@ -169,6 +169,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         advice=(hint,) if content.names == "hf" else (),
         next_step=f"python -c 'import torch; print(torch.load({where}, weights_only=True, mmap=True).keys())'",
         overwrite=options.overwrite,
+        device=options.device,
         single=True,
         proof=Masters(reader, state.tensors) if state.doubt else None,
     )
@@ -192,7 +193,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     options = options or SafetensorsOptions()
     catalog = reader.catalog
     if options.names == "hf" and catalog.megatron:
-        shared = {name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "vocab_size")}
+        shared = {name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device", "vocab_size")}
         return plan_export(reader, destination, ExportOptions(**shared, max_shard_bytes=options.max_shard_bytes))
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     content = _content(reader, options.names, options.vocab_size)
@@ -224,6 +225,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         facts=_facts(content),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
+        device=options.device,
     )
 
 

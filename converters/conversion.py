@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from converters.cast import choose_device
 from converters.crew import Crew
 from converters.engine import run
 from converters.errors import DestinationError, FormatError, IntegrityError
@@ -47,11 +48,13 @@ class WriteOptions:
         max_memory: Bytes of buffers.
         threads: Workers in this process.
         overwrite: Replace an existing destination after success.
+        device: Where elements are cast: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it has work.
     """
 
     max_memory: int = 64 * MIB
     threads: int = 2
     overwrite: bool = False
+    device: str = "auto"
 
 
 class Proof(Protocol):
@@ -101,6 +104,7 @@ class Conversion:
         next_step: A command to type then; empty if there is none.
         report_file: Name of the extra file that accounts for everything; empty if there is none.
         overwrite: Replace an existing destination after success.
+        device: See `WriteOptions`.
         single: The destination is a file: the job's only one.
         proof: What has to be proved of the source's data before anything is written; None if nothing is in doubt.
     """
@@ -119,6 +123,7 @@ class Conversion:
     next_step: str = ""
     report_file: str = ""
     overwrite: bool = False
+    device: str = "auto"
     single: bool = False
     proof: Proof | None = None
 
@@ -148,11 +153,12 @@ def run_conversion(
         _prove(plan, plan.proof, tell, stop, ranks)
     team = Team(ranks, destination, job.fingerprint, tell, stop) if ranks.world > 1 else None
     with team or contextlib.nullcontext():
+        device, said = choose_device(plan.device, computes=job.computes, local_rank=ranks.local)
         if team is not None and not team.leads:
-            return _follow(job, plan.reader, destination, stop, team)
+            return _follow(job, plan.reader, destination, stop, team, device)
         _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
         tell(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
-        for text in plan.notes:
+        for text in (*plan.notes, *([said] if said else [])):
             tell(Note(text))
         if team is not None:
             team.assemble()
@@ -167,7 +173,7 @@ def run_conversion(
         for text in staging.notes:
             tell(Note(text))
         try:
-            stats = run(job, plan.reader, staging, listener=tell, stop=stop, team=team)
+            stats = run(job, plan.reader, staging, listener=tell, stop=stop, team=team, device=device)
             tell(Phase("publishing"))
             for name, content in plan.extra_files.items():
                 staging.add(name, _contents(content))
@@ -212,12 +218,12 @@ def _known_size(files: Mapping[str, ExtraFile]) -> int:
         raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
 
 
-def _follow(job: Job, reader: Reader, destination: Path, stop: StopFlag | None, team: Team) -> Stats:
+def _follow(job: Job, reader: Reader, destination: Path, stop: StopFlag | None, team: Team, device: str) -> Stats:
     """What ranks other than 0 do."""
     team.await_share()
     staging = TeamStaging(destination, job.fingerprint, team.ranks.rank)
     try:
-        stats = run(job, reader, staging, stop=stop, team=team)
+        stats = run(job, reader, staging, stop=stop, team=team, device=device)
     finally:
         staging.close()
     team.await_end()

@@ -63,6 +63,7 @@ def run(
     listener: Listener | None = None,
     stop: StopFlag | None = None,
     team: Team | None = None,
+    device: str = "cpu",
 ) -> Stats:
     """Does what of the job is not done yet, and returns when all of it is on disk and checked; publishes nothing.
 
@@ -75,6 +76,7 @@ def run(
         listener: Told about progress, from any thread.
         stop: Polled between tiles.
         team: The ranks that do the job together, if there are several.
+        device: Where elements are cast: `cpu` or `cuda:N`.
 
     Raises:
         Interrupted: `stop` was set, or another rank is lost; what is done is in the journal.
@@ -82,7 +84,7 @@ def run(
         FormatError: A record cannot be read.
         DestinationError: Writing failed.
     """
-    return _Run(job, reader, staging, listener or _ignore, stop, team).run()
+    return _Run(job, reader, staging, listener or _ignore, stop, team, device).run()
 
 
 def _ignore(event: Event) -> None:
@@ -112,9 +114,10 @@ class _Run:
         listener: Listener,
         stop: StopFlag | None,
         team: Team | None,
+        device: str,
     ) -> None:
         self.job, self.reader, self.staging, self.listener, self.stop = job, reader, staging, listener, stop
-        self.team = team
+        self.team, self.device = team, device
         self.stats = Stats()
         self.sources = Sources(reader, job.sources)
         self.lock = threading.Lock()

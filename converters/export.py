@@ -168,6 +168,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         dropped=_dropped(catalog, mapping),
         notes=tuple(notes),
         overwrite=options.overwrite,
+        device=options.device,
         options=options,
         model=model,
         mapping=mapping,

@@ -183,12 +183,17 @@ class Sources:
 class Gatherer:
     """Buffers and open files of one thread that reads. Nothing here grows with the model.
 
+    Args:
+        sources: The tensors.
+        allocate: Makes a buffer of so many bytes; ordinary memory by default.
+
     Attributes:
         segments: Checksums of what was read; whoever wants them empties the list from time to time, or sets None.
     """
 
-    def __init__(self, sources: Sources) -> None:
+    def __init__(self, sources: Sources, allocate: Callable[[int], Bytes] | None = None) -> None:
         self._sources = sources
+        self._allocate = allocate or _ordinary
         self._tile = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
         self._files = OpenFiles(open_source, close_source)
@@ -213,7 +218,7 @@ class Gatherer:
         dtype = self._sources.tensors[name].dtype
         nbytes = box.volume * dtype.itemsize
         if into is None:
-            into = self._tile = _resized(self._tile, nbytes)
+            into = self._tile = self._resized(self._tile, nbytes)
         elements: NDArray[Any] = into[:nbytes].view(UNSIGNED[dtype.itemsize]).reshape(box.shape)
         for chunk in self._sources.chunks(name):
             part = chunk.box.intersect(box) if box.shape else box
@@ -236,8 +241,11 @@ class Gatherer:
 
     def scratch(self, nbytes: int) -> Bytes:
         """A buffer for whatever the thread does with a tile, until it gathers the next one."""
-        self._scratch = _resized(self._scratch, nbytes)
+        self._scratch = self._resized(self._scratch, nbytes)
         return self._scratch[:nbytes]
+
+    def _resized(self, buffer: Bytes, nbytes: int) -> Bytes:
+        return buffer if buffer.nbytes >= nbytes else self._allocate(nbytes)
 
     def _reader(self, path: Path) -> Callable[[int, int], bytes]:
         def read(offset: int, length: int) -> bytes:
@@ -358,9 +366,8 @@ class OpenFiles(Generic[_File]):
             raise trouble
 
 
-def _resized(buffer: Bytes, nbytes: int) -> Bytes:
-    """The buffer, or a larger one if it is too small; what it held is lost then."""
-    return buffer if buffer.nbytes >= nbytes else np.empty(nbytes, np.uint8)
+def _ordinary(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
 
 
 def offsets(outer: Sequence[tuple[int, int]]) -> Iterator[int]:

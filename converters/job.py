@@ -107,6 +107,10 @@ class Move:
     base: int = 0
 
 
+Kind = tuple["DType", "DType", Op]
+"""Type of an element at its source, type at its target, and what else happens to it."""
+
+
 class Routes(Protocol):
     """Where the elements of every source tensor go."""
 
@@ -122,8 +126,8 @@ class Routes(Protocol):
         """The output files that take elements of a box of a source tensor, and the bytes they take."""
         ...
 
-    def widest(self, sources: Mapping[str, TensorInfo]) -> int:
-        """How many times its size an element of a source has at its target, at the most; rounded up, at least 1."""
+    def kinds(self, sources: Mapping[str, TensorInfo]) -> set[Kind]:
+        """What happens to elements: type at the source, type at the target, operation. Mere moving may be left out."""
         ...
 
     def digest(self) -> str:
@@ -208,11 +212,10 @@ class CopyRoutes:
         """See `Routes`."""
         return total(self.reached(source, box))
 
-    def widest(self, sources: Mapping[str, TensorInfo]) -> int:
+    def kinds(self, sources: Mapping[str, TensorInfo]) -> set[Kind]:
         """See `Routes`."""
-        sizes = {name: sources[name].dtype.itemsize for name in self.copies}
-        pairs = {(n, self.targets[c.target].dtype.itemsize) for name, n in sizes.items() for c in self.copies[name]}
-        return max((-(-target // source) for source, target in pairs), default=1)
+        copies = ((sources[name].dtype, copy) for name, mine in self.copies.items() for copy in mine)
+        return {(dtype, self.targets[copy.target].dtype, copy.op) for dtype, copy in copies}
 
     def digest(self) -> str:
         """See `Routes`."""
@@ -237,6 +240,7 @@ class Job:
         tile_bytes: Size of a tile.
         threads: Workers in this process.
         peak_memory: Bytes of buffers that all workers hold together.
+        computes: Some elements change their type or value on the way.
         seals: The output records that end with a checksum of their own, if the format has such.
         source_fingerprint: Digest of the source as it was when the job was made; it must be the same while it is read.
         known_tasks: The tasks, if they are known from an earlier job that was the same but for its source's bytes.
@@ -249,6 +253,7 @@ class Job:
     tile_bytes: int
     threads: int
     peak_memory: int
+    computes: bool = False
     seals: Seals | None = None
     source_fingerprint: str = ""
     known_tasks: TaskTable | None = None
@@ -273,7 +278,9 @@ class Job:
         Raises:
             RequestError: `max_memory` is too small to hold a tile for one worker.
         """
-        buffers = 1 + max(1, routes.widest(sources))  # the tile, and a scratch that holds it in its widest form
+        kinds = routes.kinds(sources)
+        # the tile, and a scratch that holds it in its widest form
+        buffers = 1 + max((-(-new.itemsize // old.itemsize) for old, new, _ in kinds), default=1)
         tile, threads = _tile_size(buffers, max_memory, threads)
         digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}:{routes.digest()}".encode())
         for output in files:
@@ -281,7 +288,20 @@ class Job:
             digest.update(hashlib.sha256(output.literal).digest())
         used = sources if known_tasks else {name: sources[name] for name in routes.sources()}
         peak = threads * tile * buffers
-        return cls(used, routes, files, digest.hexdigest(), tile, threads, peak, seals, source_fingerprint, known_tasks)
+        computes = any(old != new or op in (Op.ADD_ONE, Op.SUBTRACT_ONE) for old, new, op in kinds)
+        return cls(
+            used,
+            routes,
+            files,
+            digest.hexdigest(),
+            tile,
+            threads,
+            peak,
+            computes,
+            seals,
+            source_fingerprint,
+            known_tasks,
+        )
 
     @cached_property
     def task_table(self) -> TaskTable:

@@ -158,6 +158,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         advice=(f"start the job with {writer.flags(destination)}",),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
+        device=options.device,
         proof=Masters(reader, found.tensors) if found.doubt else None,
     )
 

@@ -137,6 +137,7 @@ def plan_reshard(
         advice=(f"start the job with {_flags(destination, layout, options)}",),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
+        device=options.device,
         proof=Masters(reader, masters) if masters else None,
         layout=layout,
         options=options,

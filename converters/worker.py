@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from converters.box import runs
-from converters.gather import DROP_BYTES, UNSIGNED, Gatherer, OpenFiles, offsets
+from converters.cast import Caster, pinned
+from converters.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
 from converters.plan import Op
 from converters.publish import os_trouble, write_at
 
@@ -19,16 +20,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.crc import Segment
-    from converters.dtypes import DType
     from converters.gather import Segments, Sources
     from converters.job import Job, Move, Task, Tile
     from converters.publish import Staging
     from converters.team import TeamStaging
 
 __all__ = ["Worker"]
-
-# what torch takes from numpy without a copy
-_SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
 
 
 class Shared(Protocol):
@@ -37,6 +34,7 @@ class Shared(Protocol):
     job: Job
     staging: Staging | TeamStaging
     sources: Sources
+    device: str
 
     def should_stop(self) -> bool: ...
     def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
@@ -51,7 +49,8 @@ class Worker:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._gatherer = Gatherer(shared.sources)
+        self._gatherer = Gatherer(shared.sources, pinned(shared.device))
+        self._caster = Caster(shared.device)
         self._outputs = OpenFiles(_open_output, os.close)
         self.written: Segments = []
 
@@ -86,7 +85,8 @@ class Worker:
             values = values.T
         source_type = self._shared.job.sources[tile.source].dtype
         if move.dtype != source_type or move.op in (Op.ADD_ONE, Op.SUBTRACT_ONE):
-            values = self._convert(values, source_type, move.dtype, move.op)
+            into = self._gatherer.scratch(values.size * move.dtype.itemsize)
+            values = self._caster.cast(values, source_type, move.dtype, move.op, into)
         elif not values.flags.c_contiguous:
             packed = self._gatherer.scratch(values.nbytes).view(values.dtype).reshape(values.shape)
             np.copyto(packed, values)
@@ -108,22 +108,6 @@ class Worker:
                 os.posix_fadvise(fd, move.offset + first * size, len(data), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise os_trouble(error, path, "writing") from error
-
-    def _convert(self, values: NDArray[Any], source: DType, target: DType, op: Op) -> NDArray[Any]:
-        """Casts and shifts with torch, whose rounding is the one training used; norm shifts are done in fp32."""
-        import torch
-
-        result = self._gatherer.scratch(values.size * target.itemsize)
-        if values.size:
-            # strided as it is (a transposed tile): no copy in between
-            taken = torch.from_numpy(values.view(_SIGNED[source.itemsize])).view(getattr(torch, source.name))
-            if op is Op.ADD_ONE:
-                taken = taken.float() + 1
-            elif op is Op.SUBTRACT_ONE:
-                taken = taken.float() - 1
-            torch.frombuffer(result.data, dtype=getattr(torch, target.name)).reshape(values.shape).copy_(taken)
-        converted: NDArray[Any] = result.view(UNSIGNED[target.itemsize]).reshape(values.shape)
-        return converted
 
 
 def _open_output(path: Path) -> int:

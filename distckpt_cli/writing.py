@@ -44,6 +44,14 @@ class Writing:
     threads: Annotated[
         int | None, typer.Option(metavar="N", help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
     ] = None
+    device: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="Where types are changed: cpu, cuda, cuda:N or auto (a GPU, if there is one).",
+            rich_help_panel=_RESOURCES,
+        ),
+    ] = "auto"
     rank_timeout: RankTimeout = 60.0
 
     def __post_init__(self) -> None:
@@ -57,6 +65,7 @@ class Writing:
             "max_memory": parse_size(self.max_memory, "--max-memory"),
             "threads": self.threads or min(4, max(2, os.cpu_count() or 2)),
             "overwrite": self.overwrite,
+            "device": self.device,
         }
 
 

@@ -55,6 +55,7 @@ LEVELS = {
     "blueprint": 5,
     "board": 5,
     "conversion": 5,
+    "cast": 4,
     "crew": 5,
     "diff": 7,
     "diff_facts": 6,

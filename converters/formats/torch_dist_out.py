@@ -25,6 +25,7 @@ from converters.formats.dcp_metadata_out import ChunkTable, write_metadata
 from converters.formats.torch_dist_columns import Columns, stack
 from converters.formats.torch_dist_parts import ArrayOut, Cut, FlatOut, ObjectOut
 from converters.job import Move, OutputFile, Slice, total
+from converters.plan import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from converters.box import Box
     from converters.catalog import TensorInfo
+    from converters.job import Kind
     from converters.records_out import RecordLayout
 
 __all__ = ["ArrayOut", "Columns", "Cut", "FlatOut", "ObjectOut", "TorchDistOutput"]
@@ -99,10 +101,10 @@ class TorchDistOutput:
         """See `Routes`."""
         return list(dict.fromkeys([*self.columns.names, *self._flat_at])) if self.flats else self.columns.names
 
-    def widest(self, sources: Mapping[str, TensorInfo]) -> int:
+    def kinds(self, sources: Mapping[str, TensorInfo]) -> set[Kind]:
         """See `Routes`."""
-        pairs = {(f.dtype.itemsize, sources[n].dtype.itemsize) for f in self.flats for n in {c[0] for c in f.copies}}
-        return max((-(-wide // size) for wide, size in pairs), default=1)  # other tensors keep their type
+        pairs = {(sources[name].dtype, f.dtype) for f in self.flats for name in {copy[0] for copy in f.copies}}
+        return {(old, new, Op.COPY) for old, new in pairs}  # other tensors keep their type
 
     def reached(self, source: str, box: Box) -> Iterator[Move]:
         """See `Routes`."""
