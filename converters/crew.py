@@ -191,7 +191,9 @@ class Crew:
             Interrupted: The reason, or that there is one.
         """
         if self.should_stop():
-            raise Interrupted((self._stop and self._stop.signum) or 2, "stopped before the end: there is no answer")
+            raise Interrupted(
+                (self._stop and self._stop.signum) or 2, "there is no answer: not everything was looked at"
+            )
 
     def _progress(self) -> dict[str, Any]:
         with self._lock:
@@ -219,7 +221,7 @@ class Crew:
         if self._team is not None:
             self._team.check()
         if self._stop is not None and self._stop.is_set():
-            raise Interrupted(self._stop.signum or 2, "stopped before the end: there is no answer")
+            raise Interrupted(self._stop.signum or 2, "there is no answer: not everything was looked at")
         if self._failure is not None:
             raise self._failure
         return results

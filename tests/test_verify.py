@@ -295,6 +295,15 @@ def test_values_that_cannot_be(change, words, tmp_path):
     assert cli(copy, "--values")[0] == 1
 
 
+def test_an_embedding_of_zeros():
+    """It has no siblings; a matrix of zeros elsewhere may be one that is not trained yet."""
+    info, stats = stats_of(np.zeros(256, np.float32))
+    for name, severity in (("embedding.word_embeddings.weight", "error"), ("value_head.weight", "warning")):
+        check = Check("values")
+        judge_values(check, {name: stats}, {name: replace(info, name=name, shape=(16, 16))})
+        assert [(f.severity, f.message) for f in check.findings] == [(severity, f"{name}: all 256 elements are zero")]
+
+
 def test_a_negative_second_moment(tmp_path):
     copy = writable("llama_adam_tp2pp2", tmp_path)
     name = f"optimizer.state.exp_avg_sq.{FC2}"
