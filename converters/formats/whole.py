@@ -177,7 +177,8 @@ class WholeReader:
 
     def _catalog(self, chunks: Mapping[str, Mapping[str, Node]]) -> Catalog:
         names = [name for chunk in chunks.values() for name in chunk]
-        megatron = any(_MEGATRON.search(name) or _BEFORE_CORE.search(name) for name in names)
+        # GPT-NeoX has Megatron's old names for its modules, under a name of its own
+        megatron = any(_MEGATRON.search(n) or (_BEFORE_CORE.search(n) and not _HUGGING.search(n)) for n in names)
         args = _arguments(self._state.get("args"))
         config = self._configuration()
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
