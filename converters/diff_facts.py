@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
-from converters.formats.folder import exists
 from converters.model_args import ModelArgs
 from converters.names import natural_key, parse_key
 from converters.optim_groups import read_param_groups
 from converters.pickles import Global, Obj, PersId, describe, pairs, parse
 from converters.pickles import fields as attributes
-from converters.records import member_offset, read_directory, read_pickle, tensor_ref
+from converters.records import tensor_ref
+from converters.target_state import open_common
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -113,15 +113,15 @@ def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
         keep: Whether something of this name is wanted: `opt_param_scheduler.max_lr`, `rng_state`.
     """
     out = Facts()
-    if a.is_hf or b.is_hf:
+    if a.is_hf != b.is_hf:
         return out
     one, other = a.catalog.iteration, b.catalog.iteration
     if one is not None and other is not None:
         out.compared.append("iteration")
         out.found += [Fact("iteration", "iteration", one, other)] if one != other else []
-    if keep("optimizer.param_groups"):
+    if not a.is_hf:
         _groups(a, b, out)
-    _common(a, b, out)
+        _common(a, b, out)
     _objects(a, b, out, keep)
     out.found = [fact for fact in out.found if keep(fact.name)]
     return out
@@ -248,15 +248,7 @@ def _common(a: Side, b: Side, out: Facts) -> None:
 
 
 def _common_archive(reader: Reader) -> Archive | None:
-    catalog = reader.catalog
-    if isinstance(reader, CommonReader):
-        return reader.common_archive() if catalog.common is not None else None
-    if exists(catalog.path / "common.pt"):
-        return Archive(catalog.path / "common.pt")
-    stored = catalog.objects.get("common_state/shard_0_1")
-    if stored is None:
-        return None
-    return Archive(catalog.path / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
+    return None if reader.catalog.common is None else open_common(reader)[0]
 
 
 def _unwrapped(tree: Any) -> Any:
@@ -344,16 +336,7 @@ def _object(
 def _open(reader: Reader, info: ObjectInfo) -> Archive:
     if not isinstance(reader, CommonReader):
         return Archive(reader.catalog.path / info.file, info.start, info.length, f"{info.file}: {info.key}")
-    return _archive(reader.object_record(info.key), info.key)
-
-
-def _archive(raw: bytes, what: str) -> Archive:
-    def read(at: int, n: int) -> bytes:
-        return raw[at : at + n]
-
-    members = read_directory(read, 0, len(raw), what)
-    contents = {name: read(member_offset(read, 0, member, what), member.size) for name, member in members.items()}
-    return Archive.of(read_pickle(read, 0, len(raw), what), contents, what)
+    return Archive.parse(reader.object_record(info.key), info.key)
 
 
 def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]:
@@ -377,7 +360,7 @@ def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]
         return None, None
     try:
         if raw[:2] == b"PK":
-            inner = _archive(raw, info.key)
+            inner = Archive.parse(raw, info.key)
             return inner.tree, inner
         return parse(raw, what=info.key), None
     except FormatError:
@@ -473,7 +456,11 @@ def _tensors(
     if shown[0] != shown[1]:
         yield path, shown[0], shown[1]
     elif in_a is not None and in_b is not None:
-        one, other = in_a.elements(a), in_b.elements(b)
+        try:
+            one, other = in_a.elements(a), in_b.elements(b)
+        except FormatError as error:
+            yield path, error.message, error.message
+            return
         if one != other:
             at = next(n for n, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
             where = f"{shown[0]}, from element {at // a.dtype.itemsize}"

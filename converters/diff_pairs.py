@@ -222,6 +222,8 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
             continue
         if name not in hf.tensors:
             out.only[megatron is b].append(name)
+        elif hf.tensors[name].kind == "optimizer":
+            out.skipped[name] = "optimizer state of another framework"
         elif name in targets:
             _mapped_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows)
         elif name.endswith(_COMPUTED):
@@ -231,9 +233,9 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
     used, dropped = {c.source for c in mapping.copies}, {d.source: d.reason for d in mapping.drops}
     for name, tensor in megatron.tensors.items():
         if tensor.kind == "optimizer":
-            out.skipped[name] = "a Hugging Face folder holds no optimizer state"
+            out.skipped[name] = "optimizer state, for which Hugging Face has no place"
         elif name not in used:
-            out.skipped[name] = dropped.get(name, "it has no place in a Hugging Face folder")
+            out.skipped[name] = dropped.get(name, "it has no place in a Hugging Face model")
     return out
 
 
