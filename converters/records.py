@@ -159,7 +159,7 @@ def read_directory(read: Read, start: int, length: int, what: str) -> dict[str, 
 
 def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, Member]:
     members: dict[str, Member] = {}
-    at, spans = 0, []
+    at, spans, folder = 0, [], None
     for _ in range(total):
         if at + _CENTRAL.size > len(directory):
             raise FormatError(f"{what} has a zip directory that ends early")
@@ -178,6 +178,10 @@ def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, M
             raise FormatError(f"{what}: member {name!r} is compressed; torch.save never does that")
         top, _, bare = name.partition("/")
         bare = bare or top
+        if folder is None:
+            folder = top
+        elif top != folder:  # torch looks for every member under the first one's folder
+            raise FormatError(f"{what}: zip member {name!r} is not in the folder {folder!r} of the others")
         if bare in members or ".." in name.split("/") or "\0" in name or name.startswith("/"):
             raise FormatError(f"{what}: zip member {name!r} is repeated or tries to leave the archive")
         if header + _LOCAL.size + size > limit:

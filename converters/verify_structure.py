@@ -46,6 +46,9 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     for name, tensor in catalog.tensors.items():
         if name not in known and not _is_plain(tensor):
             _check_tiling(check, tensor)
+    for key, stored in catalog.objects.items():
+        if not stored.file:
+            check.error(f"the object {printable(key)} has no record", needed="a record", found="none")
     _check_grids(check, catalog.objects.values())
     _check_census(check, catalog)
     _check_optimizer_names(check, catalog)

@@ -27,6 +27,7 @@ from converters.errors import Interrupted, RequestError
 from converters.events import FileDone, Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.manifest import MEGATRON, read_manifest, write_manifest
+from converters.pickles import fields
 from converters.verify import VerifyOptions, verify
 from converters.verify_report import Check
 from converters.verify_structure import check_structure
@@ -137,8 +138,6 @@ def test_a_lost_object_of_a_real_checkpoint(tmp_path):
     copy = copy_golden("llama_adam_tp2pp2", tmp_path / "iter_0000010")
 
     def change(state):
-        from converters.pickles import fields
-
         key = next(k for k in state["state_dict_metadata"] if k.startswith("rng_state/"))
         del state["state_dict_metadata"][key]
         for index in [i for i in state["storage_data"] if fields(i)["fqn"] == key]:
@@ -146,6 +145,19 @@ def test_a_lost_object_of_a_real_checkpoint(tmp_path):
 
     edit_metadata(copy, change)
     assert "rng_state has 3 of its 4 shards" in text_of(found(copy, quick=True))
+
+
+def test_an_object_without_a_record(tmp_path):
+    copy = copy_golden("llama_adam_tp2pp2", tmp_path / "iter_0000010")
+    names: list[str] = []
+
+    def change(state):
+        names.append(next(k for k in state["state_dict_metadata"] if k.startswith("rng_state/")))
+        for index in [i for i in state["storage_data"] if fields(i)["fqn"] == names[0]]:
+            del state["storage_data"][index]
+
+    edit_metadata(copy, change)
+    assert f"the object {names[0]} has no record" in text_of(found(copy, quick=True))
 
 
 def test_a_stale_file_is_told(tmp_path):
