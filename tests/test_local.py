@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import golden
 from legacy_cases import LEGACY
-from support import GOLDEN
+from support import GOLDEN, read_tensor
 from test_layout_ranks import BASE, JOBS, MLA, MOE
 
 from converters.dtypes import dtype
@@ -121,18 +121,6 @@ def test_every_rank_has_what_megatron_has_in_memory(memory, job):
                 assert np.array_equal(filled(tensor, whole), theirs[tensor.name]), (rank, tensor.name)
 
 
-def stored(reader, name):
-    """A whole tensor's bits."""
-    info = reader.catalog.tensors[name]
-    out = np.zeros(info.shape, f"u{info.dtype.itemsize}")
-    for chunk in info.chunks():
-        raw = reader.files[reader.file_of(chunk.record)].read_bytes()
-        where = reader.locate(chunk.record, lambda at, n, raw=raw: raw[at : at + n])
-        found = np.frombuffer(raw, out.dtype, chunk.box.volume, where.offset + chunk.base * info.dtype.itemsize)
-        out[chunk.box.slices] = found.reshape(chunk.box.shape)
-    return out
-
-
 @pytest.mark.parametrize("name", ["llama_adam", "llama4_vpp2", "mixtral_distopt", "gpt_adam"])
 def test_names_order_and_values_are_those_of_legacy_files(name):
     """With TransformerEngine's layers, its grouped experts, tied embeddings and virtual stages."""
@@ -141,7 +129,7 @@ def test_names_order_and_values_are_those_of_legacy_files(name):
     folder = GOLDEN / name / "iter_0000010"
     args = open_checkpoint(folder).catalog.args
     model = LocalModel.of(reader.catalog, Layout.from_args(args))
-    whole = {source: stored(reader, source) for source in model.tensors}
+    whole = {source: read_tensor(reader, reader.catalog.tensors[source]) for source in model.tensors}
     for rank in range(model.layout.world_size):
         at = model.layout.coordinates(rank)
         numbers = [f"{at.tp:02d}", f"{at.pp:03d}", *([f"{at.ep:03d}"] if model.layout.ep > 1 else [])]

@@ -321,10 +321,11 @@ def _common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> 
     ]
     held = state.get("state")
     steps = [item["step"] for item in held.values() if "step" in item] if isinstance(held, Mapping) else []
-    if steps:  # torch's own Adam counts steps parameter by parameter
-        for group in groups:
-            group.setdefault("step", _number(steps[0], file, folder))
     out: dict[str, Node] = {"optimizer": {"param_groups": groups}}
+    if steps:  # torch's own Adam counts steps parameter by parameter; torch_dist keeps one for all of them
+        out["optimizer"]["state"] = {"common_step": _number(steps[0], file, folder)}
+        for group in groups:
+            group.setdefault("step", out["optimizer"]["state"]["common_step"])
     if entry.get("grad_scaler") is not None:
         out["grad_scaler"] = entry["grad_scaler"]
     return out

@@ -36,10 +36,10 @@ def use_fused_adam():
     distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
-def build_optimizer(model):
+def build_optimizer(model, distributed=True):
     """The optimizer with its state allocated, and every number in it made one that no checkpoint holds."""
     use_fused_adam()
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     wrapped = DistributedDataParallel(model.config, ddp, model)
     config = OptimizerConfig(
         optimizer="adam",
@@ -48,7 +48,7 @@ def build_optimizer(model):
         clip_grad=0.0,
         bf16=model.config.bf16,
         params_dtype=model.config.params_dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=distributed,
     )
     optimizer = get_megatron_optimizer(config, [wrapped])
     for parameter in model.parameters():
@@ -66,7 +66,13 @@ def parts(optimizer):
 
 
 def shards(optimizer):
-    """(parameter, range of its local elements, {state: this rank's elements}) of a DistributedOptimizer."""
+    """(parameter, range of its local elements, {state: this rank's elements}) of an optimizer."""
+    if not hasattr(optimizer, "model_param_group_index_map"):  # it is not distributed
+        for models_of, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            for parameter, main in zip(models_of, mains, strict=True):
+                state = {k: optimizer.optimizer.state[main][k] for k in STATES[1:]}
+                yield parameter, slice(0, parameter.numel()), {"master": main.data} | state
+        return
     for parameter, (group, position) in optimizer.model_param_group_index_map.items():
         main = optimizer.optimizer.param_groups[group]["params"][position]
         span = optimizer._get_model_param_range_map(parameter)["param"]
@@ -87,6 +93,22 @@ def load(folder, model, optimizer, per_layer):
     loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded["model"], strict=True)
     optimizer.load_state_dict(loaded["optimizer"])
+    return loaded
+
+
+def load_legacy(folder, model, optimizer):
+    """Loads a rank's files as megatron.training does with `--ckpt-format torch`."""
+    name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
+    if mpu.get_expert_model_parallel_world_size() > 1:
+        name += f"_{mpu.get_expert_model_parallel_rank():03d}"
+    loaded = torch.load(folder / name / "model_optim_rng.pt", map_location="cpu", weights_only=False)
+    model.load_state_dict(loaded["model"], strict=True)
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+        if (folder / name / "distrib_optim.pt").exists():
+            optimizer.load_parameter_state(str(folder / name / "distrib_optim.pt"))
     return loaded
 
 

@@ -98,7 +98,8 @@ def load_rank(options, rank, rendezvous):
     folder = options.folder
     if (folder / TRACKER).exists():
         folder = folder / f"iter_{int((folder / TRACKER).read_text()):07d}"
-    keys = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    legacy = any(folder.glob("mp_rank_*"))
+    keys = () if legacy else torch.distributed.checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
     per_layer = any(key.startswith(f"{models.LAYERS}0.") for key in keys)
     args = model_args(options)
     model = models.build_model(args)
@@ -111,13 +112,19 @@ def load_rank(options, rank, rendezvous):
         from oracle import optim
 
         cpu.redirect_devices()
-        optimizer = optim.build_optimizer(model)
+        flat = not legacy or any(folder.glob("*/distrib_optim.pt"))
+        optimizer = optim.build_optimizer(model, distributed=flat)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
-        loaded = optim.load(folder, model, optimizer, per_layer)
+        rest = (folder, model, optimizer)
+        loaded = optim.load_legacy(*rest) if legacy else optim.load(*rest, per_layer)
         truth = {kind: read_expected(options.expected, kind) for kind in optim.STATES}
         answer["optimizer"] = optim.compare(args, model, optimizer, truth, per_layer)
+    elif legacy:
+        from oracle import optim
+
+        loaded = optim.load_legacy(folder, model, None)
     else:
         loaded = dist_checkpointing.load({"model": models.sharded_state(model, per_layer)}, str(folder))
         model.load_state_dict(loaded["model"], strict=True)
