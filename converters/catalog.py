@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from converters.box import Box, flat_range, runs, straight
+from converters.dtypes import dtype
+from converters.pickles import Global
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -333,6 +335,7 @@ class Catalog:
         copies: Stored pieces that must equal a tensor and are not read otherwise (a tied embedding on the last stage, what
             every tensor-parallel rank has), by a label; each has the name of the tensor that it copies.
         opened: The folder that was named to open it, `path` or one around it; nothing is written inside it.
+        masters: What is stored of the weights are the optimizer's own, in fp32 also where the job computes with less.
     """
 
     path: Path
@@ -351,6 +354,7 @@ class Catalog:
     details: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, TensorInfo] = field(default_factory=dict)
     opened: Path | None = None
+    masters: bool = False
 
     @property
     def root(self) -> Path:
@@ -366,6 +370,13 @@ class Catalog:
     def megatron(self) -> bool:
         """Whether the weights have Megatron's names, so that a layout and an architecture can be asked for."""
         return any(name.startswith(("decoder.layers.", "encoder.layers.")) for name in self.weights)
+
+    def trained_type(self, weight: TensorInfo) -> DType:
+        """The element type that a job keeps a weight in, which is not always the stored one: see `masters`."""
+        params = self.args.get("params_dtype")
+        if self.masters and weight.dtype.name == "float32" and isinstance(params, Global) and params.module == "torch":
+            return dtype(params.name)
+        return weight.dtype
 
     def nbytes(self, kind: str | None = None) -> int:
         """Bytes of all tensors, or of those of one kind."""

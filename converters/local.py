@@ -175,7 +175,7 @@ class LocalModel:
             if name in VOCABULARY:
                 rows = vocabulary_rows(name, shape[0], layout.tp, catalog.args, args.vocab_size, vocab_size)
                 shape = (rows, *shape[1:])
-            tensors[name] = Target(name, info.dtype, shape)
+            tensors[name] = Target(name, catalog.trained_type(info), shape)
         return cls(tensors, layout, outline, order, shapes)
 
     def rank(self, rank: int) -> list[list[LocalTensor]]:

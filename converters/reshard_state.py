@@ -180,7 +180,8 @@ def _missing_extra_state(
 
     A loader asks for those of its own version and ignores the others; without FP8 all of them are empty.
     """
-    if not any(info.name.endswith("._extra_state") for info in catalog.objects.values()):
+    stored = any(info.name.endswith("._extra_state") for info in catalog.objects.values())
+    if not stored and not catalog.masters:  # Megatron-FSDP drops those that there were
         return []
     empty, out = empty_object(), []
     modules = dict.fromkeys(
@@ -263,6 +264,8 @@ def _own_arguments(known: Mapping[str, Any], options: ReshardOptions) -> dict[st
     values: dict[str, Any] = {}
     if known.get("ckpt_format") not in (None, "torch_dist"):
         values |= {name: v for name, v in (("ckpt_format", "torch_dist"), ("use_dist_ckpt", True)) if name in known}
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):  # a job with these loads nothing but fsdp_dtensor
+        values |= {name: False} if known.get(name) else {}
     if options.optimizer == "none":
         return values | {"no_save_optim": True}
     if known.get("use_distributed_optimizer") is not None:

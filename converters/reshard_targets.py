@@ -124,7 +124,7 @@ class Targets:
         kind = (pattern, state, tensor.dtype.name, tensor.shape)
         family = self._families.get(kind)
         if family is None:
-            family = self._families[kind] = self._family(name, pattern, tensor, experts[pattern])
+            family = self._families[kind] = self._family(name, state, pattern, tensor, experts[pattern])
         layer = numbers[0] if family.layered else ""
         array = family.arrays.get(layer)
         if array is None:
@@ -146,7 +146,7 @@ class Targets:
             raise RequestError(f"the tensors of {key} differ in type or shape", tensor=name)
         return number
 
-    def _family(self, name: str, pattern: str, tensor: TensorInfo, experts: int) -> _Family:
+    def _family(self, name: str, state: str, pattern: str, tensor: TensorInfo, experts: int) -> _Family:
         shape = self._target_shape(name, tensor.shape)
         boxes: dict[Any, Shard] = {}
         for piece in shards(name, shape, self.layout, self.outline):
@@ -154,7 +154,7 @@ class Targets:
         axes = stored_key(name, stacked=self.stacked).axes
         sizes = {"layer": self.outline.num_layers, "expert": experts}
         return _Family(
-            Cut(tensor.dtype, shape, tuple(boxes), tensor.shape, len(axes)),
+            Cut(tensor.dtype if state else self.catalog.trained_type(tensor), shape, tuple(boxes), tensor.shape, len(axes)),
             list(boxes.values()),
             axes,
             tuple(sizes[axis] for axis in axes),
@@ -187,7 +187,7 @@ class Targets:
         """The buckets of the target job, and what it stores beside them for each data-parallel group."""
         kind = dtype("float32")
         parameters = {
-            name: Target(name, weight.dtype, self._target_shape(name, weight.shape))
+            name: Target(name, self.catalog.trained_type(weight), self._target_shape(name, weight.shape))
             for name, weight in self.catalog.weights.items()
             if trainable(name)
         }
@@ -223,7 +223,7 @@ class Targets:
 def _key_style(catalog: Catalog, asked: str) -> tuple[str, bool]:
     """The wrapper's prefix of the source's keys, and whether the target's layers share keys."""
     wrapper, stacked, halves = "", False, False
-    if catalog.format == "legacy":  # it has names of modules: which keys a loader asks for follows from the model
+    if catalog.format not in ("torch_dist", "zarr"):  # names of modules: the model says which keys a loader asks for
         return wrapper, {"stacked": True, "per-layer": False}.get(asked, _homogeneous(catalog))
     for name, tensor in catalog.weights.items():
         key = tensor.keys[0]

@@ -39,12 +39,14 @@ class KeyedArray:
         dtype: Element type.
         original_shape: Shape before Megatron-Core 0.8 to 0.15 flattened the blocks; None for an ordinary tensor.
         trouble: What is wrong with its chunks, in words.
+        spelling: The key as Megatron's distributed checkpoints would spell it, if the file spells it otherwise.
     """
 
     array: StoredArray
     dtype: DType
     original_shape: tuple[int, ...] | None = None
     trouble: str | None = None
+    spelling: str | None = None
 
 
 def canonical_tensors(stored: Iterable[KeyedArray], problems: list[Problem]) -> dict[str, TensorInfo]:
@@ -61,7 +63,7 @@ def canonical_tensors(stored: Iterable[KeyedArray], problems: list[Problem]) -> 
     halves: dict[str, dict[str, TensorInfo]] = {}
     for tensor in stored:
         key = tensor.array.key
-        parsed = parse_key(key)
+        parsed = parse_key(tensor.spelling or key)
         made = list(_unstack(tensor, parsed))
         if tensor.trouble:
             text = f"{printable(key)}: {tensor.trouble}"

@@ -1,0 +1,226 @@
+"""Megatron-FSDP's `--ckpt-format fsdp_dtensor`: DCP files of DTensors, with everything else in objects of one value each.
+
+    model.module.decoder.layers.0.mlp.linear_fc1.weight_w            gate; weight_v is the other half
+    model.module.decoder.layers.0.mlp.experts.linear_fc2.weight3     expert 3 of all
+    optimizer.state.module.module.module.NAME.exp_avg
+    optimizer.param_to_group_meta.module.module.module.NAME.lr       the group's values again for each of its parameters
+    opt_param_scheduler.min_lr    rng_state.(0, 0).0.torch_rng_state    args    iteration    checkpoint_version
+
+What is stored of the model are the weights that the optimizer updates: in fp32 where mixed precision keeps such masters, in
+which case there are no others. They are therefore both, the weight and its master.
+
+Sources: Megatron-LM core_v0.14.0 to core_v0.16.1, megatron/training/checkpointing.py (`generate_state_dict`,
+`preprocess_fsdp_dtensor_state_dict`), megatron/core/transformer/fsdp_dtensor_checkpoint.py, megatron/core/optimizer/
+distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`).
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from converters.catalog import Catalog, ObjectInfo, Problem
+from converters.dtypes import dtype
+from converters.errors import FormatError
+from converters.formats.canonical import canonical_tensors, iteration_of, object_info
+from converters.formats.common_state import Archive
+from converters.formats.dcp import DcpReader
+from converters.formats.dcp_names import paths
+from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.megatron import common_facts
+from converters.names import printable
+from converters.records_out import object_record, storage_node, tensor_node
+
+if TYPE_CHECKING:
+    from converters.formats.dcp_metadata import StoredTensor
+    from converters.formats.dcp_names import Path as KeyPath
+    from converters.pickles import Node
+
+__all__ = ["FsdpDtensorReader"]
+
+_MODEL = re.compile(r"model\d*\.(?:module\.)+(.*)", re.DOTALL)
+_STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(?:module\.)+(.*)\.(\w+)", re.DOTALL)
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(?=$|_[wv]$)")
+_SEQUENTIAL = re.compile(r"\.experts\.local_experts\.(\d+)\.")
+_META = "param_to_group_meta"
+_RANK = re.compile(r"\((\d+), (\d+)\)")
+_APART = ("optimizer", "rng_state")
+
+
+class FsdpDtensorReader(DcpReader):
+    """An open fsdp_dtensor checkpoint."""
+
+    name: ClassVar[str] = "fsdp_dtensor"
+    optimizer_doubt: str | None = None
+
+    def _catalog(self) -> Catalog:
+        metadata = self.metadata
+        self._paths = paths([*metadata.tensors, *metadata.objects], metadata.planner_data)
+        problems: list[Problem] = [Problem("warning", text) for text in metadata.stray]
+        keyed = [
+            replace(self._keyed(tensor), spelling=spelling)
+            for key, tensor in metadata.tensors.items()
+            if (spelling := self._spelling(key)) is not None
+        ]
+        tensors = canonical_tensors(keyed, problems)
+        common = _Common(self)
+        facts = common_facts(common)
+        self._random = self._random_states(facts.args)
+        if not facts.args:
+            problems.append(Problem("warning", "it holds no args: sizes are read off the tensors"))
+        optimizer = any(tensor.kind == "optimizer" for tensor in tensors.values())
+        return Catalog(
+            path=self.folder,
+            format=self.name,
+            flavour="Megatron-LM",
+            tensors=tensors,
+            objects={key: info for key, (info, _) in self._random.items()},
+            args=facts.args,
+            common=common,
+            content={"distrib_optim_sharding_type": "fsdp_dtensor"} if optimizer else {},
+            iteration=facts.iteration if facts.iteration is not None else iteration_of(self.folder),
+            producer=("Megatron-Core 0.14 or later", "no earlier one has the format"),
+            files=self._check_files(tensors, problems),
+            problems=tuple(problems),
+            details={"metadata class": metadata.top_class},
+            masters=True,
+        )
+
+    def common_archive(self) -> Archive:
+        """The common state as the `common.pt` of a torch_dist checkpoint would hold it; the caller may change it."""
+        made = _Common(self)
+        members = {"byteorder": b"little", "version": b"3\n"}
+        return Archive.of({key: made[key] for key in made}, members, self.name)
+
+    def object_record(self, key: str) -> bytes:
+        """The record of an object as torch_dist stores it: a `torch.save` archive of a list of one."""
+        _, parts = self._random[key]
+        storages: dict[str, bytes] = {}
+        value = _nested({path[2:]: self._value(part, storages) for part, path in parts.items()})
+        return object_record([value], storages)
+
+    def param_groups(self) -> list[dict[str, Node]]:
+        """The optimizer's groups, each once, without their parameters."""
+        members: dict[str, dict[str, str]] = defaultdict(dict)
+        for key, path in self._paths.items():
+            if path[0] == "optimizer" and _META in path[:-2] and key in self.metadata.objects:
+                members[path[-2]][path[-1]] = key
+        steps = self._steps()
+        groups: dict[str, dict[str, Node]] = {}
+        for parameter, held in members.items():
+            group = {name: self.object_value(key) for name, key in held.items()}
+            if group.get("step") is None and parameter in steps:
+                group["step"] = steps[parameter]
+            groups.setdefault(repr(sorted(group.items())), group)
+        return list(groups.values())
+
+    def _spelling(self, key: str) -> str | None:
+        """The key of a tensor as torch_dist spells it; None for what is part of an object."""
+        if self._paths[key][0] == "rng_state":
+            return None
+        found, state = _MODEL.fullmatch(key), _STATE.fullmatch(key)
+        if state is not None:
+            # torch's own Adam keeps a step for each parameter: a number of the group in every other format
+            return None if state[2] == "step" else f"optimizer.state.{state[2]}.{_experts(state[1])}"
+        return _experts(found[1]) if found is not None else key
+
+    def _steps(self) -> dict[str, int]:
+        out = {}
+        for key, path in self._paths.items():
+            if path[-1] == "step" and "state" in path[:-2] and key in self.metadata.tensors:
+                stored = self.metadata.tensors[key]
+                raw = self._elements(stored)
+                out[path[-2]] = int(struct.unpack("<f" if stored.dtype == "float32" else "<q", raw)[0])
+        return out
+
+    def _random_states(self, args: Mapping[str, Any]) -> dict[str, tuple[ObjectInfo, dict[str, KeyPath]]]:
+        """One object for each (pp, tp) rank, as torch_dist has them; with experts in parallel it has more than are here."""
+        found: dict[tuple[int, ...], dict[str, KeyPath]] = defaultdict(dict)
+        for key, path in self._paths.items():
+            if path[0] == "rng_state" and len(path) > 2 and (named := _RANK.fullmatch(path[1])):
+                found[int(named[1]), int(named[2])][key] = path
+        grid = tuple(1 + max(axis) for axis in zip(*found, strict=True)) if found else ()
+        if (args.get("expert_model_parallel_size") or 1) != 1 or len(found) != (grid[0] * grid[1] if grid else 0):
+            return {}
+        out = {}
+        for rank, parts in sorted(found.items()):
+            name = f"rng_state/shard_{rank[0]}.{rank[1]}_{grid[0]}.{grid[1]}"
+            first = next((self.metadata.objects[key] for key in parts if key in self.metadata.objects), None)
+            if first is not None and first.file >= 0:
+                file = self.metadata.files[first.file]
+                out[name] = (object_info(name, file, first.offset, first.length, wrapped=False), parts)
+        return out
+
+    def _value(self, key: str, storages: dict[str, bytes]) -> Node:
+        """An object, or a tensor as a node whose elements go to `storages`."""
+        if key in self.metadata.objects:
+            return self.object_value(key)
+        stored = self.metadata.tensors[key]
+        name, kind, raw = str(len(storages)), dtype(stored.dtype), self._elements(stored)
+        storages[f"data/{name}"] = raw
+        return tensor_node(storage_node(kind, name, len(raw) // kind.itemsize), kind, stored.shape)
+
+    def _elements(self, stored: StoredTensor) -> bytes:
+        """The elements of a small tensor in one piece."""
+        array = self._array(stored)
+        if len(array.records) != 1 or array.records[0] < 0:
+            raise FormatError(f"{printable(stored.key)} is not stored in one piece")
+        record = int(array.records[0])
+        fd = open_source(self.files[self.file_of(record)])
+        try:
+            payload = self.locate(record, lambda at, n: read_at(fd, at, n))
+            return read_at(fd, payload.offset, payload.nbytes)
+        finally:
+            close_source(fd)
+
+
+class _Common(Mapping[str, Any]):
+    """The common state, read object by object when it is asked for: param groups are thousands of them."""
+
+    def __init__(self, reader: FsdpDtensorReader) -> None:
+        self._reader = reader
+        self._parts: dict[str, dict[KeyPath, str]] = defaultdict(dict)
+        for key, path in reader._paths.items():
+            if path[0] not in _APART and not path[0].startswith("model") and key in reader.metadata.objects:
+                self._parts[path[0]][path[1:]] = key
+        if any(path[0] == "optimizer" and _META in path for path in reader._paths.values()):
+            self._parts["optimizer"] = {}
+        self._known: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._parts:
+            raise KeyError(name)
+        if name not in self._known:
+            if name == "optimizer":
+                self._known[name] = {"optimizer": {"param_groups": self._reader.param_groups()}}
+            else:
+                parts = {path: self._reader.object_value(key) for path, key in self._parts[name].items()}
+                self._known[name] = _nested(parts)
+        return self._known[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._parts))
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _experts(name: str) -> str:
+    """The name of an expert's parameter as the catalog has it, its half kept: `experts.3.linear_fc1.weight_w`."""
+    return _SEQUENTIAL.sub(r".experts.\1.", _GROUPED.sub(r".experts.\3.\1.\2", name))
+
+
+def _nested(values: Mapping[KeyPath, Node]) -> Node:
+    """Dictionaries and lists again: DCP flattened them, and a list's positions are numbers as text here."""
+    if () in values:
+        return values[()]
+    inner: dict[str, dict[KeyPath, Node]] = defaultdict(dict)
+    for path, value in values.items():
+        inner[path[0]][path[1:]] = value
+    if all(name.isdecimal() for name in inner) and sorted(map(int, inner)) == list(range(len(inner))):
+        return [_nested(inner[str(number)]) for number in range(len(inner))]
+    return {name: _nested(held) for name, held in inner.items()}
