@@ -264,14 +264,15 @@ def test_a_reference_to_another_files_storage_is_refused():
         ArchiveOutput([two])
 
 
-def test_a_hundred_thousand_tensors_are_planned_in_seconds():
+@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_a_hundred_thousand_tensors_are_planned_in_seconds(count):
     file = ArchiveFile("model.pt")
     kind, box = dtype("bfloat16"), Box.whole((64, 64))
     begin = time.process_time()
-    file.tree = {f"w{n}": file.tensor(kind, (64, 64), [Copy(f"w{n}", box, f"w{n}", box)]) for n in range(100_000)}
+    file.tree = {f"w{n}": file.tensor(kind, (64, 64), [Copy(f"w{n}", box, f"w{n}", box)]) for n in range(count)}
     output = ArchiveOutput([file])
-    assert time.process_time() - begin < 20  # measured: 2 s on the machine the README speaks of
-    assert output.files[0].size > 100_000 * 64 * 64 * 2
+    assert time.process_time() - begin < count / 5000  # measured: 5 s for the hundred thousand
+    assert output.files[0].size > count * 64 * 64 * 2
 
 
 @pytest.mark.slow
