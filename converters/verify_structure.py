@@ -175,7 +175,7 @@ def _check_optimizer_names(check: Check, catalog: Catalog) -> None:
             states[state].add(parameter)
     first, second = states.get("exp_avg", set()), states.get("exp_avg_sq", set())
     for state, lost in (("exp_avg_sq", first - second), ("exp_avg", second - first)):
-        if lost:
+        if lost and first and second:  # Lion has no second moment, for any parameter
             names = tuple(f"optimizer.state.{state}.{name}" for name in sorted(lost))
             folded = fold(names)
             more = f" and {len(folded) - 1} more" if len(folded) > 1 else ""

@@ -132,6 +132,8 @@ def test_both_moments_are_there():
     assert structure(fake(dict.fromkeys(names, (0,)))) == []
     (text,) = structure(fake(dict.fromkeys(names[:-1], (0,))))
     assert text == "optimizer.state.exp_avg_sq.a.2.weight is missing, the other moment is there"
+    lion = [name for name in names if "_sq" not in name]
+    assert structure(fake(dict.fromkeys(lion, (0,)))) == []
 
 
 def test_a_lost_object_of_a_real_checkpoint(tmp_path):
