@@ -122,7 +122,7 @@ MORE = [
     ("llama_dpreshardable_buckets_tp2dp2", "llama", {"tp": 2, "pp": 2}, {"optimizer": "plain"}),
     ("legacy_llama_distopt_tp2pp2dp2", "llama", {"tp": 2, "dp": 2}, {}),
     ("v014_llama_modelspace_tp2pp2dp2", "llama", {"dp": 2}, {"optimizer": "distributed"}),
-    ("v009_zarr_llama_adam_tp2pp2", "llama", {"tp": 2, "pp": 2}, {}),
+    ("v009_zarr_llama_adam_tp2pp2", "llama", {"pp": 2}, {}),
     ("mixtral_adam_ep2tp2", "mixtral", {"ep": 4, "dp": 4}, {}),
 ]
 
