@@ -80,8 +80,8 @@ def _show_structure(console: Console, report: DiffReport) -> None:
     trouble = bool(any(matching.only) or matching.shapes or types)
     text = f"{both:,} in both" + ("" if trouble else ", with the same shapes and types")
     console.fact("tensors", text if both else "none in both")
-    for side, names in zip(report.plan.sides, matching.only, strict=True):
-        _list(console, f"only in {side.label}", [text for text, _ in fold(names)], style="error")
+    for number, side in enumerate(report.plan.sides):
+        _list(console, f"only in {side.label}", _only(report, number), style="error")
     lines = []
     for (a, b), names in _grouped((shapes, name) for name, shapes in matching.shapes.items()).items():
         lines += [f"{text}  {_shape(a)} in A, {_shape(b)} in B" for text, _ in fold(names)]
@@ -90,6 +90,16 @@ def _show_structure(console: Console, report: DiffReport) -> None:
     _list(console, "padding", _padding(report))
     reasons = _grouped((reason, name) for name, reason in matching.skipped.items())
     _list(console, "left out", [f"{reason} ({_count(names)})" for reason, names in reasons.items()])
+
+
+def _only(report: DiffReport, number: int) -> list[str]:
+    """Tensors that one side has; its whole optimizer as one line if the other side has none."""
+    names, other = report.plan.matching.only[number], report.plan.sides[1 - number]
+    state = [name for name in names if name.startswith("optimizer.")]
+    if not state or any(name.startswith("optimizer.") for name in other.tensors):
+        return [text for text, _ in fold(names)]
+    rest = [text for text, _ in fold(name for name in names if not name.startswith("optimizer."))]
+    return [*rest, f"the optimizer state ({len(state):,} tensors)"]
 
 
 def _types(report: DiffReport) -> list[str]:
@@ -201,7 +211,8 @@ def _arguments(report: DiffReport) -> str:
     if report.plan.matching.config:
         return ""
     if any(side.is_hf for side in sides):
-        return "config.json describes the same model"
+        stated = all(side.catalog.config for side in sides if side.is_hf)
+        return "config.json describes the same model" if stated else ""
     if all(side.catalog.args for side in sides):
         return "of model and training agree"
     return "of the model agree" if all(side.catalog.args or side.catalog.config for side in sides) else ""
@@ -209,7 +220,8 @@ def _arguments(report: DiffReport) -> str:
 
 def _agreeing(report: DiffReport) -> str:
     compared = report.plan.facts.compared
-    return f"{', '.join(compared)} agree{'s' if len(compared) == 1 else ''}" if compared else ""
+    one = len(compared) == 1 and not compared[0].endswith("s")
+    return f"{', '.join(compared)} agree{'s' if one else ''}" if compared else ""
 
 
 # ---------------------------------------------------------------------- values
