@@ -42,14 +42,14 @@ def _samples(value: Any) -> int | None:
 
 
 # field -> how to read it, and its names, newest first. Sources: Megatron-LM core_v0.4 to 0.20 arguments.py,
-# TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml
+# TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml; last, transformers' config.json
 _NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "num_layers": (_int, ("num_layers", "encoder_num_layers")),
-    "hidden_size": (_int, ("hidden_size",)),
-    "num_attention_heads": (_int, ("num_attention_heads",)),
-    "num_query_groups": (_int, ("num_query_groups",)),
-    "head_dim": (_int, ("kv_channels",)),
-    "ffn_hidden_size": (_int, ("ffn_hidden_size",)),
+    "num_layers": (_int, ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")),
+    "hidden_size": (_int, ("hidden_size", "n_embd")),
+    "num_attention_heads": (_int, ("num_attention_heads", "n_head")),
+    "num_query_groups": (_int, ("num_query_groups", "num_key_value_heads")),
+    "head_dim": (_int, ("kv_channels", "head_dim")),
+    "ffn_hidden_size": (_int, ("ffn_hidden_size", "intermediate_size", "n_inner")),
     "vocab_size": (_int, ("vocab_size",)),
     "max_position_embeddings": (_int, ("max_position_embeddings", "seq_length", "encoder_seq_length")),
     "norm_epsilon": (_float, ("layernorm_epsilon", "norm_epsilon")),
@@ -62,8 +62,8 @@ _NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "rotary_base": (_float, ("rotary_base",)),
     "rotary_percent": (_float, ("rotary_percent", "rotary_percentage")),
     "rotary_interleaved": (_bool, ("rotary_interleaved",)),
-    "num_experts": (_int, ("num_experts", "num_moe_experts")),
-    "moe_topk": (_int, ("moe_router_topk",)),
+    "num_experts": (_int, ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")),
+    "moe_topk": (_int, ("moe_router_topk", "num_experts_per_tok")),
     "moe_ffn_hidden_size": (_int, ("moe_ffn_hidden_size", "ffn_hidden_size")),
     "moe_shared_expert_size": (_int, ("moe_shared_expert_intermediate_size",)),
     "moe_shared_expert_gate": (_bool, ("moe_shared_expert_gate",)),
@@ -205,7 +205,8 @@ def _read_negated(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
     # the number of groups means nothing unless grouping is on: Megatron-LM's default is 1
     grouped = _bool(given.get("group_query_attention"))
     heads = _int(given.get("num_attention_heads"))
-    if heads and (grouped is False or (grouped is None and given.get("num_query_groups") is None)):
+    stated = any(given.get(name) is not None for name in ("num_query_groups", "num_key_value_heads"))
+    if heads and (grouped is False or (grouped is None and not stated)):
         facts.override("num_query_groups", heads, f"{label}.num_attention_heads")
 
 

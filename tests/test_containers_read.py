@@ -305,3 +305,14 @@ def test_a_file_beside_others_is_read_alone(sharded):
     assert list(open_checkpoint(sharded / "mine.pt").catalog.tensors) == ["mine"]
     part = open_checkpoint(sharded / "model-00001-of-00002.safetensors").catalog
     assert len(part.tensors) == 21  # a part of a checkpoint means the checkpoint
+
+
+def test_config_json_says_what_the_model_is(capsys):
+    for name, said in (
+        ("hf_llama_safetensors", "2 layers, hidden 32, 4 heads / 2 query groups, ffn 48, bf16"),
+        ("hf_mixtral_bin", "2 layers, hidden 32, 4 heads / 2 query groups, ffn 48, 4 experts, top 2, bf16"),
+    ):
+        assert main(["inspect", str(GOLDEN / name)]) == 0
+        assert said in capsys.readouterr().out
+    config = open_checkpoint(GOLDEN / "hf_mixtral_bin").catalog.config
+    assert config["model_type"] == "mixtral"

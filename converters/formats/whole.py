@@ -178,9 +178,10 @@ class WholeReader:
     def _catalog(self, chunks: Mapping[str, Mapping[str, Node]]) -> Catalog:
         names = [name for chunk in chunks.values() for name in chunk]
         # GPT-NeoX has Megatron's old names for its modules, under a name of its own
-        megatron = any(_MEGATRON.search(n) or (_BEFORE_CORE.search(n) and not _HUGGING.search(n)) for n in names)
-        args = _arguments(self._state.get("args"))
         config = self._configuration()
+        old = not config and any(_BEFORE_CORE.search(n) and not _HUGGING.search(n) for n in names)
+        megatron = old or any(_MEGATRON.search(n) for n in names)
+        args = _arguments(self._state.get("args"))
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
         tensors |= self._optimizer(args, megatron=megatron)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
