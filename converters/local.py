@@ -173,7 +173,7 @@ class LocalModel:
         for name, info in catalog.weights.items():
             shape = info.shape
             if name in VOCABULARY:
-                rows = vocabulary_rows(name, shape[0], layout.tp, catalog.args, args.vocab_size, vocab_size)
+                rows = vocabulary_rows(name, shape[0], layout.tp, catalog, args.vocab_size, vocab_size)
                 shape = (rows, *shape[1:])
             tensors[name] = Target(name, catalog.trained_type(info), shape)
         return cls(tensors, layout, outline, order, shapes)

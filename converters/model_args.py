@@ -19,7 +19,7 @@ from converters.model_shapes import measure
 if TYPE_CHECKING:
     from converters.catalog import Catalog
 
-__all__ = ["ModelArgs"]
+__all__ = ["ModelArgs", "model_config"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ModelArgs:
     def from_catalog(cls, catalog: Catalog) -> ModelArgs:
         """The facts that a checkpoint's arguments, configuration and shapes give; never fails."""
         facts = _Collected()
-        for label, values in (("args", catalog.args), ("config", _model_config(catalog.config))):
+        for label, values in (("args", catalog.args), ("config", model_config(catalog.config))):
             if values:
                 read_options(facts, label, values)
         facts.forget_unused()
@@ -145,12 +145,12 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-def _model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The model's own section: `model:` of Bridge's run_config.yaml, `config:` of NeMo 2, the whole of NeMo 1."""
     for section in ("model", "config"):
         inner = config.get(section)
         if isinstance(inner, Mapping):
-            return _model_config(inner)
+            return model_config(inner)
     return config
 
 

@@ -188,6 +188,13 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
     middle, left = layout.pp - len(given), num_layers - sum(n for _, n in given)
     if middle < 0:
         raise RequestError(f"{said} are two pipeline stages, --pp is {layout.pp}")
+    if left > 0 and not middle:
+        one = f"{said} needs more than one pipeline stage, --pp is 1"
+        several = f"{said} are all stages of --pp {layout.pp}, but not all of {num_layers} layers: {left} are left"
+        raise RequestError(
+            one if layout.pp == 1 else several,
+            hint=f"leave {given[0][0]} out" if layout.pp == 1 else f"{given[0][0]} {given[0][1] + left}, or a larger --pp",
+        )
     if left < 0 or (left == 0) != (middle == 0) or (middle and left % middle):
         option, n = given[0]
         fits = [k for k in range(1, n + left + 1) if (n + left - k) % max(middle, 1) == 0]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
+from converters.companions import companions
 from converters.conversion import Conversion, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.errors import RequestError
@@ -107,6 +108,8 @@ def plan_reshard(
     )
     if cache and key and known is None and draft.lasting:
         keep(cache, key, made, job.task_table, output)
+    rng = any(o.key.startswith("rng_state") for o in state.objects)
+    beside, losses = companions(catalog, layout, folder, rng=rng, optimizer=options.optimizer != "none")
     changed = {name: {"from": old, "to": new} for name, (old, new) in state.changed.items()}
     changes = [f"{name} {old} -> {new}" for name, (old, new) in state.changed.items()]
     return ReshardPlan(
@@ -118,11 +121,12 @@ def plan_reshard(
         extra_files={
             f"{folder}/.metadata": lambda: output.metadata(folder),
             **({f"{folder}/common.pt": state.common} if state.common else {}),
+            **beside,
             f"{folder}/metadata.json": _metadata_json(options.mcore),
             TRACKER: folder.removeprefix("iter_").lstrip("0").encode() or b"0",
         },
         dropped=(*dropped, *state.dropped),
-        notes=(*made.notes, *state.notes, *_losses(catalog)),
+        notes=(*made.notes, *state.notes, *losses),
         summary=(
             ("from", str(Layout.saved(catalog))),
             ("to", f"{layout}, optimizer: {options.optimizer}"),
@@ -162,15 +166,6 @@ def _flags(root: Path, layout: Layout, options: ReshardOptions) -> str:
     words.append("--use-distributed-optimizer")
     words += ["--dist-ckpt-optim-fully-reshardable"] if options.optimizer == "fully_reshardable" else []
     return " ".join(words)
-
-
-def _losses(catalog: Catalog) -> list[str]:
-    if catalog.args:
-        return []
-    return [
-        f"the model's configuration that {catalog.flavour} keeps beside its tensors is not carried over: "
-        "copy it for the job that loads the result, and export to Hugging Face from the source"
-    ]
 
 
 @dataclass(frozen=True)

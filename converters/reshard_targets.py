@@ -217,7 +217,7 @@ class Targets:
         if name not in VOCABULARY:
             return shape
         asked, known = self.options.vocab_size, self.args.vocab_size
-        return vocabulary_rows(name, shape[0], self.layout.tp, self.catalog.args, known, asked), *shape[1:]
+        return vocabulary_rows(name, shape[0], self.layout.tp, self.catalog, known, asked), *shape[1:]
 
 
 def _key_style(catalog: Catalog, asked: str) -> tuple[str, bool]:

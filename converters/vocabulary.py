@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.model_args import model_config
 from converters.split import padded_vocab
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
+
+    from converters.catalog import Catalog
 
 __all__ = ["VOCABULARY", "vocabulary_rows"]
 
@@ -18,7 +21,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output
 
 
 def vocabulary_rows(
-    name: str, stored: int, tp: int, args: Mapping[str, Any], known: int | None, asked: int | None = None
+    name: str, stored: int, tp: int, catalog: Catalog, known: int | None, asked: int | None = None
 ) -> int:
     """Rows of one of `VOCABULARY` in a job.
 
@@ -26,7 +29,7 @@ def vocabulary_rows(
         name: Which of them.
         stored: Its rows in the checkpoint.
         tp: Tensor-parallel size of the job.
-        args: Training arguments, for `make_vocab_size_divisible_by`.
+        catalog: The source; its arguments, or the model's configuration, say how the job pads.
         known: True vocabulary size, as far as the arguments tell.
         asked: What a person says it is.
 
@@ -40,10 +43,13 @@ def vocabulary_rows(
             f"--vocab-size {asked} would cut trained rows: the vocabulary of {name} has {known}", tensor=name
         )
     true = known if asked is None else asked
-    divisible = args.get("make_vocab_size_divisible_by", 128)
+    options: Mapping[str, Any] = catalog.args or model_config(catalog.config)
+    divisible = options.get("make_vocab_size_divisible_by", 128)
     if not isinstance(divisible, int) or divisible < 1:
         raise RequestError(f"the argument make_vocab_size_divisible_by is {divisible!r}, not a positive number")
-    if true is None:  # nobody knows how many rows are padding: keep them all, and pad further if tp asks for it
+    # nobody knows how many rows are padding, or Megatron-Bridge pads nothing (GPTModelProvider): keep them all, and pad
+    # further if tp asks for it
+    if true is None or (true == stored and options.get("should_pad_vocab") is False):
         return -(-stored // tp) * tp
     if not 0 < true <= stored:
         raise RequestError(f"the arguments give a vocabulary of {true}, but {name} has {stored} rows", tensor=name)

@@ -7,7 +7,8 @@ import shutil
 
 import hf_reference
 import pytest
-from checkpoints import golden, tree, truth
+import yaml
+from checkpoints import copy_golden, golden, tree, truth
 from legacy_cases import MODEL, copy_legacy, edit
 from reshard_cases import by_parameter, compare, expected, read_with_torch
 from support import GOLDEN
@@ -153,6 +154,71 @@ def test_forms_and_keys_there_and_back(tmp_path):
     again = convert(other, tmp_path / "2", "--tp=2", "--mcore=0.18", "--layers=stacked", "--extra-state=keep")
     assert tree(first) != tree(other)
     assert tree(again) == tree(first)
+
+
+# ---------------------------------------------------------------------- what Megatron-Bridge and NeMo keep beside it
+
+BRIDGE = "bridge_llama4_weights_tp2pp2"
+STAGES = """
+  pipeline_model_parallel_layout:
+    _target_: megatron.core.PipelineParallelLayerLayout
+    layout:
+    - - embedding
+    - - loss
+  should_pad_vocab: true
+  virtual_pipeline_model_parallel_size: 2
+optimizer: {}
+"""
+
+
+def configuration(folder):
+    return yaml.safe_load((folder / "run_config.yaml").read_text())
+
+
+def test_a_bridge_checkpoint_stays_one(tmp_path):
+    """The sizes in its configuration are those of the target, all else is as it was; so are the rows of the vocabulary."""
+    source = source_of(BRIDGE)
+    out = convert(source, tmp_path / "out", "--tp", "4") / source.name
+    was, now = configuration(source), configuration(out)
+    assert was["model"] | {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1} == now["model"]
+    assert was["checkpoint"] | {"save_rng": False, "save_optim": False} == now["checkpoint"]
+    assert was.keys() == now.keys()
+    for made in (out / "train_state.pt", out.parent / "latest_train_state.pt"):
+        assert made.read_bytes() == (source / "train_state.pt").read_bytes()
+    assert read_with_torch(out)["embedding.word_embeddings.weight"].shape[0] == 256  # 250, padded for 8 x tp 4
+    assert main(["export-hf", str(out), str(tmp_path / "hf"), "-q"]) == 0
+    compare(exported(tmp_path / "hf"), hf_reference.expected("llama4", "llama", truth("llama4")))
+
+
+def test_a_bridge_configuration_that_needs_no_change_but_one(tmp_path):
+    source = source_of(BRIDGE)
+    out = convert(source, tmp_path / "out", "--tp", "2", "--pp", "2") / source.name
+    text = (source / "run_config.yaml").read_text()
+    assert (out / "run_config.yaml").read_text() == text.replace(
+        "checkpoint:\n", "checkpoint:\n  save_optim: false\n", 1
+    )
+
+
+def test_a_bridge_configuration_with_more_in_it(tmp_path):
+    """A value of several lines, an unpadded vocabulary of its own, and one that is shared, which is not guessed at."""
+    source = copy_golden(BRIDGE, tmp_path / "iter_0000010")
+    path = source / "run_config.yaml"
+    text = path.read_text().rstrip("\n")
+    path.write_text(text + STAGES)
+    out = convert(source, tmp_path / "out", "--tp", "1", "--pp", "2", "--vpp", "2") / source.name
+    model = configuration(out)["model"]
+    assert model == configuration(source)["model"] | {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_layout": None,
+    }
+    path.write_text(text.replace("tensor_model_parallel_size: 2", "tensor_model_parallel_size: &two 2\n  other: *two"))
+    assert main(["reshard", str(source), str(tmp_path / "odd"), "-q"]) == 0
+    assert not (tmp_path / "odd" / source.name / "run_config.yaml").exists()
+
+
+def test_what_of_nemo_is_not_carried_over_is_said(tmp_path, capsys):
+    assert main(["reshard", str(source_of("nemo2_llama4_weights_tp2pp2")), str(tmp_path / "out"), "-n"]) == 0
+    assert "iter_0000010 renamed to weights, with a copy of context/ beside it" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- whole tensors, under Hugging Face's names

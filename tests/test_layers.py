@@ -54,6 +54,7 @@ LEVELS = {
     "models": 4,
     "blueprint": 5,
     "board": 5,
+    "companions": 5,
     "conversion": 5,
     "cast": 4,
     "crew": 5,

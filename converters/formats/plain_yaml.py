@@ -14,7 +14,7 @@ from converters.names import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["read_yaml"]
+__all__ = ["PlainLoader", "read_yaml"]
 
 _LIMIT = 8 << 20
 
@@ -27,16 +27,17 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     """
     raw = read_small(path, _LIMIT)
     try:
-        document = yaml.load(raw, Loader=_PlainLoader)
+        document = yaml.load(raw, Loader=PlainLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise FormatError(f"{path.name} is not plain YAML", details=[printable(str(error))[:300]]) from error
     return document if isinstance(document, Mapping) else {}
 
 
-class _PlainLoader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node of the document; counts aliases."""
         if self.check_event(yaml.AliasEvent):
             self._aliases = getattr(self, "_aliases", 0) + 1
             if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes
@@ -52,5 +53,5 @@ def _ignore_tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
     return suffix or node.value
 
 
-_PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", _ignore_tag)
-_PlainLoader.add_multi_constructor("!", _ignore_tag)
+PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", _ignore_tag)
+PlainLoader.add_multi_constructor("!", _ignore_tag)
