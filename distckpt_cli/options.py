@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -15,15 +16,18 @@ from distckpt_cli.console import UsageProblem, parse_size
 __all__ = [
     "Ckpt",
     "Json",
+    "MaxMemory",
     "ProgressMode",
     "Quiet",
     "RankTimeout",
     "Scratch",
+    "Threads",
     "Verbose",
     "check_choice",
     "given",
     "shard_bytes",
     "spread",
+    "workers",
 ]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -49,6 +53,13 @@ ProgressMode = Annotated[
         help="auto, bar, log (a line every 30 s) or off.",
         rich_help_panel="Output",
     ),
+]
+MaxMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Buffers of all workers, 64MiB by default.", rich_help_panel="Resources")
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Workers; by default one for each core.", rich_help_panel="Resources"),
 ]
 RankTimeout = Annotated[
     float,
@@ -127,6 +138,17 @@ def shard_bytes(text: str) -> int:
     if size < 1:
         raise UsageProblem("--max-shard-size 0 leaves no room for a tensor", hint="5GB is the default")
     return size
+
+
+def workers(threads: int | None, most: int) -> int:
+    """What `--threads` means: by default one for each core, at least 2, at most `most`.
+
+    Raises:
+        UsageProblem: Less than one.
+    """
+    if threads is not None and threads < 1:
+        raise UsageProblem(f"--threads {threads} is not a number of workers", hint="give 1 or more")
+    return threads or min(most, max(2, os.cpu_count() or 2))
 
 
 def given(group: Any) -> dict[str, Any]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.console import Console, UsageProblem, format_size, parse_size
+from distckpt_cli.console import Console, format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Json, ProgressMode, Quiet, RankTimeout, Verbose  # noqa: TC001 - read at run time
+from distckpt_cli.options import (
+    Json,
+    MaxMemory,
+    ProgressMode,
+    Quiet,
+    RankTimeout,
+    Threads,
+    Verbose,
+    workers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,12 +46,8 @@ class Writing:
     quiet: Quiet = False
     verbose: Verbose = 0
     progress: ProgressMode = "auto"
-    max_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Buffers of all workers, 64MiB by default.", rich_help_panel=_RESOURCES)
-    ] = "64MiB"
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
-    ] = None
+    max_memory: MaxMemory = "64MiB"
+    threads: Threads = None
     device: Annotated[
         str,
         typer.Option(
@@ -54,16 +58,12 @@ class Writing:
     ] = "auto"
     rank_timeout: RankTimeout = 60.0
 
-    def __post_init__(self) -> None:
-        if self.threads is not None and self.threads < 1:
-            raise UsageProblem(f"--threads {self.threads} is not a number of workers", hint="give 1 or more")
-
     @property
     def options(self) -> dict[str, Any]:
         """What the library's `WriteOptions` take."""
         return {
             "max_memory": parse_size(self.max_memory, "--max-memory"),
-            "threads": self.threads or min(4, max(2, os.cpu_count() or 2)),
+            "threads": workers(self.threads, 4),
             "overwrite": self.overwrite,
             "device": self.device,
         }

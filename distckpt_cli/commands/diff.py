@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,20 +9,22 @@ import typer
 
 from distckpt_cli.console import Console, UsageProblem, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import (  # noqa: TC001 - Typer reads the annotations at run time
+from distckpt_cli.options import (
     Json,
+    MaxMemory,
     ProgressMode,
     Quiet,
     RankTimeout,
     Scratch,
+    Threads,
     Verbose,
+    workers,
 )
 
 if TYPE_CHECKING:
     from converters.diff import DiffOptions
 
 _WHAT = "What to compare"
-_RESOURCES = "Resources"
 
 
 def diff(
@@ -74,12 +75,8 @@ def diff(
     quiet: Quiet = False,
     verbose: Verbose = 0,
     progress: ProgressMode = "auto",
-    max_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Buffers of all workers, 64MiB by default.", rich_help_panel=_RESOURCES)
-    ] = "64MiB",
-    threads: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Workers; by default 2 to 4.", rich_help_panel=_RESOURCES)
-    ] = None,
+    max_memory: MaxMemory = "64MiB",
+    threads: Threads = None,
     scratch: Scratch = None,
     rank_timeout: RankTimeout = 60.0,
 ) -> int:
@@ -143,5 +140,5 @@ def _options(
         arch=arch,
         vocab_size=vocab_size,
         max_memory=parse_size(max_memory, "--max-memory"),
-        threads=threads or min(4, max(2, os.cpu_count() or 2)),
+        threads=workers(threads, 4),
     )
