@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from conformance import Case, Conformance, held
 from container_cases import SHARDS, bits, convert, loaded
 from safetensors.torch import load_file
 from support import GOLDEN, read_tensor
+from test_export import differing
 
 from converters.formats import open_checkpoint
 from distckpt_cli.app import main
@@ -316,3 +318,24 @@ def test_config_json_says_what_the_model_is(capsys):
         assert said in capsys.readouterr().out
     config = open_checkpoint(GOLDEN / "hf_mixtral_bin").catalog.config
     assert config["model_type"] == "mixtral"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_undivided_nemo_1_model(packed, tmp_path):
+    """What NeMo 1 saved without model parallelism: one file of torch, its configuration beside it, packed as .nemo."""
+    divided = GOLDEN / "nemo1_zarr_llama4_weights_tp2pp2"
+    document = loaded(convert(golden(divided.name), tmp_path / "m.pt", "torch"))
+    (tmp_path / "nemo").mkdir()
+    torch.save({f"model.{n}": v for n, v in document["model"].items()}, tmp_path / "nemo" / "model_weights.ckpt")
+    shutil.copy(divided / "model_config.yaml", tmp_path / "nemo")
+    source = tmp_path / "nemo"
+    if packed:
+        source = tmp_path / "m.nemo"
+        with tarfile.open(source, "w") as tar:
+            tar.add(tmp_path / "nemo", ".")
+    catalog = open_checkpoint(source).catalog
+    assert catalog.flavour == "NeMo 1"
+    assert not catalog.problems
+    assert main(["diff", str(source), str(golden(divided.name)), "--progress", "off"]) == 0
+    assert main(["export-hf", str(source), str(tmp_path / "hf"), "--progress", "off"]) == 0
+    assert not differing(tmp_path / "hf", "llama4", "llama")

@@ -184,11 +184,12 @@ def _safetensors(seen: Seen) -> bool:
 
 
 def _torch(seen: Seen) -> bool:
-    """Hugging Face's names in a folder; a file whose first member is torch.save's pickle, or its form before 1.6."""
+    """Names of Hugging Face or NeMo 1 in a folder; a file that begins as torch.save's do, now or before 1.6."""
     old = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
     archive = seen.head[:4] == b"PK\x03\x04" and b"data.pkl" in seen.head
+    folder = {"pytorch_model.bin", "pytorch_model.bin.index.json", "model_weights.ckpt"}
     return (
-        bool({"pytorch_model.bin", "pytorch_model.bin.index.json"} & seen.names)
+        bool(folder & seen.names)
         or archive
         or seen.head[: len(old)] == old
     )
@@ -242,7 +243,7 @@ REGISTRY: tuple[Format, ...] = (
     ),
     Format(
         "torch",
-        "one file of torch.save with a state dict, or Hugging Face's pytorch_model.bin",
+        "one file of torch.save with a state dict, Hugging Face's pytorch_model.bin, an undivided .nemo of NeMo 1",
         "torch_file:TorchFileReader",
         _torch,
         read="torch 2.13",

@@ -3,6 +3,7 @@
     model.pt                      {"model": {...}, "optimizer": ..., "iteration": 10}, or the state dict itself
     pytorch_model.bin             a state dict
     pytorch_model-00001-of-00002.bin ... + pytorch_model.bin.index.json
+    model_weights.ckpt            the same of NeMo 1 without model parallelism, beside model_config.yaml, often in a .nemo
 
 Tensors are found in the zip archive by its pickle, which is read without executing anything, and streamed from there.
 Files from before torch 1.6 are no archives: they are refused.
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
     from converters.pickles import Node
 
-__all__ = ["INDEX", "SINGLE", "TorchFileReader"]
+__all__ = ["TorchFileReader"]
 
-SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SINGLE, NEMO, INDEX = "pytorch_model.bin", "model_weights.ckpt", "pytorch_model.bin.index.json"
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _CHUNK = re.compile(r"model\d+")  # Megatron-LM's virtual pipeline
 _DEEPEST = 64
@@ -48,14 +49,12 @@ class TorchFileReader(WholeReader):
         Raises:
             FormatError: Not an archive of torch.save, unsafe, without tensors, or shards that do not fit their index.
         """
-        if not is_folder(place):
-            file = PtFile.read(place.parent, place.name)
-            storages = Shards(place.parent, [file], file.name)
-            _number(file)
-            return cls(place, storages, *_split(file.tree, file.name))
-        if not exists(place / INDEX):
-            file = PtFile.read(place, SINGLE)
-            storages = Shards(place, [file], file.name)
+        if not is_folder(place) or not exists(place / INDEX):
+            folder, name = (
+                (place, SINGLE if exists(place / SINGLE) else NEMO) if is_folder(place) else (place.parent, place.name)
+            )
+            file = PtFile.read(folder, name)
+            storages = Shards(folder, [file], file.name)
             _number(file)
             return cls(place, storages, *_split(file.tree, file.name))
         wanted = read_index(place, INDEX, ".bin")

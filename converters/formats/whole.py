@@ -47,6 +47,7 @@ _HUGGING = re.compile(
 )
 _SPLIT = re.compile(r"parallel|pipeline|world_size")
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+_NEMO = "model_config.yaml"
 _MOST_RUNS = 1 << 16
 _JSON_LIMIT = 256 << 20
 
@@ -185,7 +186,8 @@ class WholeReader:
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
         tensors |= self._optimizer(args, megatron=megatron)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
-        flavour = "Megatron-LM" if megatron else "Hugging Face" if hugging else "torch"
+        own = "NeMo 1" if config and not args else "Megatron-LM"
+        flavour = own if megatron else "Hugging Face" if hugging else "torch"
         iteration = self._state.get("iteration")
         return Catalog(
             path=self._place,
@@ -257,11 +259,17 @@ class WholeReader:
         return out
 
     def _configuration(self) -> Mapping[str, Any]:
-        path = self._folder / "config.json"
-        if self._place != self._folder or not exists(path):
+        """What lies beside the tensors: `config.json` of Hugging Face, `model_config.yaml` of NeMo 1."""
+        if self._place != self._folder:
             return {}
-        document = read_json(path)
-        return document if isinstance(document, Mapping) else {}
+        if exists(self._folder / "config.json"):
+            document = read_json(self._folder / "config.json")
+            return document if isinstance(document, Mapping) else {}
+        if exists(self._folder / _NEMO):
+            from converters.formats.plain_yaml import read_yaml  # few checkpoints have one: do not import the parser
+
+            return read_yaml(self._folder / _NEMO)
+        return {}
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
         out, known = [], set()
