@@ -314,6 +314,7 @@ class _Verification:
         counted, failed = dict.fromkeys(("equal", "rounded", ""), 0), dict[str, list[tuple[str, str]]]()
         masters: list[str] = []
         wrong: set[str] = set()
+        differing: list[tuple[TensorTask, Mapping[str, Any]]] = []
         for task in self.lookups:
             result, name, parameter = results[task.number], task.names[0], task.names[-1]
             counted[task.compare] += 1
@@ -322,7 +323,7 @@ class _Verification:
             if "failed" in result:
                 failed.setdefault(task.compare, []).append((name, result["failed"]))
             elif result["wrong"]:
-                self._differs(task, result)
+                differing.append((task, result))
             if "failed" in result or result["wrong"]:
                 wrong.add(parameter)
         for how, found in failed.items():
@@ -335,14 +336,15 @@ class _Verification:
             self.report.check("copies").summary = f"{counted['equal']:,} copies equal their originals"
         if masters:
             self._conclude_masters(masters, wrong)
+        for task, result in differing:
+            self._differs(task, result)
 
     def _differs(self, task: TensorTask, result: Mapping[str, Any]) -> None:
         name, other = task.names
         verb = "differ from" if task.compare == "equal" else "do not round to"
         share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
-        hint = _SAVE if task.compare == "rounded" else None
         text = f"{printable(name)}: {share}, {verb} {printable(other)}"
-        self.report.check(_CHECKS[task.compare]).error(text, tensors=(other,), hint=hint)
+        self.report.check(_CHECKS[task.compare]).error(text, tensors=(other,))
 
     def _conclude_masters(self, masters: list[str], wrong: set[str]) -> None:
         check = self.report.check("optimizer")
@@ -350,8 +352,10 @@ class _Verification:
         right = [name for name in masters if name not in wrong]
         if len(right) == len(masters):
             return
+        text = f"{len(wrong):,} of {len(masters):,} master weights do not round to the weights beside them"
         if self.catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
-            check.error("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")
+            text += "; Megatron-Core 0.15.0 to 0.19.0 saved optimizer state shifted when there were several buckets"
+        check.error(text, tensors=tuple(name for name in masters if name in wrong), hint=_SAVE)
         elsewhere = (c for c in self.report.checks if c.name not in ("optimizer", "copies", "values"))
         damaged = {t for c in elsewhere for f in c.findings if f.severity == "error" for t in f.tensors}
         touched = len(damaged & self.catalog.weights.keys())

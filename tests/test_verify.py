@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import copy_golden, edit_metadata, flip, golden, payloads, run_cli, tree, write_llama
-from support import GOLDEN
+from checkpoints import copy_golden, edit_metadata, flip, golden, payloads, run_cli, tree, truth, write_llama
+from support import GOLDEN, read_tensor
 from test_optim import swap_on_disk
 from test_verify_damage import cli, found, golden_folder, text_of
 
@@ -27,6 +27,7 @@ from converters.errors import Interrupted, RequestError
 from converters.events import FileDone, Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.manifest import MEGATRON, read_manifest, write_manifest
+from converters.optim import optimizer_state
 from converters.pickles import fields
 from converters.verify import VerifyOptions, verify
 from converters.verify_report import Check
@@ -197,12 +198,44 @@ def test_state_that_was_saved_shifted(name, tmp_path):
     assert report.check("checksums").status in ("ok", "skipped")
     check = report.check("optimizer")
     assert check.status == "bad"
-    assert wrong in check.findings[0].tensors
-    assert f"elements, first at [0, 0], do not round to {wrong}" in check.findings[0].message
-    told = " ".join(f.message for f in check.findings)
-    assert "what can be saved: all weights; the optimizer state of 14 of 15 parameters: " in told
-    assert ("saved such files shifted" in told) == (name == "llama_fullyreshardable_tp2pp2dp2")
+    headline, saved, detail = check.findings
+    assert headline.message.startswith("1 of 15 master weights do not round")
+    assert ("saved optimizer state shifted" in headline.message) == (name == "llama_fullyreshardable_tp2pp2dp2")
+    assert saved.message.startswith("what can be saved: all weights; the optimizer state of 14 of 15 parameters: ")
+    assert headline.tensors == detail.tensors == (wrong,)
+    assert f"elements, first at [0, 0], do not round to {wrong}" in detail.message
     assert cli(copy)[0] == 1
+
+
+def test_state_that_megatron_did_save_shifted():
+    """Written by Megatron-Core 0.16.1 with several buckets: whose master weights are right is what the truth says."""
+    folder = GOLDEN / "broken_llama_fullyreshardable_buckets_dp2"
+    reader, values = open_checkpoint(folder), truth("llama")
+    agree: dict[str, set[str]] = {}
+    for name, info in optimizer_state(reader).tensors.items():
+        state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
+        wanted = values[f"{'master' if state == 'param' else state}/{parameter}"]
+        got = read_tensor(reader, info)[: len(wanted)]
+        if np.array_equal(got, wanted.view(got.dtype)):
+            agree.setdefault(state, set()).add(parameter)
+    right = agree["param"]
+    assert right <= agree["exp_avg"]  # where the master weight is right, so are the moments
+    assert right <= agree["exp_avg_sq"]
+    report = verify(reader)
+    headline, saved, *details = report.check("optimizer").findings
+    assert 0 < len(right) < 15
+    assert headline.message.startswith(
+        f"{15 - len(right)} of 15 master weights do not round to the weights beside them"
+    )
+    assert "Megatron-Core 0.15.0 to 0.19.0 saved optimizer state shifted" in headline.message
+    assert set(headline.tensors) == reader.catalog.weights.keys() - right
+    assert f"the optimizer state of {len(right)} of 15 parameters: " in saved.message
+    assert len(details) == 15 - len(right)
+    assert all(check.status == "ok" for check in report.checks if check.name != "optimizer")
+    code, _, err = cli(folder)
+    assert code == 1
+    assert "reshard" in err
+    assert "--optimizer none keeps the weights" in err
 
 
 def _master(folder: Path) -> str:
@@ -218,8 +251,8 @@ def test_one_wrong_master_element_is_counted(tmp_path):
         return bits
 
     rewrite(copy, "optimizer.state.fp32_param.decoder.final_layernorm.weight", change)
-    (finding, kept) = found(copy).check("optimizer").findings
-    assert "1 of 32 elements, first at [5]" in finding.message
+    _, kept, detail = found(copy).check("optimizer").findings
+    assert "1 of 32 elements, first at [5]" in detail.message
     assert kept.severity == "warning"
 
 

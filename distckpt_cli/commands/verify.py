@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,14 +9,16 @@ import typer
 
 from distckpt_cli.console import Console, UsageProblem, format_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import (  # noqa: TC001 - Typer reads the annotations at run time
+from distckpt_cli.options import (
     Ckpt,
     Json,
     ProgressMode,
     Quiet,
     RankTimeout,
     Scratch,
+    Threads,
     Verbose,
+    workers,
 )
 
 if TYPE_CHECKING:
@@ -54,12 +55,7 @@ def verify(
             rich_help_panel=_PANEL,
         ),
     ] = False,
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", min=1, help="Workers; by default one for each core, at most 8.", rich_help_panel="Resources"
-        ),
-    ] = None,
+    threads: Threads = None,
     scratch: Scratch = None,
     rank_timeout: RankTimeout = 60.0,
     progress: ProgressMode = "auto",
@@ -88,7 +84,7 @@ def verify(
         quick=quick,
         values=values,
         write_manifest=write_manifest,
-        threads=threads or min(8, max(2, os.cpu_count() or 2)),
+        threads=workers(threads, 8),
     )
     ranks = Ranks.from_environment(timeout=rank_timeout)
     reader = open_checkpoint(ckpt)
@@ -129,8 +125,7 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
 
 def _show_check(console: Console, check: Check) -> None:
     word, style = _WORDS[check.status]
-    findings = sorted(check.findings, key=lambda finding: finding.severity)
-    shown = findings if console.verbose else findings[:_SHOWN]
+    shown = check.findings if console.verbose else check.findings[:_SHOWN]
     lines = [finding.message for finding in shown] if check.status in ("bad", "warning") else [check.summary]
     if check.status == "bad":
         lines = [("look: " if f.severity == "warning" else "") + f.message for f in shown]
