@@ -324,7 +324,7 @@ class _Verification:
                 failed.setdefault(task.compare, []).append((name, result["failed"]))
             elif result["wrong"]:
                 differing.append((task, result))
-            if "failed" in result or result["wrong"]:
+            if task.compare == "rounded" and ("failed" in result or result["wrong"]):
                 wrong.add(parameter)
         for how, found in failed.items():
             names = [name for name, _ in found]

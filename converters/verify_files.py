@@ -295,23 +295,29 @@ class FileWorker:
         out.read += blocks.read
 
     def _contents(self, task: FileRead, blocks: _Blocks, out: Scan) -> None:
-        if task.positions and isinstance(self._reader, ArchiveReader):
-            for position in task.positions:
-                for archive in self._reader.archives(position):
-                    self._archive(task, archive, blocks, out)
-            return
-        located = self._located(task, blocks, out)
-        plain = any(payload.crc is None for payload, _ in located)
-        if not plain and blocks.look(0, 4) == _ZIP:
-            whole = StoredArchive(0, task.nbytes, -1, "")
-            self._archive(task, whole, blocks, out, {payload.crc_offset: record for payload, record in located})
-            return
-        for payload, record in sorted(located, key=lambda pair: pair[0].crc_offset):
-            self._payload(task, payload, record, blocks, out)
+        """Everything that is known to lie in a file, from front to back."""
+        archives: list[StoredArchive] = []
+        if isinstance(self._reader, ArchiveReader):
+            archives = [archive for position in task.positions for archive in self._reader.archives(position)]
+        located = self._located(task, {archive.record for archive in archives}, blocks, out)
+        inside: dict[int, int] = {}
+        bare = any(payload.crc is None for payload, _ in located)
+        if not archives and not bare and blocks.look(0, 4) == _ZIP:
+            archives = [StoredArchive(0, task.nbytes, -1, "")]
+            inside, located = {payload.crc_offset: record for payload, record in located}, []
+        parts: list[StoredArchive | tuple[Payload, int]] = [*archives, *located]
+        for part in sorted(parts, key=lambda p: p.start if isinstance(p, StoredArchive) else p[0].crc_offset):
+            if isinstance(part, StoredArchive):
+                self._archive(task, part, blocks, out, inside)
+            else:
+                payload, record = part
+                size, crc = payload.crc_nbytes, payload.crc
+                self._sum(task, payload.crc_offset, size, crc, "its elements", record, blocks, out)
 
-    def _located(self, task: FileRead, blocks: _Blocks, out: Scan) -> list[tuple[Payload, int]]:
+    def _located(self, task: FileRead, known: set[int], blocks: _Blocks, out: Scan) -> list[tuple[Payload, int]]:
+        """Records that are in none of the archives that the reader knows of."""
         found = []
-        for record in [n for position in task.positions for n in self._index.records(position)]:
+        for record in [n for position in task.positions for n in self._index.records(position) if n not in known]:
             payload = self._locate(task, record, -1, blocks, out)
             if payload is not None:
                 found.append((payload, record))
@@ -332,26 +338,22 @@ class FileWorker:
             return None
         return payload
 
-    def _payload(self, task: FileRead, payload: Payload, record: int, blocks: _Blocks, out: Scan) -> None:
-        """A record outside any archive that we know of: its elements, with their checksum if there is one."""
-        self._sum(task, payload.crc_offset, payload.crc_nbytes, payload.crc, "its elements", record, blocks, out)
-
     def _archive(
         self,
         task: FileRead,
         archive: StoredArchive,
         blocks: _Blocks,
         out: Scan,
-        records: Mapping[int, int] | None = None,
+        inside: Mapping[int, int],
     ) -> None:
-        """Every member of an archive; `records` says which record begins at which byte where there are several."""
+        """Every member of an archive; `inside` says which record begins at which byte where there are several."""
         at = archive.start
         key = f": {printable(archive.key)}" if archive.key else ""
         what = f"{printable(task.name)} at {at:,}{key}"
         if at + archive.length > task.nbytes:
             out.beyond.append((at, at + archive.length, archive.record, printable(archive.key)))
             return
-        records = dict(records or {})
+        records = dict(inside)
         try:
             members = read_directory(blocks.look, at, archive.length, what)
             if archive.record < 0 and task.positions and not records:
