@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import itertools
 import os
 import socket
 import threading
@@ -62,6 +64,7 @@ def job(timeout: float) -> Iterator[JobRanks]:
         RequestError: torch.distributed cannot be started from the environment.
     """
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
 
     made = not dist.is_initialized()
     if made:
@@ -72,9 +75,11 @@ def job(timeout: float) -> Iterator[JobRanks]:
                 f"{started.world} ranks were started, but {' and '.join(missing)} do not say where they meet",
                 hint="start them with torchrun, set the two for srun, or load with broadcast=False, each rank for itself",
             )
-        dist.init_process_group(
-            "gloo", rank=started.rank, world_size=started.world, timeout=datetime.timedelta(seconds=timeout)
-        )
+        limit = datetime.timedelta(seconds=timeout)
+        # a name of its own for each load: a rank may begin the next one while others still leave this one
+        store = PrefixStore(f"distckpt/{next(_loads)}", _meeting_point(started.rank, started.world, limit))
+        with _lost():
+            dist.init_process_group("gloo", store=store, rank=started.rank, world_size=started.world, timeout=limit)
     ranks = None
     try:
         ranks = JobRanks(timeout)
@@ -84,6 +89,18 @@ def job(timeout: float) -> Iterator[JobRanks]:
             ranks.close()
         if made:
             dist.destroy_process_group()
+
+
+_loads = itertools.count()
+
+
+@functools.lru_cache(maxsize=1)
+def _meeting_point(rank: int, world: int, timeout: datetime.timedelta) -> Any:
+    """The store at MASTER_ADDR: torchrun's own, or rank 0 opens it; kept, as a port is not opened twice in a hurry."""
+    from torch.distributed.rendezvous import rendezvous
+
+    with _lost():
+        return next(rendezvous("env://", rank, world, timeout=timeout))[0]
 
 
 class JobRanks:
@@ -102,17 +119,15 @@ class JobRanks:
         self._all = self.group(range(self.world), "gloo")
 
     def group(self, members: Sequence[int], backend: str) -> Any:
-        """A process group; only its members call this, all in the same order."""
+        """A process group; every rank calls this, member or not, for the same groups in the same order."""
         import torch.distributed as dist
 
+        # not use_local_synchronization: the name it makes (torch 2.13) differs on ranks that are in more groups than others
+        limit = datetime.timedelta(seconds=self._timeout)
         with _lost():
-            made = dist.new_group(
-                list(members),
-                timeout=datetime.timedelta(seconds=self._timeout),
-                backend=backend,
-                use_local_synchronization=True,
-            )
-        self._groups.append(made)
+            made = dist.new_group(list(members), timeout=limit, backend=backend)
+        if self.rank in members:
+            self._groups.append(made)
         return made
 
     def gathered(self, value: _Any) -> list[_Any]:
@@ -250,11 +265,13 @@ class Exchange:
         self.backend = "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
         self._direct = device.unified or self.backend == "nccl"
         self.bytes_received = 0
-        groups = [
-            _Group(members, ranks.group(members, self.backend), rounds(fetches, len(members), plan.tile_bytes))
-            for members, fetches in plan.groups.items()
-        ]
+        groups: list[_Group] = []
         self._groups = groups
+        for members in sorted({members for known in ranks.gathered(list(plan.groups)) for members in known}):
+            made = ranks.group(members, self.backend)
+            if members in plan.groups:
+                schedule = rounds(plan.groups[members], len(members), plan.tile_bytes)
+                groups.append(_Group(members, made, schedule))
         self._steps = [_Step(group, parts, _length(parts)) for group in groups for parts in group.rounds]
         self._where = torch.empty(0).device if self.backend == "gloo" else torch.device(device.name)
         self._send: list[torch.Tensor] = []

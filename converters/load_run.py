@@ -356,7 +356,8 @@ def _damaged(loading: Loading, records: list[int]) -> IntegrityError:
         if any(set(part.array.records[part.rows()].tolist()) & set(records) for part in info.parts)
     ]
     return IntegrityError(
-        f"{printable(files[0])} is damaged: {len(records)} records do not match their checksums",
+        f"{printable(files[0])} is damaged: {len(records)} of the records that the ranks read together "
+        f"{'does' if len(records) == 1 else 'do'} not match the checksum stored with it",
         details=[printable(text) for text, _ in fold(names)][:8],
         hint=_RESTORE,
         tensor=names[0] if names else None,

@@ -171,14 +171,15 @@ def load(
     Args:
         path: The checkpoint, as for every command: a training root, an iteration, a file inside.
         layout: The job that the tensors are for. Its `dp` counts: optimizer state is given whole on every replica.
-        rank: Which of its ranks. None: the rank of this process, from torch.distributed or from the environment of torchrun
-            or srun. If that is the rank that is asked for, all ranks of the job load together.
+        rank: Which of its ranks. None: that of this process, from torch.distributed or from the environment of torchrun or
+            srun. Where several processes were started, they load together: all of them call this. With a rank and
+            broadcast=False this process loads alone, whatever else was started.
         device: "cpu", "cuda:N", or "cuda": the GPU of this process's number on its machine.
         names: "megatron": as modules of Megatron-Core's GPTModel call them, on this rank and its pipeline stage. "hf": as in
             a checkpoint on the Hub, for `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)`; the
             layout may then have replicas only.
         optimizer: Also fp32 master weights and moments; see `LoadedState` for their names.
-        broadcast: Whether replicas are read once and exchanged. "auto" measures both, a few MiB each.
+        broadcast: Whether replicas are read once and exchanged: True, False, or "auto", which measures both with a few MiB.
         stream: Return an iterator of `(key, tensor)` in place of a dictionary; no more than `max_memory` bytes of tensors,
             or one tensor, are made ahead of what was taken. In a job the rounds of an exchange come on top.
         verify: "read" or "all"; see the top of this file.
@@ -214,6 +215,11 @@ def load(
     report = LoadReport(wanted)
 
     def prepare() -> tuple[Reader, LoadPlan, Device]:
+        if rank not in (None, wanted):  # here, so that all ranks hear of it
+            raise RequestError(
+                f"process {wanted} of the job asked for the tensors of rank {rank}",
+                hint="leave rank out, or pass broadcast=False to load any rank's tensors, alone",
+            )
         where = find_device(device, Ranks.from_environment().local)
         reader = open_checkpoint(path)
         plan = plan_load(
@@ -246,7 +252,7 @@ def load(
 def _who(layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) -> tuple[int, bool]:
     """The rank whose tensors are wanted, and whether the processes of the job load together."""
     started = _started()
-    if started.world == 1 or (rank is not None and rank != started.rank and broadcast is False):
+    if started.world == 1 or (rank is not None and broadcast is False):
         if rank is None and layout.world_size > 1:
             raise RequestError(
                 f"the layout has {layout.world_size} ranks and this process was started alone: whose tensors?",
@@ -259,11 +265,6 @@ def _who(layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) ->
             f"{started.world} processes were started, the layout has {layout.world_size} ranks "
             f"(tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp})",
             hint=f"torchrun with {layout.world_size} processes, or another dp",
-        )
-    if rank is not None and rank != started.rank:
-        raise RequestError(
-            f"rank {rank} was asked for by process {started.rank} of {started.world}",
-            hint="leave rank out, or pass broadcast=False to load any rank's tensors, alone",
         )
     return started.rank, True
 

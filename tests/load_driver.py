@@ -1,0 +1,113 @@
+"""One rank of several that load: does a list of cases and writes what came of each.
+
+    RANK=.. WORLD_SIZE=.. LOCAL_RANK=.. MASTER_ADDR=.. MASTER_PORT=.. python load_driver.py CASES.json ANSWERS-RANK.json
+
+A case is a dictionary: `path`, `layout` and `options` of the load; `existing`: the caller has made a process group; `worth`:
+from how many shared bytes an exchange is considered; `rates`: of reading and exchanging, in place of measured ones; `break`:
+`{"rank": R, "how": "raise" | "exit" | "refuse" | "leave"}`; `staged`: through the simulated device. An answer has `report`
+and `digest` of all tensors, or `error`.
+"""
+
+import dataclasses
+import faulthandler
+import hashlib
+import json
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+from converters import Layout, exchange, load
+from converters.device import Simulated, Staged
+from converters.errors import DistckptError, RequestError
+from converters.gather import Gatherer
+
+RANK = int(os.environ["RANK"])
+
+
+def digest(state):
+    made = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        made.update(f"{name} {None if value is None else (tuple(value.shape), value.dtype)}".encode())
+        if value is not None:
+            made.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def broken(how):
+    """What makes this rank fail."""
+    real, calls = Gatherer.gather, iter(range(1 << 30))
+
+    def gather(self, *arguments):
+        if next(calls) == 2:
+            if how == "exit":
+                os._exit(7)
+            raise ZeroDivisionError("the disk is on fire")
+        return real(self, *arguments)
+
+    if how == "refuse":
+
+        def refuse(*_, **__):
+            raise RequestError("this rank does not want to", hint="ask it again")
+
+        return mock.patch("converters.loader.find_device", refuse)
+    return mock.patch.object(Gatherer, "gather", gather)
+
+
+def take(case):
+    """The state of a case; may raise."""
+    fault = case.get("break", {})
+    with ExitStack() as stack:
+        if fault.get("rank") == RANK and fault["how"] != "leave":
+            stack.enter_context(broken(fault["how"]))
+        if "worth" in case:
+            stack.enter_context(mock.patch.object(exchange, "_WORTH", case["worth"]))
+        if "rates" in case:
+            read, exchanged = case["rates"]
+            stack.enter_context(mock.patch.object(exchange, "_reading_rate", return_value=(read, 0)))
+            stack.enter_context(mock.patch.object(exchange.Exchange, "_gathering_rate", return_value=exchanged))
+        if case.get("staged"):
+            stack.enter_context(mock.patch("converters.loader.find_device", return_value=Staged(Simulated())))
+        found = load(case["path"], Layout(**case["layout"]), **case.get("options", {}))
+        if not case.get("options", {}).get("stream"):
+            return dict(found), found.report
+        state = {}
+        for name, tensor in found:
+            state[name] = tensor
+            if fault.get("rank") == RANK and fault.get("how") == "leave" and len(state) == 3:
+                found.close()
+                return {}, found.report
+        return state, found.report
+
+
+def main(cases, answers):
+    faulthandler.dump_traceback_later(90, exit=True)  # all threads, if somebody waits for ever
+    out = []
+    for case in json.loads(Path(cases).read_text()):
+        if case.get("existing"):
+            dist.init_process_group("gloo")
+        try:
+            state, report = take(case)
+            answer = {"digest": digest(state), "count": len(state), "report": dataclasses.asdict(report)}
+        except Exception as error:
+            answer = {"error": str(error), "kind": type(error).__name__, "hint": getattr(error, "hint", None)}
+            answer["ours"] = isinstance(error, DistckptError)
+        answer["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("load-")]
+        answer["group"] = dist.is_initialized()
+        if case.get("existing"):  # it is as good as before
+            dist.barrier()
+            dist.destroy_process_group()
+        out.append(answer)
+        Path(answers).write_text(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,322 @@
+"""`load` by several processes, as torchrun starts them: bytes read once, exchanged over gloo, and one failure for all."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import REPOSITORY, flip, golden, payloads, write_llama
+
+from converters import Layout, load
+from converters.box import Box
+from converters.errors import RequestError
+from converters.formats import open_checkpoint
+from converters.load_plan import Fetch, plan_load, rounds
+
+DRIVER = Path(__file__).parent / "load_driver.py"
+
+
+def digest_of(state):
+    """As the driver makes it."""
+    import torch
+
+    made = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        made.update(f"{name} {None if value is None else (tuple(value.shape), value.dtype)}".encode())
+        if value is not None:
+            made.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return made.hexdigest()
+
+
+def free_port():
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return made.getsockname()[1]
+
+
+def run(cases, world, folder, timeout=100, codes=0):
+    """The answers of all ranks, by case: [[rank 0, rank 1, ...], ...]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(REPOSITORY)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, DRIVER, folder / "cases.json", folder / f"{rank}.json"],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        errors = [process.communicate(timeout=timeout)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stderr.close()
+    if codes == 0:
+        assert [process.returncode for process in processes] == [0] * world, "\n".join(errors)[-3000:]
+    answers = [
+        json.loads((folder / f"{rank}.json").read_text()) for rank in range(world) if (folder / f"{rank}.json").exists()
+    ]
+    return [list(row) for row in zip(*answers, strict=codes == 0)]
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("big") / "ckpt"
+    write_llama(folder, layers=2, hidden=256, ffn=1024, vocab=2048, tp=2, pp=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def damaged(big, tmp_path_factory):
+    """A byte in the columns that the last of four tensor-parallel ranks has; no rank reads all of its record."""
+    folder = tmp_path_factory.mktemp("damaged") / "ckpt"
+    shutil.copytree(big, folder)
+    found = [p for p in payloads(folder) if p[0].endswith("1.mlp.linear_fc2.weight")]
+    _, path, offset, size = found[-1]
+    flip(path, offset + size - 1)
+    return folder
+
+
+DP2 = {"tp": 2, "dp": 2}
+
+
+@pytest.fixture(scope="module")
+def four(big, damaged, tmp_path_factory):
+    """Cases for four ranks, all in one launch."""
+    adam, moe = str(golden("llama_adam_tp2pp2")), str(golden("mixtral_adam_ep2tp2"))
+    once = {"broadcast": True}
+    cases = {
+        "dp2 tp2": {"path": adam, "layout": DP2, "options": once | {"optimizer": True}},
+        "dp4": {"path": str(big), "layout": {"dp": 4}, "options": once},
+        "dp4, a group exists": {"path": str(big), "layout": {"dp": 4}, "options": once, "existing": True},
+        "tp4": {"path": str(big), "layout": {"tp": 4}, "options": once},
+        "pp2 dp2": {"path": adam, "layout": {"pp": 2, "dp": 2}, "options": once},
+        "experts": {"path": moe, "layout": {"tp": 2, "ep": 2, "dp": 2}, "options": once},
+        "tied": {"path": str(golden("qwen2_weights_tp2pp2")), "layout": {"tp": 2, "pp": 2}, "options": once},
+        "hf": {"path": adam, "layout": {"dp": 4}, "options": once | {"names": "hf", "dtype": "fp32"}},
+        "stream": {"path": str(big), "layout": DP2, "options": once | {"stream": True, "max_memory": 4 << 20}},
+        "staged": {"path": str(big), "layout": DP2, "options": once, "staged": True},
+        "everyone reads": {"path": str(big), "layout": DP2, "options": {"broadcast": False}},
+        "auto, little": {"path": str(big), "layout": DP2},
+        "auto, slow disk": {"path": str(big), "layout": DP2, "worth": 1, "rates": [1e6, 1e9]},
+        "auto, fast disk": {"path": str(big), "layout": DP2, "worth": 1, "rates": [1e9, 1e6]},
+        "auto, measured": {"path": str(big), "layout": DP2, "worth": 1},
+        "raise": {"path": str(big), "layout": DP2, "options": once, "break": {"rank": 2, "how": "raise"}},
+        "raise, no exchange": {
+            "path": str(big),
+            "layout": {"tp": 4},
+            "options": {"broadcast": False},
+            "break": {"rank": 1, "how": "raise"},
+        },
+        "refuse": {"path": str(big), "layout": DP2, "options": once, "break": {"rank": 3, "how": "refuse"}},
+        "leave": {
+            "path": str(big),
+            "layout": DP2,
+            "options": once | {"stream": True},
+            "break": {"rank": 1, "how": "leave"},
+        },
+        "damaged together": {"path": str(damaged), "layout": {"tp": 4}},
+        "damaged, dp": {"path": str(damaged), "layout": {"dp": 4}, "options": once},
+        "all": {"path": str(big), "layout": {"tp": 4}, "options": {"verify": "all"}},
+        "world": {"path": str(big), "layout": {"tp": 2}},
+        "other rank": {"path": str(big), "layout": {"tp": 4}, "options": {"rank": 0}},
+        "alone": {"path": str(big), "layout": {"tp": 2}, "options": {"rank": 1, "broadcast": False}},
+        "again": {"path": str(big), "layout": DP2, "options": once},
+    }
+    answers = run(list(cases.values()), 4, tmp_path_factory.mktemp("four"))
+    return {name: (case, rows) for (name, case), rows in zip(cases.items(), answers, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dp2 tp2", "dp4", "dp4, a group exists", "tp4", "pp2 dp2", "experts", "tied", "hf", "stream", "staged", "again"],
+)
+def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
+    case, rows = four[name]
+    layout, options = (
+        Layout(**case["layout"]),
+        {k: v for k, v in case["options"].items() if k in ("names", "optimizer", "dtype")},
+    )
+    reader = open_checkpoint(case["path"])
+    needed = set()
+    for rank, row in enumerate(rows):
+        assert "error" not in row, row
+        assert row["digest"] == digest_of(load(case["path"], layout, rank, **options)), rank
+        report = row["report"]
+        assert report["exchange"] == "gloo"
+        assert report["bytes_read"] + report["bytes_received"] == report["bytes_needed"]
+        plan = plan_load(reader, layout, rank, names=options.get("names", "megatron"), optimizer="optimizer" in options)
+        needed |= {(fetch.key, fetch.nbytes) for fetch in plan.fetches}
+        assert not row["threads"]
+        assert row["group"] == bool(case.get("existing"))
+    read = [row["report"]["bytes_read"] for row in rows]
+    assert sum(read) == sum(nbytes for _, nbytes in needed)
+    if name in ("dp4", "hf"):  # shares that differ by one fetch at the most
+        assert max(read) - min(read) <= max(nbytes for _, nbytes in needed)
+
+
+def test_every_record_is_checked_once_by_the_ranks_together(four):
+    """With more tensor-parallel ranks than were saved no rank reads a whole record."""
+    rows = [row["report"] for row in four["tp4"][1]]
+    reader = open_checkpoint(four["tp4"][0]["path"])
+    records = sum(info.chunk_count for info in reader.catalog.tensors.values())
+    assert rows[0]["records_unchecked"] == 0
+    assert sum(row["records_checked"] for row in rows) == records
+    whole = [row["report"]["records_checked"] for row in four["dp4"][1]]
+    assert sum(whole) == records
+
+
+def test_a_record_that_no_rank_reads_whole_is_checked(four):
+    for name in ("damaged together", "damaged, dp"):
+        rows = four[name][1]
+        assert {row["kind"] for row in rows} == {"IntegrityError"}, rows
+        assert all("damaged" in row["error"] and "another iteration" in row["hint"] for row in rows)
+        assert any("decoder.layers.1.mlp.linear_fc2.weight" in row["error"] for row in rows)
+
+
+def test_what_ranks_share_is_read_by_all_where_that_is_faster(four):
+    for name in ("everyone reads", "auto, little", "auto, fast disk"):
+        for rank, row in enumerate(four[name][1]):
+            report = row["report"]
+            assert report["exchange"] == "read by every rank"
+            assert report["bytes_read"] == report["bytes_needed"]
+            assert row["digest"] == four["again"][1][rank]["digest"]
+    assert "too little" in four["auto, little"][1][0]["report"]["reason"]
+    assert "GB/s" in four["auto, fast disk"][1][0]["report"]["reason"]
+    assert {row["report"]["exchange"] for row in four["auto, slow disk"][1]} == {"gloo"}
+    chosen = {row["report"]["exchange"] for row in four["auto, measured"][1]}
+    assert len(chosen) == 1  # whatever it is, all ranks do the same
+    assert chosen <= {"gloo", "read by every rank"}
+
+
+@pytest.mark.parametrize("name", ["raise", "raise, no exchange"])
+def test_a_rank_that_fails_stops_all_with_its_message(four, name):
+    case, rows = four[name]
+    failed = case["break"]["rank"]
+    assert rows[failed]["kind"] == "ZeroDivisionError"
+    for rank, row in enumerate(rows):
+        assert not row["threads"]
+        assert not row["group"]
+        if rank != failed:
+            assert row["error"] == f"rank {failed} failed: ZeroDivisionError: the disk is on fire"
+
+
+def test_a_rank_that_cannot_begin_stops_all(four):
+    rows = four["refuse"][1]
+    assert [row["error"] for row in rows] == ["rank 3 failed: this rank does not want to"] * 3 + [
+        "this rank does not want to"
+    ]
+    assert {row["kind"] for row in rows} == {"RequestError"}
+    assert {row["hint"] for row in rows} == {"ask it again"}
+
+
+def test_a_caller_that_leaves_its_stream_stops_all(four):
+    rows = four["leave"][1]
+    assert "error" not in rows[1]
+    assert {row["error"] for rank, row in enumerate(rows) if rank != 1} == {
+        "rank 1 failed: its caller stopped before all tensors were taken"
+    }
+
+
+def test_the_rest_of_records_is_read_by_one_rank_each(four):
+    rows = [row["report"] for row in four["all"][1]]
+    assert sum(row["records_unchecked"] for row in rows) == 0
+    assert sum(row["bytes_read"] for row in rows) <= 1.02 * sum(row["bytes_needed"] for row in rows)  # nothing was left
+
+
+def test_processes_that_do_not_fit_the_layout(four):
+    for row in four["world"][1]:
+        assert row["kind"] == "RequestError"
+        assert "4 processes were started, the layout has 2 ranks" in row["error"]
+    said = [row["error"] for row in four["other rank"][1]]
+    assert said[0] == "rank 1 failed: process 1 of the job asked for the tensors of rank 0"
+    assert said[2] == "process 2 of the job asked for the tensors of rank 0"
+    assert all(row["report"]["reason"] == "this process loads alone" for row in four["alone"][1])
+
+
+def test_under_torchrun(big, tmp_path):
+    """The launcher's own environment; two ranks make a group from it and take it down again."""
+    cases = tmp_path / "cases.json"
+    cases.write_text(json.dumps([{"path": str(big), "layout": {"dp": 2}, "options": {"broadcast": True}}]))
+    starter = tmp_path / "start.py"
+    starter.write_text(
+        f"import os, sys; sys.path.insert(0, {str(DRIVER.parent)!r}); import load_driver; "
+        f"load_driver.main({str(cases)!r}, {str(tmp_path)!r} + '/' + os.environ['RANK'] + '.json')"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", starter]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(command, check=True, capture_output=True, env=environment, timeout=100)
+    rows = [json.loads((tmp_path / f"{rank}.json").read_text())[0] for rank in range(2)]
+    assert sum(row["report"]["bytes_read"] for row in rows) == rows[0]["report"]["bytes_needed"]
+    assert rows[0]["digest"] == rows[1]["digest"] == digest_of(load(big, Layout(), 0))
+
+
+def test_a_rank_that_dies_leaves_nobody_waiting(big, tmp_path):
+    case = {"path": str(big), "layout": {"dp": 2}, "options": {"broadcast": True, "timeout": 20}}
+    rows = run([case | {"break": {"rank": 1, "how": "exit"}}], 2, tmp_path / "died", timeout=60, codes=7)
+    assert "another rank of the job has ended" in rows[0][0]["error"]
+    assert not rows[0][0]["threads"]
+
+
+def test_ranks_need_a_place_to_meet(big, monkeypatch):
+    """srun says who a process is, but not where rank 0 listens."""
+    for name, value in {
+        "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RequestError, match="MASTER_ADDR and MASTER_PORT do not say where they meet"):
+        load(big, Layout(dp=2))
+
+
+# ---------------------------------------------------------------------- dealing out
+
+
+def fetches(sizes):
+    return [Fetch(f"t{n}", Box((0,), (size,)), size, ()) for n, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("members", [2, 3, 8])
+def test_fetches_are_dealt_out_evenly_and_fit(members):
+    sizes = [8 << 20] * 37 + [1 << 20] * 50 + [4096] * 200
+    made = rounds(fetches(sizes), members, 8 << 20)
+    dealt = [part for parts in made for part in parts]
+    assert sorted(part.fetch.nbytes for part in dealt) == sorted(sizes)
+    shares = [sum(part.fetch.nbytes for part in dealt if part.owner == owner) for owner in range(members)]
+    assert max(shares) - min(shares) <= 8 << 20
+    for parts in made:
+        for owner in range(members):
+            mine = sorted((part.at, part.fetch.nbytes) for part in parts if part.owner == owner)
+            assert all(at + size <= following for (at, size), (following, _) in itertools.pairwise(mine))
+            assert sum(size for _, size in mine) <= max(8 << 20, (32 << 20) // members)
+    full = [sum(part.fetch.nbytes for part in parts) for parts in made[:-1]]
+    assert min(full) >= 8 << 20  # batches worth a collective
+
+
+def test_the_order_of_fetches_does_not_matter():
+    sizes = [5 << 20, 1 << 20, 8 << 20, 64, 3 << 20]
+    assert rounds(fetches(sizes), 3, 8 << 20) == rounds(fetches(sizes)[::-1], 3, 8 << 20)
+
+
+def test_groups_are_the_same_seen_from_every_member():
+    reader, layout = open_checkpoint(golden("mixtral_adam_ep2tp2")), Layout(tp=2, pp=2, ep=2, dp=4)
+    plans = [plan_load(reader, layout, rank) for rank in range(layout.world_size)]
+    for rank, plan in enumerate(plans):
+        for members, shared in plan.groups.items():
+            assert rank in members
+            for other in members:
+                assert {f.key for f in plans[other].groups[members]} == {f.key for f in shared}
