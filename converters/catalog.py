@@ -8,6 +8,7 @@ asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ from converters.dtypes import dtype
 from converters.pickles import Global
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -360,6 +361,15 @@ class Catalog:
     def root(self) -> Path:
         """The outermost folder that belongs to the checkpoint, as far as it was named."""
         return self.opened or self.path
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The training arguments or, where another framework keeps none, the model's own section of its configuration."""
+        found = self.args or self.config
+        # `model:` in run_config.yaml of Megatron-Bridge, `config:` in model.yaml of NeMo 2, all of it in NeMo 1
+        while inner := next((v for key in ("model", "config") if isinstance(v := found.get(key), Mapping)), None):
+            found = inner
+        return found
 
     @cached_property
     def weights(self) -> dict[str, TensorInfo]:

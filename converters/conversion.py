@@ -17,7 +17,7 @@ from converters.crew import Crew
 from converters.engine import run
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Note, Phase, PlanReady
-from converters.formats.folder import read_small
+from converters.formats.folder import Status, read_small, status
 from converters.names import printable
 from converters.publish import Staging, beside, free_bytes, os_trouble
 from converters.ranks import Ranks
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
 
 MIB = 1 << 20
+_NOTHING = Status(False, False, 0, 0)
 
 ExtraFile = bytes | Path | Callable[[], bytes]
 """Contents of a small file: given, those of another file, or made when everything else is written."""
@@ -210,7 +211,7 @@ def _contents(content: ExtraFile) -> bytes:
 def _known_size(files: Mapping[str, ExtraFile]) -> int:
     try:
         return sum(
-            len(content) if isinstance(content, bytes) else content.stat().st_size
+            len(content) if isinstance(content, bytes) else (status(content) or _NOTHING).size
             for content in files.values()
             if not callable(content)
         )

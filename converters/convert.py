@@ -52,7 +52,7 @@ class Writer:
 
 
 WRITERS: dict[str, Writer] = {
-    "torch_dist": Writer("reshard:plan_reshard", "reshard:ReshardOptions", layout=True, cached=True),
+    "torch_dist": Writer("reshard:plan_torch_dist", "reshard:ReshardOptions", layout=True, cached=True),
     "legacy": Writer("legacy_target:plan_legacy", "legacy_target:LegacyOptions", layout=True),
     "torch": Writer("container:plan_torch", "container:TorchOptions"),
     "safetensors": Writer("container:plan_safetensors", "container:SafetensorsOptions"),

@@ -169,10 +169,7 @@ class Layout:
         """The layout of the job that saved a checkpoint, from its arguments, configuration and tensors."""
         from converters.model_args import ModelArgs  # a layout that is given needs nothing of what that imports
 
-        options = catalog.args or catalog.config
-        while inner := next((v for key in ("model", "config") if isinstance(v := options.get(key), Mapping)), None):
-            options = inner  # Bridge and NeMo 2 keep the model's own options in a section
-        facts, told = cls.from_args(ModelArgs.from_catalog(catalog)), cls.from_args(options)
+        facts, told = cls.from_args(ModelArgs.from_catalog(catalog)), cls.from_args(catalog.options)
         keep = ("first_layers", "last_layers", "account_for_embedding", "account_for_loss", "pp_layout", "order")
         return cls(**{f.name: getattr(told if f.name in keep else facts, f.name) for f in fields(cls)})
 

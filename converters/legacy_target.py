@@ -44,6 +44,7 @@ from converters.pickles import Obj, fields, set_field
 from converters.publish import check_destination
 from converters.target_state import (
     TRACKER,
+    as_megatron_lm,
     change_arguments,
     iteration_folder,
     layout_arguments,
@@ -205,7 +206,9 @@ class _Writer:
         self._order = _order(catalog, options, found)
         self._model = LocalModel.of(catalog, layout, order=self._order, vocab_size=options.vocab_size)
         self._keep_rng = rng_fits(catalog, layout, options.rng, self.dropped)
-        self._archive, self._tree = open_common(reader)
+        self._archive, tree = open_common(reader)
+        self._tree, lost, self._notes = as_megatron_lm(catalog, tree)
+        self.dropped += lost
         self._objects = self._stored_objects()
         self._used: dict[str, set[Box]] = {}
         self._common = self._prepare_common()
@@ -224,7 +227,7 @@ class _Writer:
             self.changed = change_arguments(args, values | dict(self._own_arguments(fields(args))))
             self._args = fields(args)
         carried = [key for key in self._tree if key in _COMMON]
-        if self._catalog.args:  # Megatron-LM's own; other frameworks keep there what only they read
+        if isinstance(args, Obj):  # Megatron-LM's own
             carried += [key for key in self._tree if key not in (*_COMMON, *_REPLACED)]
         left = [key for key in self._tree if key not in (*carried, *_REPLACED)]
         self.dropped += [(str(key), "Megatron-LM has no place for it") for key in left]
@@ -378,7 +381,7 @@ class _Writer:
 
     def notes(self) -> list[str]:
         """Sentences a person should read before it begins."""
-        out = []
+        out = list(self._notes)
         if not self._keep_rng:
             out.append("random states are not carried over: the job must be started with --no-load-rng")
         if self._chains and self._options.optimizer == "distributed" and self._chains.buckets_matter():

@@ -193,7 +193,9 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
         several = f"{said} are all stages of --pp {layout.pp}, but not all of {num_layers} layers: {left} are left"
         raise RequestError(
             one if layout.pp == 1 else several,
-            hint=f"leave {given[0][0]} out" if layout.pp == 1 else f"{given[0][0]} {given[0][1] + left}, or a larger --pp",
+            hint=f"leave {given[0][0]} out"
+            if layout.pp == 1
+            else f"{given[0][0]} {given[0][1] + left}, or a larger --pp",
         )
     if left < 0 or (left == 0) != (middle == 0) or (middle and left % middle):
         option, n = given[0]

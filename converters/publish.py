@@ -289,6 +289,7 @@ class Staging:
         """Writes a small file of the result and syncs it."""
         path = self.folder / name
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
             try:
                 _write_all(fd, data)

@@ -25,6 +25,7 @@ from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.reshard_targets import Targets
 from converters.split import Outline
+from converters.target_state import TRACKER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,7 +96,10 @@ def plan_reshard(
     if any(problem.severity == "error" for problem in catalog.problems):
         wanted = {name for name, t in catalog.tensors.items() if t.kind != "optimizer" or options.optimizer != "none"}
         refuse_damage(catalog, wanted)
-    folder = _folder(catalog)
+    around = companions(
+        catalog, layout, framework=options.framework, rng=state.rng, optimizer=options.optimizer != "none"
+    )
+    folder = around.folder
     job = Job.build(
         draft.sources,
         output,
@@ -108,8 +112,6 @@ def plan_reshard(
     )
     if cache and key and known is None and draft.lasting:
         keep(cache, key, made, job.task_table, output)
-    rng = any(o.key.startswith("rng_state") for o in state.objects)
-    beside, losses = companions(catalog, layout, folder, rng=rng, optimizer=options.optimizer != "none")
     changed = {name: {"from": old, "to": new} for name, (old, new) in state.changed.items()}
     changes = [f"{name} {old} -> {new}" for name, (old, new) in state.changed.items()]
     return ReshardPlan(
@@ -121,12 +123,12 @@ def plan_reshard(
         extra_files={
             f"{folder}/.metadata": lambda: output.metadata(folder),
             **({f"{folder}/common.pt": state.common} if state.common else {}),
-            **beside,
+            **around.files,
             f"{folder}/metadata.json": _metadata_json(options.mcore),
-            TRACKER: folder.removeprefix("iter_").lstrip("0").encode() or b"0",
+            **({TRACKER: folder.removeprefix("iter_").lstrip("0").encode() or b"0"} if around.tracker else {}),
         },
-        dropped=(*dropped, *state.dropped),
-        notes=(*made.notes, *state.notes, *losses),
+        dropped=(*dropped, *state.dropped, *around.dropped),
+        notes=(*made.notes, *state.notes, *around.notes),
         summary=(
             ("from", str(Layout.saved(catalog))),
             ("to", f"{layout}, optimizer: {options.optimizer}"),
@@ -138,7 +140,7 @@ def plan_reshard(
             "objects": len(state.objects),
             "changed_args": changed,
         },
-        advice=(f"start the job with {_flags(destination, layout, options)}",),
+        advice=(around.advice or f"start the job with {_flags(destination, layout, options)}",),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
         device=options.device,
@@ -150,9 +152,21 @@ def plan_reshard(
     )
 
 
+def plan_torch_dist(
+    reader: Reader,
+    destination: Path,
+    layout: Layout,
+    options: ReshardOptions | None = None,
+    *,
+    cache: PlanCache | None = None,
+) -> ReshardPlan:
+    """As `plan_reshard`, for Megatron-LM whichever framework wrote the source."""
+    asked = replace(options or ReshardOptions(), framework="megatron-lm")
+    return plan_reshard(reader, destination, layout, asked, cache=cache)
+
+
 run_reshard = run_conversion
 
-TRACKER = "latest_checkpointed_iteration.txt"
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "expert_tp", "dp", "world_size")
 
 
@@ -228,10 +242,6 @@ def _metadata_json(mcore: str | None) -> bytes:
     if mcore != "0.19":
         document |= {"common_backend": "torch", "common_backend_version": 1}
     return json.dumps(document).encode()
-
-
-def _folder(catalog: Catalog) -> str:
-    return "release" if catalog.path.name == "release" else f"iter_{catalog.iteration or 0:07d}"
 
 
 def _in_folder(output: TorchDistOutput, folder: str) -> list[OutputFile]:

@@ -28,7 +28,7 @@ from converters.optim import param_groups
 from converters.optim_groups import read_param_groups
 from converters.pickles import Obj, fields
 from converters.records_out import empty_object
-from converters.target_state import change_arguments, layout_arguments, open_common, rng_fits
+from converters.target_state import as_megatron_lm, change_arguments, layout_arguments, open_common, rng_fits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from converters.pipeline import Pipeline
     from converters.split import Outline
 
-__all__ = ["ReshardOptions", "State", "target_state"]
+__all__ = ["ReshardOptions", "State", "target_state", "target_wrapper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class ReshardOptions(WriteOptions):
         fully_parallel: Spread what data-parallel replicas share over their files, by bytes.
         weights_only: Neither optimizer nor random state.
         mcore: "0.19" embeds the common state as that version does; else it is `common.pt`, which all versions read.
+        framework: "keep", or "megatron-lm": what NeMo or Megatron-Bridge wrote becomes a checkpoint of Megatron-LM.
     """
 
     OPTIMIZERS: ClassVar[tuple[str, ...]] = ("fully_reshardable", "dp_reshardable", "keep", "none")
@@ -68,6 +69,7 @@ class ReshardOptions(WriteOptions):
     fully_parallel: bool = False
     weights_only: bool = False
     mcore: str | None = None
+    framework: str = "keep"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,7 @@ class State:
         objects: Stored objects, each with the rank whose file holds it.
         common: Contents of `common.pt`; None if the common state is one of the objects.
         changed: Training arguments that differ from the source: name -> (before, after).
+        rng: The random states are among the objects.
         dropped: `(what, reason)` of what is not carried over.
         notes: Sentences a person should read.
     """
@@ -87,6 +90,7 @@ class State:
     changed: dict[str, tuple[Any, Any]]
     dropped: tuple[tuple[str, str], ...]
     notes: tuple[str, ...] = field(default=())
+    rng: bool = False
 
 
 def target_state(
@@ -131,21 +135,29 @@ def target_state(
             if options.extra_state == "drop":
                 dropped.append((info.key, "extra state is not wanted"))
             else:
-                key, layer = _extra_state_key(info, stacked, outline)
+                key, layer = _extra_state_key(info, stacked, outline, options)
                 home = pipeline.homes(layer or "output_layer.weight", tied=outline.tied)[0]
                 objects.append(ObjectOut(key, layout.rank(pp=home.pp), content))
         else:
             objects.append(ObjectOut(info.key, 0, content))
     if options.extra_state == "fill":
-        objects += _missing_extra_state(catalog, layout, outline, pipeline, stacked, {o.key for o in objects})
-    archive, tree, changed = _common(reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab)
+        wrapper = target_wrapper(_wrapper(catalog), options)
+        objects += _missing_extra_state(catalog, layout, outline, pipeline, stacked, {o.key for o in objects}, wrapper)
+    archive, tree = open_common(reader)
+    notes: list[str] = []
+    if options.framework == "megatron-lm":
+        tree, lost, notes = as_megatron_lm(catalog, tree)
+        dropped += lost
+    archive, tree, changed = _common(
+        archive, tree, reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab
+    )
     if options.mcore == "0.19":
         # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
         objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
         common = None
     else:
         common = archive.dump(tree, "common")
-    return State(objects, common, changed, tuple(dropped))
+    return State(objects, common, changed, tuple(dropped), tuple(notes), keep_rng)
 
 
 def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
@@ -159,7 +171,9 @@ def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
     return bare.dump([bare.tree], "archive")
 
 
-def _extra_state_key(info: ObjectInfo, stacked: bool, outline: Outline) -> tuple[str, str | None]:
+def _extra_state_key(
+    info: ObjectInfo, stacked: bool, outline: Outline, options: ReshardOptions
+) -> tuple[str, str | None]:
     """The key of an extra state in the target's style, and a name that says where it lives."""
     parsed = parse_key(info.name)
     if parsed.kind == "other":
@@ -167,14 +181,20 @@ def _extra_state_key(info: ObjectInfo, stacked: bool, outline: Outline) -> tuple
     indices = iter(info.offset)
     name = parsed.template.format(*(next(indices) for _ in parsed.axes))
     wrapper = info.name[: -len(_bare(info.name))] if _bare(info.name) else ""
-    return wrapper + _object_key(name, stacked, outline), name
+    return target_wrapper(wrapper, options) + _object_key(name, stacked, outline), name
 
 
 _NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
 
 
 def _missing_extra_state(
-    catalog: Catalog, layout: Layout, outline: Outline, pipeline: Pipeline, stacked: bool, have: set[str]
+    catalog: Catalog,
+    layout: Layout,
+    outline: Outline,
+    pipeline: Pipeline,
+    stacked: bool,
+    have: set[str],
+    wrapper: str,
 ) -> list[ObjectOut]:
     """Empty extra states for modules that have none: which modules have one changed with every Megatron-Core.
 
@@ -196,7 +216,7 @@ def _missing_extra_state(
     )
     for module in (*modules, *attention):
         key = _object_key(f"{module}._extra_state", stacked, outline)
-        wrapped = key if key in have else f"{_wrapper(catalog)}{key}"
+        wrapped = key if key in have else f"{wrapper}{key}"
         if wrapped not in have:
             home = pipeline.homes(f"{module}.weight", tied=outline.tied)[0]
             out.append(ObjectOut(wrapped, layout.rank(pp=home.pp), empty))
@@ -206,6 +226,11 @@ def _missing_extra_state(
 def _wrapper(catalog: Catalog) -> str:
     key = next((o.name for o in catalog.objects.values() if o.name.endswith("._extra_state")), "")
     return key[: -len(_bare(key))] if _bare(key) else ""
+
+
+def target_wrapper(wrapper: str, options: ReshardOptions) -> str:
+    """What stands before the names in the target's keys, given what does in the source's: Megatron-LM has no `module.`."""
+    return re.sub(r"^(?:module|model)\.", "", wrapper) if options.framework == "megatron-lm" else wrapper
 
 
 def _object_key(name: str, stacked: bool, outline: Outline) -> str:
@@ -223,6 +248,8 @@ def _bare(key: str) -> str:
 
 
 def _common(
+    archive: Archive,
+    tree: dict[Any, Any],
     reader: Reader,
     layout: Layout,
     options: ReshardOptions,
@@ -231,7 +258,6 @@ def _common(
     keep_rng: bool,
     padded_vocab: int | None,
 ) -> tuple[Archive, dict[Any, Any], dict[str, tuple[Any, Any]]]:
-    archive, tree = open_common(reader)
     changed: dict[str, tuple[Any, Any]] = {}
     args = tree.get("args")
     if isinstance(args, Obj):

@@ -18,6 +18,7 @@ from converters.optim_write import flatten
 from converters.plan import Target
 from converters.records_out import object_record
 from converters.registration import trainable
+from converters.reshard_state import target_wrapper
 from converters.split import Outline, holders, shards
 from converters.vocabulary import VOCABULARY, vocabulary_rows
 
@@ -82,7 +83,8 @@ class Targets:
     args: ModelArgs
 
     def __post_init__(self) -> None:
-        self._wrapper, self.stacked = _key_style(self.catalog, self.options.layers)
+        wrapper, self.stacked = _key_style(self.catalog, self.options.layers)
+        self._wrapper = target_wrapper(wrapper, self.options)
         self._families: dict[tuple[Any, ...], _Family] = {}
         self._stages: dict[str, int] = {}
         self._load: Counter[int] = Counter()
@@ -154,7 +156,13 @@ class Targets:
         axes = stored_key(name, stacked=self.stacked).axes
         sizes = {"layer": self.outline.num_layers, "expert": experts}
         return _Family(
-            Cut(tensor.dtype if state else self.catalog.trained_type(tensor), shape, tuple(boxes), tensor.shape, len(axes)),
+            Cut(
+                tensor.dtype if state else self.catalog.trained_type(tensor),
+                shape,
+                tuple(boxes),
+                tensor.shape,
+                len(axes),
+            ),
             list(boxes.values()),
             axes,
             tuple(sizes[axis] for axis in axes),

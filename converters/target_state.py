@@ -11,7 +11,9 @@ from converters.errors import RequestError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.formats.folder import exists
-from converters.pickles import Obj, fields, set_field
+from converters.megatron_args import megatron_arguments
+from converters.model_args import ModelArgs
+from converters.pickles import Global, Obj, fields, set_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +22,15 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.layout import Layout
 
-__all__ = ["TRACKER", "change_arguments", "iteration_folder", "layout_arguments", "open_common", "rng_fits"]
+__all__ = [
+    "TRACKER",
+    "as_megatron_lm",
+    "change_arguments",
+    "iteration_folder",
+    "layout_arguments",
+    "open_common",
+    "rng_fits",
+]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file that tells a job which iteration to load; Megatron writes it last."""
@@ -50,6 +60,47 @@ def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
     if not isinstance(tree, dict):
         raise RequestError("the common state is not a dictionary")
     return archive, tree
+
+
+def as_megatron_lm(
+    catalog: Catalog, tree: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], list[tuple[str, str]], list[str]]:
+    """The common state of NeMo or Megatron-Bridge as Megatron-LM has it.
+
+    Args:
+        catalog: The source.
+        tree: Its common state.
+
+    Returns:
+        The common state with training arguments made of the configuration, what of it is not carried, with the reason, and
+        sentences a person should read. One that has arguments is Megatron-LM's own and stays as it is.
+    """
+    if isinstance(tree.get("args"), Obj):
+        return dict(tree), [], []
+    values, notes = megatron_arguments(ModelArgs.from_catalog(catalog), catalog.options)
+    if samples := _samples_seen(tree):
+        values.setdefault("consumed_train_samples", samples)
+    if not {"num_layers", "hidden_size", "num_attention_heads"} <= values.keys():  # what a loader compares at least
+        return dict(tree), [], []
+    # Lightning's part of it holds classes that Megatron-LM does not let a common state hold
+    kept = {key: value for key, value in tree.items() if key in _KEPT}
+    dropped = [
+        (str(key), f"of {catalog.flavour}; Megatron-LM has no place for it")
+        for key in tree
+        if key not in (*kept, *_MADE)
+    ]
+    made = (Obj(Global("argparse", "Namespace"), kind="newobj", state=values), 3.0, catalog.iteration or 0)
+    return {"num_floating_point_operations_so_far": 0, **kept, **dict(zip(_MADE, made, strict=True))}, dropped, notes
+
+
+_MADE = ("args", "checkpoint_version", "iteration")
+_KEPT = ("optimizer", "opt_param_scheduler", "content_metadata", "num_floating_point_operations_so_far")
+
+
+def _samples_seen(tree: Mapping[Any, Any]) -> int | None:
+    """NeMo's data modules keep what they call consumed_samples under their own name (nemo/lightning/pytorch/plugins)."""
+    found = [v.get("consumed_samples") for v in tree.values() if isinstance(v, dict)]
+    return next((n for n in found if type(n) is int), None)
 
 
 def iteration_folder(catalog: Catalog) -> str:

@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
-from converters.model_args import model_config
 from converters.split import padded_vocab
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
     from converters.catalog import Catalog
 
 __all__ = ["VOCABULARY", "vocabulary_rows"]
@@ -43,13 +39,12 @@ def vocabulary_rows(
             f"--vocab-size {asked} would cut trained rows: the vocabulary of {name} has {known}", tensor=name
         )
     true = known if asked is None else asked
-    options: Mapping[str, Any] = catalog.args or model_config(catalog.config)
-    divisible = options.get("make_vocab_size_divisible_by", 128)
+    divisible = catalog.options.get("make_vocab_size_divisible_by", 128)
     if not isinstance(divisible, int) or divisible < 1:
         raise RequestError(f"the argument make_vocab_size_divisible_by is {divisible!r}, not a positive number")
     # nobody knows how many rows are padding, or Megatron-Bridge pads nothing (GPTModelProvider): keep them all, and pad
     # further if tp asks for it
-    if true is None or (true == stored and options.get("should_pad_vocab") is False):
+    if true is None or (true == stored and catalog.options.get("should_pad_vocab") is False):
         return -(-stored // tp) * tp
     if not 0 < true <= stored:
         raise RequestError(f"the arguments give a vocabulary of {true}, but {name} has {stored} rows", tensor=name)

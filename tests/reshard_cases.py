@@ -110,7 +110,10 @@ def compare(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None
 
 
 def folder_of(root: Path) -> Path:
-    """The iteration's folder, as the tracker file names it."""
+    """The iteration's folder, as the tracker file names it; NeMo has neither."""
+    for name in ("weights", "model_weights"):
+        if (root / name).is_dir():
+            return root / name
     text = (root / "latest_checkpointed_iteration.txt").read_text()
     return root / (text if text == "release" else f"iter_{int(text):07d}")
 

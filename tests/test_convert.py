@@ -216,11 +216,6 @@ def test_a_bridge_configuration_with_more_in_it(tmp_path):
     assert not (tmp_path / "odd" / source.name / "run_config.yaml").exists()
 
 
-def test_what_of_nemo_is_not_carried_over_is_said(tmp_path, capsys):
-    assert main(["reshard", str(source_of("nemo2_llama4_weights_tp2pp2")), str(tmp_path / "out"), "-n"]) == 0
-    assert "iter_0000010 renamed to weights, with a copy of context/ beside it" in capsys.readouterr().err
-
-
 # ---------------------------------------------------------------------- whole tensors, under Hugging Face's names
 
 

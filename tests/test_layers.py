@@ -34,6 +34,7 @@ LEVELS = {
     "job": 3,
     "layout": 3,
     "layout_check": 3,
+    "megatron_args": 3,
     "model_args": 3,
     "model_options": 3,
     "model_shapes": 3,

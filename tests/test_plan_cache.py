@@ -251,6 +251,7 @@ OPTIONS = {
     "fully_parallel": True,
     "weights_only": True,
     "mcore": "0.19",
+    "framework": "megatron-lm",
     "max_memory": 32 << 20,
     "threads": 3,
     "overwrite": True,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.formats.folder import is_file, is_folder
-from converters.names import parse_key
+from converters.errors import FormatError
+from converters.formats.folder import is_file, is_folder, read_small
+from converters.names import parse_key, printable
 from converters.pickles import Obj, fields
 
 if TYPE_CHECKING:
@@ -79,7 +81,7 @@ def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple
         return "Megatron-Bridge", _section(_yaml(folder / "run_config.yaml"), "model")
     if folder.name == "weights" and is_folder(folder.parent / "context"):
         path = folder.parent / "context" / "model.yaml"
-        return "NeMo 2", _section(_yaml(path), "config") if is_file(path) else {}
+        return "NeMo 2", _section(_yaml(path), "config") if is_file(path) else _fiddle(path.with_name("io.json"))
     if folder.name == "model_weights":
         path = folder.parent / "model_config.yaml"
         return "NeMo 1", _yaml(path) if is_file(path) else facts.hyper_parameters
@@ -97,6 +99,32 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     from converters.formats.plain_yaml import read_yaml  # Megatron-LM's checkpoints have none: do not import the parser
 
     return read_yaml(path)
+
+
+def _fiddle(path: Path) -> Mapping[str, Any]:
+    """The settings in `io.json`, all that the first versions of NeMo 2 kept: those that somebody set, no defaults."""
+    try:
+        document = json.loads(read_small(path, 64 << 20)) if is_file(path) else {}
+    except (ValueError, RecursionError) as error:
+        raise FormatError("io.json is not JSON", details=[printable(str(error))[:200]]) from error
+    objects = document.get("objects") if isinstance(document, dict) else None
+    found: dict[str, Any] = {}
+    for made in objects.values() if isinstance(objects, dict) else ():
+        items = made.get("items") if isinstance(made, dict) else None
+        values = dict(filter(None, map(_setting, items if isinstance(items, list) else ())))
+        if "num_layers" in values and len(values) > len(found):
+            found = values
+    return found
+
+
+def _setting(item: Any) -> tuple[str, Any] | None:
+    """`["Attr(name='hidden_size')", {"type": "leaf", "value": 64}]`; a function is told by its name."""
+    if not isinstance(item, list) or len(item) != 2 or not isinstance(item[1], dict):
+        return None
+    name, kind = re.fullmatch(r"Attr\(name='(\w+)'\)", str(item[0])), item[1].get("type")
+    if name is None or kind not in ("leaf", "pyref"):
+        return None
+    return name[1], item[1].get("value" if kind == "leaf" else "name")
 
 
 def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -84,9 +84,15 @@ def logits_rank(options, rank, rendezvous):
     args = model_args(options, dtype="fp32", tp=1, pp=1, ep=1)
     model = models.build_model(args)
     models.fill(model, args, models.DTYPES[options.dtype], options.per_layer)
+    save_logits(model, args, options.logits)
+
+
+def save_logits(model, args, path):
+    from oracle import models
+
     tokens = torch.randint(0, args.vocab_size, (2, 24), generator=torch.Generator().manual_seed(5))
     found = models.logits(model, tokens)[..., : args.vocab_size]
-    save_file({"tokens": tokens, "logits": found.contiguous()}, options.logits)
+    save_file({"tokens": tokens, "logits": found.contiguous()}, path)
 
 
 def load_rank(options, rank, rendezvous):
@@ -128,6 +134,11 @@ def load_rank(options, rank, rendezvous):
     else:
         loaded = dist_checkpointing.load({"model": models.sharded_state(model, per_layer)}, str(folder))
         model.load_state_dict(loaded["model"], strict=True)
+    if options.logits:
+        exact = model_args(options, dtype="fp32", tp=1, pp=1, ep=1)
+        twin = models.build_model(exact)
+        twin.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})
+        save_logits(twin, exact, options.logits)
 
     expected = read_expected(options.expected)
     seen, wrong = set(), {}
@@ -231,7 +242,7 @@ def main():
         "--set", action="append", default=[], metavar="ARGUMENT=VALUE", help="any of the model's arguments"
     )
     parser.add_argument("--expected", type=Path, help="safetensors of every tensor, whole, by its per-layer name")
-    parser.add_argument("--logits", type=Path, help="write: also the fp32 logits of the model at TP1 PP1")
+    parser.add_argument("--logits", type=Path, help="also the fp32 logits of the model at TP1 PP1")
     parser.add_argument("--timeout", type=int, default=120, help="seconds")
     options = parser.parse_args()
     options.folder = options.folder.absolute()
