@@ -160,7 +160,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
         device=options.device,
-        proof=Masters(reader, found.tensors) if found.doubt else None,
+        proof=Masters.needed(reader, found.tensors if found.doubt else {}),
     )
 
 

@@ -8,7 +8,8 @@ element. It is also how the `fully_reshardable` files of Megatron-Core 0.15.0 to
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -31,46 +32,62 @@ if TYPE_CHECKING:
 __all__ = ["Masters", "mismatches", "prove_masters", "refusal", "rounded"]
 
 _PREFIX = "optimizer.state.param."
+_TIED = re.compile(r"embedding\.word_embeddings\.weight \(copy of pp \d+(?:, chunk \d+)?\)")
 _TILE = 1 << 18  # elements
 _SAMPLE = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
 class MasterTask:
-    """A parameter whose master weight is to be compared.
+    """A parameter whose master weight, or a copy of it, is to be compared.
 
     Attributes:
         number: Its place in the list.
         name: The parameter.
         nbytes: What is read for it.
+        other: What it is compared with.
     """
 
     number: int
     name: str
     nbytes: int
+    other: str
 
 
 class Masters:
     """The proof as a list of tasks, for a `Crew` to do: every master weight rounds to the weight stored beside it.
+
+    Copies of a tied embedding that later pipeline stages keep must equal the first stage's, too: only that is read.
 
     Args:
         reader: The checkpoint.
         tensors: Canonical optimizer tensors; only `optimizer.state.param.*` are looked at.
 
     Attributes:
-        tasks: One for each parameter that has a master weight.
+        tasks: One for each parameter that has a master weight, and for each copy of the embedding.
         claim: What is proved.
     """
-
-    claim = "that master weights round to the weights"
 
     def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
         weights = reader.catalog.weights
         self._reader = reader
         names = [n for name in tensors if name.startswith(_PREFIX) and (n := name.removeprefix(_PREFIX)) in weights]
+        self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
         self.tensors = {_PREFIX + n: tensors[_PREFIX + n] for n in names} | {n: weights[n] for n in names}
-        sizes = (self.tensors[_PREFIX + n].nbytes + weights[n].nbytes for n in names)
-        self.tasks = [MasterTask(i, name, size) for i, (name, size) in enumerate(zip(names, sizes, strict=True))]
+        for label, copy in self._copies.items():
+            self.tensors |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
+        pairs = [*((n, _PREFIX + n) for n in names), *((copy.name, label) for label, copy in self._copies.items())]
+        self.tasks = [
+            MasterTask(number, name, self.tensors[other].nbytes + weights[name].nbytes, other)
+            for number, (name, other) in enumerate(pairs)
+        ]
+        self.claim = "that master weights round to the weights" if names else "that copies of the embedding are equal"
+
+    @classmethod
+    def needed(cls, reader: Reader, tensors: Mapping[str, TensorInfo]) -> Masters | None:
+        """The proof, or None if there is nothing to prove."""
+        proof = cls(reader, tensors)
+        return proof if proof.tasks else None
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +112,16 @@ class Masters:
         Raises:
             IntegrityError: Some do not; they are named.
         """
-        wrong = [task.name for task in self.tasks if not results[task.number]]
+        failed = [task for task in self.tasks if not results[task.number]]
+        apart = [task.other for task in failed if task.other in self._copies]
+        if apart:
+            raise IntegrityError(
+                f"{apart[0]} differs from the one on the first stage, though the model ties them",
+                details=apart[1:8],
+                hint="Megatron trains both alike: one of the files is damaged, or of another save",
+                tensor=self._copies[apart[0]].name,
+            )
+        wrong = [task.name for task in failed]
         if wrong:
             raise refusal(wrong, self._reader.catalog, "master weights of the optimizer do not round to the weights")
 
@@ -113,7 +139,7 @@ class MasterWorker:
 
     def do(self, task: MasterTask, *, sample: bool = False) -> bool:
         """Whether the master weight of a parameter rounds to it; `sample` looks only at the first elements."""
-        master, weight = self._tensors[_PREFIX + task.name], self._tensors[task.name]
+        master, weight = self._tensors[task.other], self._tensors[task.name]
         return _agree(self._gatherers, master, weight, sample=sample)
 
     def close(self) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 from checkpoints import truth
-from support import GOLDEN
+from support import GOLDEN, read_tensor
 
+from converters.errors import FormatError
+from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
+from converters.optim import optimizer_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,3 +118,70 @@ def in_order(names: list[str]) -> list[str]:
     from converters.registration import Order
 
     return sorted(names, key=Order().position)
+
+
+def held(folder):
+    """Every tensor of a checkpoint as `model/NAME` or `STATE/NAME`."""
+    reader = open_checkpoint(folder)
+    tensors = dict(reader.catalog.weights) | optimizer_state(reader).tensors
+    out = {}
+    for info in tensors.values():
+        state, name = "model", info.name
+        if name.startswith("optimizer.state."):
+            state, _, name = name.removeprefix("optimizer.state.").partition(".")
+        out[f"{state}/{name}"] = read_tensor(reader, info)
+    return out
+
+
+def refused(folder, kind=FormatError):
+    with pytest.raises(kind) as error:
+        open_checkpoint(folder)
+    return error.value
+
+
+def local_experts(style, layer, mine, first):
+    """Parameters of a rank's experts of one layer, in one of the ways in which Megatron has kept them."""
+    each = len(mine)
+    out = {}
+    prefix = f"decoder.layers.{layer}.mlp.experts."
+    if style == "sequential":
+        for i, projection in itertools.product(range(each), (1, 2)):
+            out[f"{prefix}local_experts.{i}.linear_fc{projection}.weight"] = mine[i][projection - 1]
+    elif style == "grouped":
+        for projection, i in itertools.product((1, 2), range(each)):
+            out[f"{prefix}linear_fc{projection}.weight{i}"] = mine[i][projection - 1]
+    elif style == "one tensor":
+        for projection in (1, 2):
+            out[f"{prefix}linear_fc{projection}.weight"] = np.stack([pair[projection - 1] for pair in mine])
+    else:  # GroupedMLP: x @ weight1, the experts' matrices transposed, `view(experts, hidden, -1)`
+        hidden = mine[0][0].shape[1]
+        out[f"{prefix}weight1"] = np.stack([pair[0].T for pair in mine]).reshape(hidden, -1)
+        out[f"{prefix}weight2"] = np.stack([pair[1].T for pair in mine]).reshape(-1, hidden)
+    return out
+
+
+def write_experts(folder, style, tp=1, ep=1, **changes):
+    """A mixture of experts at tp, ep; one pipeline stage."""
+    known = weights("mixtral")
+    args = arguments(
+        "mixtral", tensor_model_parallel_size=tp, expert_model_parallel_size=ep, world_size=tp * ep, **changes
+    )
+    dense = in_order([name for name in known if ".experts." not in name])
+    for t, e in itertools.product(range(tp), range(ep)):
+        model = {}
+        for name in dense:
+            model[name] = bf16(shard(name, known[name], tp, t))
+            if name.endswith("mlp.router.weight"):
+                layer = name.split(".")[2]
+                numbers = range(e * 4 // ep, (e + 1) * 4 // ep)
+                mine = [
+                    [
+                        shard(n, known[n], tp, t)
+                        for p in (1, 2)
+                        for n in [f"decoder.layers.{layer}.mlp.experts.{i}.linear_fc{p}.weight"]
+                    ]
+                    for i in numbers
+                ]
+                made = local_experts(style, layer, mine, numbers[0])
+                model |= {key: bf16(value) for key, value in made.items()}
+        save(folder, f"mp_rank_{t:02d}" + (f"_{e:03d}" if ep > 1 else ""), args, model)

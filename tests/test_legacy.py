@@ -1,7 +1,5 @@
 """Megatron-LM's legacy checkpoints: real ones hold their truth, bit for bit; what is damaged or mixed up is refused."""
 
-import itertools
-import re
 import shutil
 
 import hf_reference
@@ -13,50 +11,27 @@ from legacy_cases import (
     FLAT,
     LEGACY,
     MODEL,
-    arguments,
-    bf16,
     copy_legacy,
     edit,
-    fp32,
-    in_order,
-    save,
-    shard,
-    weights,
+    held,
+    refused,
+    write_experts,
 )
 from reshard_cases import by_parameter, compare, expected, read_with_torch, reshard
-from support import GOLDEN, read_tensor
+from support import GOLDEN
 from test_export import exported, logit_difference
 
 from converters.engine import Stats
-from converters.errors import FormatError, IntegrityError, RequestError
+from converters.errors import IntegrityError, RequestError
 from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.optim import optimizer_state, prove_masters
 from converters.optim_groups import read_param_groups
 from converters.optimizer_layout import optimizer_layout
-from converters.pickles import fields, pairs, set_field
+from converters.pickles import fields, set_field
 
 RANKS = ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001")
-
-
-def held(folder):
-    """Every tensor of a checkpoint as `model/NAME` or `STATE/NAME`."""
-    reader = open_checkpoint(folder)
-    tensors = dict(reader.catalog.weights) | optimizer_state(reader).tensors
-    out = {}
-    for info in tensors.values():
-        state, name = "model", info.name
-        if name.startswith("optimizer.state."):
-            state, _, name = name.removeprefix("optimizer.state.").partition(".")
-        out[f"{state}/{name}"] = read_tensor(reader, info)
-    return out
-
-
-def refused(folder, kind=FormatError):
-    with pytest.raises(kind) as error:
-        open_checkpoint(folder)
-    return error.value
 
 
 class TestLegacy(Conformance):
@@ -358,247 +333,3 @@ def test_an_optimizer_that_is_not_understood_does_not_hide_the_weights(damage, t
     with pytest.raises(IntegrityError):
         reshard(folder, tmp_path / "out", {"tp": 1})
     reshard(folder, tmp_path / "out", {"tp": 1}, optimizer="none")
-
-
-# ---------------------------------------------------------------------- what other Megatrons wrote
-
-
-def local_experts(style, layer, mine, first):
-    """Parameters of a rank's experts of one layer, in one of the ways in which Megatron has kept them."""
-    each = len(mine)
-    out = {}
-    prefix = f"decoder.layers.{layer}.mlp.experts."
-    if style == "sequential":
-        for i, projection in itertools.product(range(each), (1, 2)):
-            out[f"{prefix}local_experts.{i}.linear_fc{projection}.weight"] = mine[i][projection - 1]
-    elif style == "grouped":
-        for projection, i in itertools.product((1, 2), range(each)):
-            out[f"{prefix}linear_fc{projection}.weight{i}"] = mine[i][projection - 1]
-    elif style == "one tensor":
-        for projection in (1, 2):
-            out[f"{prefix}linear_fc{projection}.weight"] = np.stack([pair[projection - 1] for pair in mine])
-    else:  # GroupedMLP: x @ weight1, the experts' matrices transposed, `view(experts, hidden, -1)`
-        hidden = mine[0][0].shape[1]
-        out[f"{prefix}weight1"] = np.stack([pair[0].T for pair in mine]).reshape(hidden, -1)
-        out[f"{prefix}weight2"] = np.stack([pair[1].T for pair in mine]).reshape(-1, hidden)
-    return out
-
-
-def write_experts(folder, style, tp=1, ep=1, **changes):
-    """A mixture of experts at tp, ep; one pipeline stage."""
-    known = weights("mixtral")
-    args = arguments(
-        "mixtral", tensor_model_parallel_size=tp, expert_model_parallel_size=ep, world_size=tp * ep, **changes
-    )
-    dense = in_order([name for name in known if ".experts." not in name])
-    for t, e in itertools.product(range(tp), range(ep)):
-        model = {}
-        for name in dense:
-            model[name] = bf16(shard(name, known[name], tp, t))
-            if name.endswith("mlp.router.weight"):
-                layer = name.split(".")[2]
-                numbers = range(e * 4 // ep, (e + 1) * 4 // ep)
-                mine = [
-                    [
-                        shard(n, known[n], tp, t)
-                        for p in (1, 2)
-                        for n in [f"decoder.layers.{layer}.mlp.experts.{i}.linear_fc{p}.weight"]
-                    ]
-                    for i in numbers
-                ]
-                made = local_experts(style, layer, mine, numbers[0])
-                model |= {key: bf16(value) for key, value in made.items()}
-        save(folder, f"mp_rank_{t:02d}" + (f"_{e:03d}" if ep > 1 else ""), args, model)
-
-
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("style", ["sequential", "grouped", "one tensor", "stacked"])
-def test_experts_in_every_form(style, tp, ep, tmp_path):
-    write_experts(tmp_path, style, tp, ep)
-    compare(held(tmp_path), expected("mixtral", optimizer=False))
-
-
-def test_stacked_experts_without_their_number(tmp_path):
-    write_experts(tmp_path, "stacked", num_experts=None)
-    assert "GroupedMLP" in refused(tmp_path).message
-
-
-def test_multi_token_prediction_and_a_dense_first_layer(tmp_path):
-    """Latent attention, a first layer without experts; the stage with MTP has the embedding again."""
-    known = weights("deepseek_mtp")
-    stages = [{}, {"embedding.word_embeddings.weight": bf16(known["embedding.word_embeddings.weight"])}]
-    for name in in_order(list(known)):
-        found = re.search(r"(.*mlp\.experts)\.(\d+)\.(.*)", name)
-        key = f"{found[1]}.{found[3]}{found[2]}" if found else name
-        home = 0 if name.startswith(("embedding.", "decoder.layers.0.")) else 1
-        stages[home][key.replace("decoder.layers.1.", "decoder.layers.0.")] = bf16(known[name])
-    for number, model in enumerate(stages):
-        args = arguments("mixtral", pipeline_model_parallel_size=2, world_size=2, mtp_num_layers=1)
-        save(tmp_path, f"mp_rank_00_{number:03d}", args, model)
-    wanted = {k: v for k, v in expected("deepseek_mtp", optimizer=False).items() if not k.endswith("expert_bias")}
-    compare(held(tmp_path), wanted)
-
-
-def test_layers_that_are_missing(tmp_path):
-    folder = copy_legacy("legacy_llama_adam_tp2pp2", tmp_path)
-
-    def drop(tree):
-        tree["model"].pairs[:] = [(k.replace("layers.0.", "layers.1."), v) for k, v in tree["model"].pairs]
-
-    edit(folder / "mp_rank_01_001" / MODEL, drop)
-    assert "lacks layers" in refused(folder).message
-
-
-def old_rows(value, version, heads, dim):
-    """Rows of a fused projection as checkpoint_version 0 or 1 keeps them, from `[heads, 3, dim]`."""
-    rest = value.shape[1:]
-    cube = value.reshape(heads, 3, dim, *rest)
-    moved = np.moveaxis(cube, 1, 0) if version == 0 else np.moveaxis(cube, 1, 2)
-    return np.ascontiguousarray(moved).reshape(value.shape)
-
-
-BEFORE_CORE = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "self_attention.linear_qkv.": "attention.query_key_value.",
-    "self_attention.linear_proj.": "attention.dense.",
-    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
-    "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
-    "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
-}
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("version", [0, 1.0, 2.0, 3.0])
-def test_models_before_megatron_core(version, tp, tmp_path):
-    known = weights("gpt")
-    for rank in range(tp):
-        layers, embedding = {}, {}
-        for name, value in known.items():
-            part = (
-                np.split(value, tp)[rank]
-                if ".linear_fc1." in name and "layer_norm" not in name
-                else shard(name, value, tp, rank)
-            )
-            if ".linear_qkv." in name and "layer_norm" not in name and version < 2:
-                part = old_rows(part, int(version), 4 // tp, 8)
-            if name.startswith("embedding."):
-                embedding[name.split(".")[1]] = {"weight": bf16(part)}
-                continue
-            for new, old in BEFORE_CORE.items():
-                if f".{new}" in name:
-                    name = name.replace(new, old)
-                    break
-            layers[name.removeprefix("decoder.")] = bf16(part)
-        model = {"language_model": {"embedding": embedding, "transformer": layers}}
-        args = arguments("gpt", tensor_model_parallel_size=tp, world_size=tp)
-        save(tmp_path, f"mp_rank_{rank:02d}", args, model, checkpoint_version=version or None)
-    compare(held(tmp_path), expected("gpt", optimizer=False))
-
-
-def test_old_rows_without_the_size_of_a_head(tmp_path):
-    args = arguments("gpt", kv_channels=None, hidden_size=None)
-    layers = {"layers.0.attention.query_key_value.weight": bf16(np.zeros((96, 32), np.uint16))}
-    save(tmp_path, "mp_rank_00", args, {"language_model": {"encoder": layers}}, checkpoint_version=None)
-    assert "size of a head" in refused(tmp_path).message
-
-
-def test_norms_of_megatrons_own_layers(tmp_path):
-    names = {
-        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-    }
-    model = {}
-    for name in in_order(list(weights("llama"))):
-        key = name
-        for new, old in names.items():
-            key = key.replace(new, old)
-        model[f"module.{key}"] = bf16(weights("llama")[name])
-    save(tmp_path, "mp_rank_00", arguments("llama"), model)
-    compare(held(tmp_path), expected("llama", optimizer=False))
-
-
-def adam_state(config, names):
-    """The state dictionary of torch's own Adam: two groups, a step for each parameter."""
-    import torch
-
-    known = truth(config)
-    apart = [[n for n in names if known[f"model/{n}"].ndim > 1], [n for n in names if known[f"model/{n}"].ndim == 1]]
-    ids = itertools.count()
-    state, groups = {}, []
-    for number, group in enumerate(apart):
-        mine = []
-        for name in group:
-            index = next(ids)
-            mine.append(index)
-            moments = {key: fp32(known[f"{key}/{name}"]) for key in ("exp_avg", "exp_avg_sq")}
-            state[index] = {"step": torch.tensor(7.0), **moments}
-        groups.append({"lr": 0.1, "wd_mult": 1.0 - number, "lr_mult": 1.0, "is_expert_parallel": False, "params": mine})
-    masters = [[fp32(known[f"master/{name}"]) for name in group] for group in apart]
-    scaler = {"scale": torch.tensor([1024.0]), "growth_tracker": 0, "hysteresis_tracker": 2}
-    return {
-        "optimizer": {"state": state, "param_groups": groups},
-        "fp32_from_fp16_params": masters,
-        "grad_scaler": scaler,
-    }
-
-
-def test_the_optimizer_of_torch(tmp_path):
-    names = in_order(list(weights("llama")))
-    model = {name: bf16(weights("llama")[name]) for name in names}
-    save(tmp_path / "iter_0000010", "mp_rank_00", arguments("llama"), model, optimizer=adam_state("llama", names))
-    compare(held(tmp_path), expected("llama", optimizer=True))
-    reshard(tmp_path, tmp_path.parent / f"{tmp_path.name}-out", {"tp": 2})
-    groups = read_param_groups(open_checkpoint(tmp_path.parent / f"{tmp_path.name}-out"))
-    assert {group["step"] for group in groups.dense} == {7}
-    assert groups.scaler["growth_tracker"] == 0
-    assert groups.storages["data/distckpt_0"] == np.float32(1024).tobytes()
-
-
-@pytest.mark.parametrize("align", [64, 1])
-@pytest.mark.parametrize("buckets", [None, "stated"])
-def test_flat_buffers_of_other_versions(align, buckets, tmp_path):
-    """Coalesced as since 2024-04, or bucket by bucket and padded as before; aligned since 0.8."""
-    import torch
-
-    known, names = truth("llama"), in_order(list(weights("llama")))
-    model = {name: bf16(weights("llama")[name]) for name in names}
-    limit = 4096 if buckets else 1 << 40
-    flat = {"param": [[]], "exp_avg": [[]], "exp_avg_sq": [[]]}
-    sizes = [0]
-    for name in reversed(names):
-        if sizes[-1] >= limit:
-            sizes.append(0)
-            [pieces.append([]) for pieces in flat.values()]
-        gap = -sizes[-1] % align
-        for state, pieces in flat.items():
-            value = known[f"{'master' if state == 'param' else state}/{name}"]
-            pieces[-1] += [np.full(gap, 0x7FC00000, np.uint32), value.reshape(-1)]
-        sizes[-1] += gap + known[f"master/{name}"].size
-    bf, f4 = torch.bfloat16, torch.float32
-    joined = {state: [np.concatenate(piece) for piece in pieces] for state, pieces in flat.items()}
-    if buckets:
-        padded = {
-            state: [fp32(np.pad(piece, (0, -piece.size % 128))) for piece in pieces] for state, pieces in joined.items()
-        }
-        tree = {
-            "per_bucket_numel": {0: {(bf, f4): [-(-n // 128) * 128 for n in sizes]}},
-            "per_bucket_numel_unpadded": {0: {(bf, f4): sizes}},
-            0: {(bf, f4): padded},
-        }
-    else:
-        one = {state: fp32(pieces[0]) for state, pieces in joined.items()}
-        tree = {0: {(bf, f4): {**one, "numel_unpadded": sizes[0]}}, "buckets_coalesced": True}
-    groups = [{"lr": 0.1, "wd_mult": wd, "lr_mult": 1.0, "is_expert_parallel": False, "step": 2} for wd in (1.0, 0.0)]
-    save(tmp_path, "mp_rank_00", arguments("llama"), model, optimizer={"optimizer": {"param_groups": groups}})
-    torch.save(tree, tmp_path / "mp_rank_00" / FLAT)
-    compare(held(tmp_path), expected("llama", optimizer=True))
-
-
-def test_golden_models_keep_their_order():
-    """The tests above write parameters in the order of `in_order`: that is the order of real files."""
-    for name in ("legacy_llama_adam_tp2pp2", "legacy_mixtral_distopt_ep2pp2"):
-        path = next((GOLDEN / name / "iter_0000010").glob(f"*/{MODEL}"))
-        keys = [
-            key for key, _ in pairs(Archive(path).tree["model"]) if "extra_state" not in key and ".experts." not in key
-        ]
-        assert keys == in_order(keys)

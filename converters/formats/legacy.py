@@ -165,7 +165,7 @@ class LegacyReader:
     def _add_rng(self, model: LegacyModel) -> None:
         """Random states, in the grid that torch_dist has: (pp, tp), and dp as well with expert parallelism."""
         grid, layout = self._grid, model.layout
-        if any(not isinstance(file.tree.get("rng_state"), list) for file in self._model_files.values()):
+        if any(_rng_states(file.tree) is None for file in self._model_files.values()):
             return
         if grid.ep > 1 and layout.edp > 1:
             self._problems.append(
@@ -179,7 +179,7 @@ class LegacyReader:
         for (tp, pp, ep), file in sorted(
             self._model_files.items(), key=lambda item: (item[0][1], item[0][0], item[0][2])
         ):
-            offset, node = (pp, tp, ep)[: len(sizes)], file.tree["rng_state"]
+            offset, node = (pp, tp, ep)[: len(sizes)], _rng_states(file.tree)
             key = f"rng_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
             info = ObjectInfo("rng_state", key, offset, sizes, file.name, 0, self._size(file, node))
             self._objects[key] = (info, file, node)
@@ -205,7 +205,8 @@ class LegacyReader:
                 flat = FlatFile(self._flat_files[rank], self._storages, model.layout, self._args, rank[1], numel)
                 flat.place(model.owned[rank], found)
             elif any(_has_state(entry) for entry in optimizer_entries(file.tree.get("optimizer"))):
-                place_plain(optimizer_entries(file.tree["optimizer"]), model.owned[rank], file, self._storages, found)
+                entries = optimizer_entries(file.tree["optimizer"])
+                place_plain(entries, model.owned[rank], self._args, file, self._storages, found)
         if not found.pieces:
             if file.tree.get("optimizer"):
                 self._problems.append(Problem("warning", f"there are param groups, but no state and no {OPTIMIZER}"))
@@ -291,7 +292,15 @@ def _has_state(entry: Node) -> bool:
     return bool(state.get("state"))
 
 
-_NOT_COMMON = ("rng_state", "optimizer", "random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
+_RNG = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")
+_NOT_COMMON = ("rng_state", "optimizer", *_RNG)
+
+
+def _rng_states(tree: Mapping[Any, Node]) -> list[Node] | None:
+    """A rank's random states, one for each data-parallel rank that has its own; before 2022 they lay beside the model."""
+    if isinstance(tree.get("rng_state"), list):
+        return list(tree["rng_state"])
+    return [{key: tree[key] for key in _RNG}] if all(key in tree for key in _RNG) else None
 
 
 def _common_tree(file: PtFile, folder: Path) -> dict[Any, Node]:
@@ -299,7 +308,7 @@ def _common_tree(file: PtFile, folder: Path) -> dict[Any, Node]:
     tree = {
         key: value
         for key, value in file.tree.items()
-        if not (isinstance(key, str) and (key.startswith("model") or key in (*_NOT_COMMON, "rng_tracker_states")))
+        if not (isinstance(key, str) and (key.startswith("model") or key in _NOT_COMMON))
     }
     tree["checkpoint_version"] = 3.0  # rows of query, key and value lie as they do since then
     iteration = _iteration(file.tree)

@@ -268,7 +268,7 @@ class LegacyModel:
                 layer = layer_number(key)
                 offset = self._offsets[layer[0], pp, number] if layer else 0
                 if key.endswith(_EXTRA):
-                    self._extra_state(key, offset, rank, node)
+                    self._extra_state(key, offset, ep * experts, rank, node)
                 ref = refs.get(key)
                 if ref is None:
                     continue
@@ -288,10 +288,16 @@ class LegacyModel:
             return False
         return any(_WORDS in chunk for chunk in self._chunks[rank[0], 0, rank[2]])
 
-    def _extra_state(self, key: str, offset: int, rank: Rank, node: Node) -> None:
-        if rank[0] or rank[2] or node is None or ".mlp.experts." in key:
-            return  # the same for all ranks of a stage; experts have theirs filled in, one for each
-        name = pieces(key, (), (), offset=offset, first_expert=0, experts=0)[0].name
+    def _extra_state(self, key: str, offset: int, first_expert: int, rank: Rank, node: Node) -> None:
+        expert = ".mlp.experts." in key
+        if rank[0] or node is None or (rank[2] and not expert):
+            return  # the same for all ranks of a stage
+        if expert and ".local_experts." not in key:
+            # one for all experts of the rank, where distributed checkpoints have one for each; empty without FP8
+            if self._args.get("fp8"):
+                self.warnings.append(f"{self._files[rank].name}: the FP8 state of {printable(key)} is not carried over")
+            return
+        name = pieces(key, (), (), offset=offset, first_expert=first_expert, experts=0)[0].name
         self.extra_states.append((name, rank, node))
 
     def _note(self, part: Piece, rank: Rank, chunk: int) -> None:
@@ -361,5 +367,4 @@ class LegacyModel:
                 copy = replace(local, first=True)
                 self._copies.add(f"copy of {where}\0", copy, array, entry.ref.dtype, entry.ref.offset)
             if entry.ref.dtype.floating and trainable(name):
-                outer = name in (_WORDS, _OUTPUT)
-                yield Owned(entry.key, local, entry.ref.shape, entry.chunk, expert, outer)
+                yield Owned(entry.key, local, entry.ref.shape, entry.chunk, expert)

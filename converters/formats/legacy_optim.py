@@ -23,6 +23,7 @@ from converters.buffers import Bucket, Local, Misfit, Rules, arrange, bucket_siz
 from converters.catalog import FlatPart, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError
+from converters.formats.legacy_groups import group_members
 from converters.pickles import Global
 from converters.records import tensor_ref
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Collected", "FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]
 
+_MOST_PADDING = 1 << 17  # elements behind a bucket
 DEEPEST = 64  # a pickle may hold a dictionary that holds itself
 
 
@@ -51,7 +53,6 @@ class Owned:
         shape: Its shape there.
         chunk: Which model chunk it belongs to.
         expert: It belongs to a routed expert.
-        outer: It is the embedding or the output layer, which may have a learning rate of their own.
     """
 
     key: str
@@ -59,7 +60,6 @@ class Owned:
     shape: tuple[int, ...]
     chunk: int
     expert: bool
-    outer: bool
 
 
 @dataclass
@@ -104,7 +104,14 @@ def optimizer_entries(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def place_plain(entries: list[Any], owned: Sequence[Owned], file: PtFile, storages: Storages, out: Collected) -> None:
+def place_plain(
+    entries: list[Any],
+    owned: Sequence[Owned],
+    args: Mapping[str, Any],
+    file: PtFile,
+    storages: Storages,
+    out: Collected,
+) -> None:
     """The state of an optimizer that is not distributed.
 
     Raises:
@@ -119,7 +126,7 @@ def place_plain(entries: list[Any], owned: Sequence[Owned], file: PtFile, storag
         if not isinstance(groups, list) or not isinstance(held, Mapping):
             raise Misfit(f"{file.name}: the optimizer is not the dictionary that Megatron-LM writes")
         masters = entry.get("fp32_from_fp16_params", entry.get("fp32_from_fp16", []))
-        members = _grouped(groups, mine, file.name)
+        members = _grouped(groups, mine, args, file.name)
         for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
             low = iter(masters[number] if isinstance(masters, list) and number < len(masters) else ())
             for index, parameter in zip(group["params"], parameters, strict=True):
@@ -162,22 +169,12 @@ def _chained(entries: list[Any], owned: Sequence[Owned], what: str) -> Iterator[
         raise Misfit(f"{what}: {len(entries)} chained optimizers are not known to Megatron-LM")
 
 
-def _grouped(groups: list[Any], owned: Sequence[Owned], what: str) -> list[list[Owned]]:
-    """The parameters of each group: with or without weight decay, with a learning rate of their own or not."""
-    keys = []
-    for group in groups:
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
-            raise Misfit(f"{what}: a param group has no list of parameters")
-        keys.append((group.get("wd_mult", 1.0) == 0.0, group.get("is_decoupled_lr") is True))
-    if len(set(keys)) != len(keys):
-        raise Misfit(f"{what}: {len(keys)} param groups with equal decay; which parameter is in which is not stored")
-    decoupled = any(apart for _, apart in keys)
-    members: list[list[Owned]] = [[] for _ in keys]
-    for parameter in owned:
-        key = (parameter.key.endswith(".bias") or len(parameter.shape) == 1, decoupled and parameter.outer)
-        if key not in keys:
-            raise Misfit(f"{what}: no param group is for {parameter.key}", tensor=parameter.key)
-        members[keys.index(key)].append(parameter)
+def _grouped(groups: list[Any], owned: Sequence[Owned], args: Mapping[str, Any], what: str) -> list[list[Owned]]:
+    """The parameters of each group."""
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
+        raise Misfit(f"{what}: a param group has no list of parameters")
+    places = group_members(groups, [(p.key, p.shape) for p in owned], args, what)
+    members = [[owned[position] for position in mine] for mine in places]
     for number, (group, mine) in enumerate(zip(groups, members, strict=True)):
         if len(group["params"]) != len(mine):
             raise Misfit(f"{what}: group {number} has {len(group['params'])} parameters, {len(mine)} belong into it")
@@ -232,8 +229,12 @@ class FlatFile:
             for number, ((chunk, kind), parameters) in zip(numbers, wanted.items(), strict=True):
                 what = f"{self.file.name}: buffer {number}"
                 sizes = _bucket_sizes(entry.get("per_bucket_numel_unpadded"), number)
+                padded = _bucket_sizes(entry.get("per_bucket_numel"), number) if sizes is None else None
                 rules = list(self._rules(chunk, expert=parameters[0].expert))
-                self._buffer(_states(entry[number], kind, what), [p.local for p in parameters], sizes, rules, out)
+                local = [p.local for p in parameters]
+                if padded is not None:
+                    sizes = _unpadded(local, padded, rules, what)
+                self._buffer(_states(entry[number], kind, what), local, sizes, rules, out)
 
     def _rules(self, chunk: int, *, expert: bool) -> Iterator[Rules]:
         """How they may have been cut, the likeliest first: the version that wrote the file is not known."""
@@ -319,6 +320,17 @@ def _arranged(parameters: list[Local], total: int, candidates: list[Rules], what
         if taken[-1] == total:
             return buckets
     raise Misfit(f"{what} has {total:,} elements, the rank's parameters take {taken[0]:,}")
+
+
+def _unpadded(parameters: list[Local], padded: list[int], candidates: list[Rules], what: str) -> list[int]:
+    """Sizes of buckets without the padding behind them, which Megatron-Core 0.4 did not store."""
+    for rules in candidates:
+        sizes = [bucket.numel_unpadded for bucket in arrange(parameters, rules)]
+        if len(sizes) == len(padded) and all(
+            have - _MOST_PADDING < n <= have for n, have in zip(sizes, padded, strict=True)
+        ):
+            return sizes
+    raise Misfit(f"{what} has buckets of {', '.join(map(str, padded[:8]))} elements, which its parameters do not fill")
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[TensorRef]:
