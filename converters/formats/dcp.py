@@ -26,7 +26,7 @@ from converters.formats.base import StoredArchive
 from converters.formats.canonical import KeyedArray, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.dcp_metadata import DcpMetadata, StoredObject, StoredTensor, read_metadata
-from converters.formats.folder import exists, read_small, scan, status
+from converters.formats.folder import exists, is_folder, read_small, scan, status
 from converters.formats.geometry import geometry_digest
 from converters.formats.registry import METADATA_LIMIT, dcp_folders
 from converters.formats.tiling import tiling_problem
@@ -80,6 +80,9 @@ class DcpReader:
     """
 
     name: ClassVar[str]
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+    """Inner folders that belong to the checkpoint and hold no records, each with a slash at its end."""
+
     catalog: Catalog
 
     def __init__(self, folder: Path, metadata: DcpMetadata, digest: str) -> None:
@@ -87,7 +90,7 @@ class DcpReader:
         self.files = [folder / name for name in metadata.files]
         self._digest = digest
         self._locator = TensorLocator()
-        self._sizes = _file_sizes(folder, metadata.files)
+        self._sizes = _file_sizes(folder, [*metadata.files, *self.BESIDE])
         self._inside: dict[tuple[str, TensorRef], int] = {}  # record numbers of tensors inside objects
         self._number_records()
         self.catalog = self._catalog()
@@ -267,6 +270,8 @@ def _file_sizes(folder: Path, names: list[str]) -> dict[str, int]:
     """Sizes of all files in the folder and in the inner folders that hold data, by path in the folder."""
     out = {}
     for inner in sorted({"", *(name.rpartition("/")[0] for name in names)}):
+        if not is_folder(folder / inner):
+            continue
         with scan(folder / inner) as entries:
             found = {f"{inner}/{e.name}".lstrip("/"): e.stat().st_size for e in entries if e.is_file()}
         out.update(found)
@@ -324,7 +329,21 @@ def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     planner = {
         k: v for part in parts.values() if isinstance(part.planner_data, dict) for k, v in part.planner_data.items()
     }
-    return replace(first, files=files, tensors=tensors, objects=objects, stray=stray, planner_data=planner or None)
+    attributes = dict(first.attributes)
+    for part in list(parts.values())[1:]:  # ByteCheckpoint describes every tensor's record in one of them
+        for name, value in part.attributes.items():
+            before = attributes.setdefault(name, value)
+            if isinstance(before, dict) and isinstance(value, dict):
+                attributes[name] = {**before, **value}
+    return replace(
+        first,
+        files=files,
+        tensors=tensors,
+        objects=objects,
+        stray=stray,
+        planner_data=planner or None,
+        attributes=attributes,
+    )
 
 
 def _same_geometry(one: StoredTensor, other: StoredTensor) -> bool:

@@ -66,6 +66,13 @@ class Seen:
         return read_small(self.path / ".metadata", METADATA_LIMIT) if ".metadata" in self.names else b""
 
     @cached_property
+    def inner(self) -> tuple[bytes, ...]:
+        """The bytes of every `.metadata` of DCP files, here or in the folders for the model and the optimizer."""
+        own = (self.metadata,) if self.metadata else ()
+        folders = dcp_folders(self.path) if not own and self.names else []
+        return own or tuple(read_small(self.path / name / ".metadata", METADATA_LIMIT) for name in folders)
+
+    @cached_property
     def head(self) -> bytes:
         """The first 512 bytes of a file; none of a folder."""
         if not is_file(self.path):
@@ -136,11 +143,11 @@ def dcp_folders(folder: Path) -> list[str]:
     """Inner folders that hold the DCP files of one checkpoint, each with a slash at its end: `model/`, `optimizer/pp_0/`."""
     found: list[str] = []
     for name in ("model", "optimizer", "optim"):
-        if (folder / name / ".metadata").is_file():
+        if is_file(folder / name / ".metadata"):
             found.append(f"{name}/")
-        elif name != "model" and (folder / name).is_dir():
-            stages = (path.name for path in (folder / name).iterdir() if (path / ".metadata").is_file())
-            found += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key) if stage.startswith("pp_")]
+        elif name != "model" and is_folder(folder / name):
+            stages = [stage for stage in listing(folder / name) if re.fullmatch(r"pp_\d+", stage)]
+            found += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key)]
     return found
 
 
@@ -158,9 +165,19 @@ def _fsdp_dtensor(seen: Seen) -> bool:
     return "metadata.json" not in seen.names and _WRAPPED.search(seen.metadata) is not None
 
 
+def _vescale(seen: Seen) -> bool:
+    """DCP files whose metadata is of veScale's own classes."""
+    return "metadata.json" not in seen.names and any(b"vescale.checkpoint" in raw for raw in seen.inner)
+
+
+def _bytecheckpoint(seen: Seen) -> bool:
+    """Metadata of ByteCheckpoint's own classes."""
+    return "metadata.json" not in seen.names and any(b"bytecheckpoint.checkpointer" in raw for raw in seen.inner)
+
+
 def _torch_dcp(seen: Seen) -> bool:
     """Any other DCP files, or a folder of them for the model and one for the optimizer."""
-    return "metadata.json" not in seen.names and (".metadata" in seen.names or bool(dcp_folders(seen.path)))
+    return "metadata.json" not in seen.names and bool(seen.inner)
 
 
 def _zarr(seen: Seen) -> bool:
@@ -188,11 +205,7 @@ def _torch(seen: Seen) -> bool:
     old = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
     archive = seen.head[:4] == b"PK\x03\x04" and b"data.pkl" in seen.head
     folder = {"pytorch_model.bin", "pytorch_model.bin.index.json", "model_weights.ckpt"}
-    return (
-        bool(folder & seen.names)
-        or archive
-        or seen.head[: len(old)] == old
-    )
+    return bool(folder & seen.names) or archive or seen.head[: len(old)] == old
 
 
 REGISTRY: tuple[Format, ...] = (
@@ -225,6 +238,20 @@ REGISTRY: tuple[Format, ...] = (
         "fsdp_dtensor:FsdpDtensorReader",
         _fsdp_dtensor,
         read="Megatron-Core 0.16.1",
+    ),
+    Format(
+        "vescale",
+        "veScale: model/ and optimizer/pp_*/",
+        "vescale:VeScaleReader",
+        _vescale,
+        read="made after the source of veScale 0.1.18",
+    ),
+    Format(
+        "bytecheckpoint",
+        "ByteCheckpoint: model/, optimizer/, extra_state/",
+        "bytecheckpoint:ByteCheckpointReader",
+        _bytecheckpoint,
+        read="ByteCheckpoint 0.0.3 with FSDP2",
     ),
     Format(
         "torch_dcp",

@@ -137,6 +137,8 @@ def _by_tracker(root: Path) -> Path:
             hint=f"name the iteration: {printable(str(root / names[-1]))}" if names else None,
         )
     folder = root / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if text.isdigit() and not is_folder(folder) and is_folder(root / f"global_step_{int(text)}"):
+        return root / f"global_step_{int(text)}"  # ByteCheckpoint
     if not is_folder(folder):
         raise FormatError(
             f"{TRACKER} names iteration {text}, but there is no {folder.name}",

@@ -20,7 +20,7 @@ from converters.names import natural_key, printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.formats.dcp_names import Named
+    from converters.formats.dcp_names import Named, Path
 
 __all__ = ["TorchDcpReader"]
 
@@ -29,10 +29,11 @@ class TorchDcpReader(DcpReader):
     """An open folder of torch DCP."""
 
     name: ClassVar[str] = "torch_dcp"
+    flavour: ClassVar[str] = "torch DCP"
 
     def _catalog(self) -> Catalog:
         found = paths([*self.metadata.tensors, *self.metadata.objects], self.metadata.planner_data)
-        named = name_keys({key: found[key] for key in self.metadata.tensors})
+        named = self._named({key: found[key] for key in self.metadata.tensors})
         problems: list[Problem] = [Problem("warning", text) for text in self.metadata.stray]
         tensors = self._tensors(named, problems)
         top = dict.fromkeys(path[0] for path in found.values() if len(path) > 1)
@@ -43,14 +44,23 @@ class TorchDcpReader(DcpReader):
         return Catalog(
             path=self.folder,
             format=self.name,
-            flavour="Hugging Face" if hf else "torch DCP",
+            flavour="Hugging Face" if hf else self.flavour,
             tensors=tensors,
             objects=self._object_infos(wrapped=False),
-            iteration=iteration_of(self.folder),
+            iteration=self._iteration(),
             files=self._check_files(tensors, problems),
             problems=tuple(problems),
-            details=details,
+            details=details | self._details(),
         )
+
+    def _named(self, found: Mapping[str, Path]) -> dict[str, Named]:
+        return name_keys(found)
+
+    def _iteration(self) -> int | None:
+        return iteration_of(self.folder)
+
+    def _details(self) -> dict[str, str]:
+        return {}
 
     def _tensors(self, named: Mapping[str, Named], problems: list[Problem]) -> dict[str, TensorInfo]:
         out = {}

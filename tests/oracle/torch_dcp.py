@@ -1,6 +1,6 @@
 """Writes the golden checkpoints of torch's own DCP: FSDP2 and DTensor models on a few gloo ranks, each with its truth.
 
-    python tests/oracle/torch_dcp.py OUT        # OUT/NAME, OUT/truth/NAME.safetensors
+python tests/oracle/torch_dcp.py OUT        # OUT/NAME, OUT/truth/NAME.safetensors
 """
 
 from __future__ import annotations
@@ -134,17 +134,23 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
     return out | {"empty": state["empty"], "scalar": state["scalar"]}
 
 
-CASES = {"fsdp2_llama_dp2": (fsdp2, 2), "hsdp_llama_2x2": (hsdp, 4), "dtensor_2d": (dtensors, 4), "dcp_plain": (plain, 1)}
+CASES = {
+    "fsdp2_llama_dp2": (fsdp2, 2),
+    "hsdp_llama_2x2": (hsdp, 4),
+    "dtensor_2d": (dtensors, 4),
+    "dcp_plain": (plain, 1),
+}
 
 
 def work(rank: int, name: str, ranks: int, rendezvous: str, out: str) -> None:
     """What one rank does."""
     torch.set_num_threads(1)
+    os.chdir(out)  # DCP notes the path that it was given
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-    tensors = CASES[name][0](Path(out) / name)
+    tensors = CASES[name][0](Path(name))
     if not rank:
-        (Path(out) / "truth").mkdir(exist_ok=True)
-        save_file(tensors, Path(out) / "truth" / f"{name}.safetensors")
+        Path("truth").mkdir(exist_ok=True)
+        save_file(tensors, f"truth/{name}.safetensors")
     dist.destroy_process_group()
 
 
