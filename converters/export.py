@@ -23,6 +23,7 @@ from converters.job import CopyRoutes, Job
 from converters.model_args import ModelArgs
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
+from converters.optim_proof import Masters
 from converters.plan import Op, prove
 from converters.publish import check_destination
 
@@ -168,6 +169,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         dropped=_dropped(catalog, mapping),
         notes=tuple(notes),
         overwrite=options.overwrite,
+        proof=Masters.needed(reader, {}),
         device=options.device,
         options=options,
         model=model,

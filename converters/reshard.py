@@ -144,7 +144,7 @@ def plan_reshard(
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
         device=options.device,
-        proof=Masters(reader, masters) if masters else None,
+        proof=Masters.needed(reader, masters),
         layout=layout,
         options=options,
         output=output,
