@@ -64,10 +64,12 @@ def test_only_the_answer_is_on_stdout(capsys):
 
 @pytest.mark.parametrize("path", sorted({p.relative_to(GOLDEN).parts[0] for p in GOLDEN.rglob("metadata.json")}))
 def test_every_golden_checkpoint_has_a_card(path, capsys):
-    code, out, _ = run(capsys, path)
+    code, out, err = run(capsys, path)
     assert code == 0
     assert re.search(r"^model +\S.* 4 layers|^model +\S.* 2 layers", out, re.MULTILINE)
-    assert not re.search(r"^(error|warning) ", out, re.MULTILINE)
+    broken = path.startswith("broken_")
+    assert bool(re.search(r"^(error|warning) ", out, re.MULTILINE)) == broken
+    assert (err == f"next: distckpt verify {path}\n") == broken
 
 
 # choosing

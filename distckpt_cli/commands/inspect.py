@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.commands import COMMANDS
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Ckpt, Json, Verbose  # noqa: TC001 - Typer reads the annotations at run time
@@ -97,8 +96,9 @@ def _show(
             return
         print_card(console, catalog, identity)
         me = f"distckpt inspect {shlex.quote(ckpt)}"
-        if any(problem.severity == "error" for problem in identity.problems):
-            console.next_step(f"distckpt verify {shlex.quote(ckpt)}" if "verify" in COMMANDS else f"{me} --files")
+        doubtful = identity.optimizer.caution or identity.contradictions
+        if doubtful or any(problem.severity == "error" for problem in identity.problems):
+            console.next_step(f"distckpt verify {shlex.quote(ckpt)}")
         elif catalog.tensors:
             first = next(iter(catalog.weights), next(iter(catalog.tensors))).partition(".")[0]
             console.next_step(f"{me} --tensors {shlex.quote(first + '.*')}")
