@@ -16,7 +16,7 @@ from converters.cast import choose_device
 from converters.crew import Crew
 from converters.engine import run
 from converters.errors import DestinationError, FormatError, IntegrityError
-from converters.events import Note, Phase, PlanReady
+from converters.events import Moved, Note, Phase, PlanReady
 from converters.formats.folder import Status, read_small, status
 from converters.names import printable
 from converters.publish import Staging, beside, free_bytes, os_trouble
@@ -192,14 +192,28 @@ def run_conversion(
 
 def _prove(plan: Conversion, proof: Proof, tell: Listener, stop: StopFlag | None, ranks: Ranks) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails."""
-    tell(Phase(f"checking {proof.claim}: {len(proof.tasks)} tensors, {proof.nbytes:,} bytes"))
+    tell(Phase(f"checking {proof.claim}"))
     place, threads = beside(plan.destination, "proof").parent, plan.job.threads
-    crew = Crew(plan.command, plan.job.fingerprint, threads=threads, ranks=ranks, scratch=place, stop=stop)
+    crew = Crew(plan.command, plan.job.fingerprint, threads=threads, ranks=ranks, scratch=place, listener=tell, stop=stop)
     with crew:
-        results = crew.map(proof.tasks, proof.worker)
+        if crew.leads:
+            tell(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
+        results = crew.map(proof.tasks, lambda: _Prover(proof.worker(), crew))
         if crew.leads:
             proof.judge(results)
         crew.agree(None)
+
+
+class _Prover:
+    """A worker of a proof that tells how far it is."""
+
+    def __init__(self, worker: Worker[Any], crew: Crew) -> None:
+        self._worker, self._crew, self.close = worker, crew, worker.close
+
+    def do(self, task: Any) -> Any:
+        found = self._worker.do(task)
+        self._crew.moved(Moved(task.nbytes), task.nbytes)
+        return found
 
 
 def _contents(content: ExtraFile) -> bytes:

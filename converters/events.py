@@ -15,7 +15,7 @@ __all__ = ["Event", "FileDone", "Listener", "Moved", "Note", "Phase", "PlanReady
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:
-    """The plan is made and proved; nothing has moved yet.
+    """A part of the operation whose bytes are counted begins: a check of the source, or the writing itself.
 
     Attributes:
         command: The verb, as progress shows it: `export`.

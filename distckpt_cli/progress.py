@@ -159,7 +159,8 @@ class Progress:
                 state.files_done += 1
             elif isinstance(event, PlanReady):
                 state.command, state.total, state.files_total = event.command, event.bytes_written, event.files
-                state.phase = ""
+                state.phase, state.done, state.files_done = "", 0, 0
+                state.samples.clear()
                 state.sample(now)
                 self._begin()
             elif isinstance(event, Resumed):
@@ -182,10 +183,11 @@ class Progress:
             return self._state.done
 
     def _begin(self) -> None:
+        if self._mode == "log":
+            self._log_line()
         if self._thread is not None or self._live is not None:
             return
         if self._mode == "log":
-            self._log_line()
             self._thread = threading.Thread(target=self._log_lines, name="progress", daemon=True)
             self._thread.start()
         elif self._mode == "bar":

@@ -255,6 +255,7 @@ OPTIONS = {
     "max_memory": 32 << 20,
     "threads": 3,
     "overwrite": True,
+    "device": "cuda:1",
 }
 LAYOUT = {
     "tp": 4,
