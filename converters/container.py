@@ -9,7 +9,8 @@ Hugging Face's is a flat state dict, as `pytorch_model.bin` is; one with Megatro
 files are, of plain data, so that `weights_only` takes it:
 
     model           {name: tensor}, for `load_state_dict`
-    optimizer       {"state": {"param" | "exp_avg" | "exp_avg_sq": {name: tensor}}, "param_groups": [...]}
+    optimizer       {"state": {"param" | "exp_avg" | "exp_avg_sq": {name: tensor}}, "param_groups": [...]}, and with fp16 the
+                    state of its loss scaler under "grad_scaler"
     args            training arguments as a plain dictionary; enumerations and other objects are left out
     iteration, checkpoint_version, opt_param_scheduler, ...
 """
@@ -137,13 +138,18 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         if state.tensors:
             used = _state_tensors(content.tensors, state.tensors)
             sources |= {copy.source: state.tensors[copy.source] for t in used.values() for s in t for copy in s.copies}
+            groups = read_param_groups(reader)
             file.tree["optimizer"] = {
                 "state": {kind: {t.name: _archived(file, t) for t in tensors} for kind, tensors in used.items()},
-                "param_groups": [_plain(group) for group in read_param_groups(reader).merged()],
+                "param_groups": [_plain(group) for group in groups.merged()],
             }
+            if groups.scaler is not None:
+                file.tree["optimizer"]["grad_scaler"] = file.adopt(groups.scaler, groups.storages)
         else:
             dropped += _left(catalog, "optimizer state is not wanted")
-        file.tree |= _state_of_job(catalog, content)
+        known, strange = _state_of_job(catalog, content)
+        file.tree |= known
+        dropped += strange
     refuse_damage(catalog, set(sources))
     output = ArchiveOutput([file])
     job = Job.build(
@@ -210,16 +216,21 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         threads=options.threads,
     )
     extra = {"model.safetensors.index.json": layout.index} if layout.index is not None else {}
+    strange: list[tuple[str, str]] = []
     if content.names == "megatron":
-        document = {"schema": "distckpt.container/1", **_state_of_job(catalog, content)}
-        extra[SIDECAR] = json.dumps(document, indent=2).encode() + b"\n"
+        known, strange = _state_of_job(catalog, content)
+        extra[SIDECAR] = json.dumps({"schema": "distckpt.container/1", **known}, indent=2).encode() + b"\n"
     return Conversion(
         command="convert",
         reader=reader,
         destination=destination,
         job=job,
         extra_files=extra,
-        dropped=(*_dropped(catalog, content), *_left(catalog, "safetensors hold the model, not the state of training")),
+        dropped=(
+            *_dropped(catalog, content),
+            *_left(catalog, "safetensors hold the model, not the state of training"),
+            *strange,
+        ),
         notes=content.notes,
         summary=(("model", _summary(content)),),
         facts=_facts(content),
@@ -355,21 +366,27 @@ def _state_tensors(tensors: Sequence[LocalTensor], state: Mapping[str, TensorInf
 _NOT_COMMON = ("args", "optimizer", "content_metadata", "rerun_state_machine", "rng_state", "iteration")
 
 
-def _state_of_job(catalog: Catalog, content: _Content) -> dict[str, Any]:
-    """What is known of the job that saved, as plain data, with the sizes of a job without parallelism."""
+def _state_of_job(catalog: Catalog, content: _Content) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What is known of the job that saved, as plain data, with the sizes of a job without parallelism; and what is none."""
     rows = next((tensor.shape[0] for tensor in content.tensors if tensor.name == VOCABULARY[0]), None)
     out: dict[str, Any] = {"checkpoint_version": 3.0}
+    strange = []
     if catalog.iteration is not None:
         out["iteration"] = catalog.iteration
     if catalog.args:
         args = _plain(dict(catalog.args))
         out["args"] = args | layout_arguments(args, Layout(), rows)
+        strange += [f"args.{name}" for name in catalog.args if name not in args]
     common = catalog.common if isinstance(catalog.common, Mapping) else {}
     for name, value in common.items():
-        plain = _plain(value) if isinstance(name, str) and name not in _NOT_COMMON else _OBJECT
-        if plain is not _OBJECT:
+        if not isinstance(name, str) or name in _NOT_COMMON:
+            continue
+        plain = _plain(value)
+        if plain is _OBJECT:
+            strange.append(name)
+        else:
             out.setdefault(name, plain)
-    return out
+    return out, [(name, "no plain data") for name in strange]
 
 
 _OBJECT = object()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import filecmp
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import hf_reference
 import pytest
 import torch
-from checkpoints import GOLDENS, golden, truth
+from checkpoints import GOLDENS, copy_golden, golden, truth
 from container_cases import bits, convert, loaded
 from legacy_cases import LEGACY
 from reshard_cases import by_parameter, compare, expected, folder_of, read_with_torch
@@ -26,6 +27,7 @@ from converters.container import TorchOptions, plan_torch
 from converters.conversion import run_conversion
 from converters.errors import Interrupted
 from converters.formats import open_checkpoint
+from converters.formats.common_state import Archive
 from converters.optim_groups import read_param_groups
 from distckpt_cli.app import main
 
@@ -134,6 +136,30 @@ def test_weights_only_and_the_training_state(tmp_path):
     assert whole["args"]["params_dtype"] == "torch.bfloat16"
     assert whole["args"]["tensor_model_parallel_size"] == whole["args"]["pipeline_model_parallel_size"] == 1
     assert whole["opt_param_scheduler"]["max_lr"] == 0.01
+
+
+def test_a_loss_scaler_goes_along(tmp_path):
+    folder = copy_golden("llama_adam_tp2pp2", tmp_path / "iter_0000010")
+    common = Archive(folder / "common.pt")
+    scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 3}
+    torch.save(scaler, tmp_path / "scaler.pt")
+    held = Archive(tmp_path / "scaler.pt")
+    common.add({"data/0": held._members["data/0"]})
+    common.tree["optimizer"]["grad_scaler"] = held.tree
+    (folder / "common.pt").write_bytes(common.dump(common.tree, "common"))
+    path = convert(folder, tmp_path / "model.pt", "torch")
+    assert loaded(path)["optimizer"]["grad_scaler"] == scaler
+    dist = folder_of(convert(path, tmp_path / "dist", "torch_dist"))
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert torch.load(dist / "common.pt")["optimizer"]["grad_scaler"] == scaler
+
+
+def test_what_is_no_plain_data_is_told(tmp_path, capsys):
+    """`weights_only` takes no Namespace and no enumerations."""
+    convert(golden("llama_adam_tp2pp2"), tmp_path / "m.pt", "torch", "--json")
+    dropped = {item["what"]: item["reason"] for item in json.loads(capsys.readouterr().out)["dropped"]}
+    assert dropped["args.attention_backend"] == "no plain data"
+    assert "args.num_layers" not in dropped
 
 
 def test_tied_models_have_no_second_copy(tmp_path):

@@ -23,6 +23,7 @@ from converters.formats.common_state import Archive
 from converters.formats.folder import exists, listing, read_small, status
 from converters.formats.legacy_files import Grid, PtFile, Storages
 from converters.formats.legacy_model import LegacyModel
+from converters.formats.legacy_optim import tensors_in
 from converters.formats.megatron import common_facts
 from converters.names import natural_key, printable
 from converters.pickles import Global, Obj
@@ -174,7 +175,11 @@ class WholeReader:
             )
         tree = dict(self.catalog.common)
         tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
-        return Archive.of(tree, {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}, self._place.name)
+        members = {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}
+        for ref in tensors_in(tree.get("optimizer")):  # the state of a loss scaler
+            shard, _, key = ref.storage.partition(":")
+            members[f"data/{ref.storage}"] = self._storages.files[int(shard)].contents(self._folder, f"data/{key}")
+        return Archive.of(tree, members, self._place.name)
 
     def _catalog(self, chunks: Mapping[str, Mapping[str, Node]]) -> Catalog:
         names = [name for chunk in chunks.values() for name in chunk]
@@ -254,8 +259,9 @@ class WholeReader:
         out = {name: value for name, value in self._state.items() if name not in ("args", "optimizer")}
         held = self._state.get("optimizer")
         groups = held.get("param_groups") if isinstance(held, Mapping) else None
-        if isinstance(groups, list):
-            out["optimizer"] = {"optimizer": {"param_groups": groups}}
+        if isinstance(held, Mapping) and isinstance(groups, list):
+            scaler = {"grad_scaler": held["grad_scaler"]} if held.get("grad_scaler") is not None else {}
+            out["optimizer"] = {"optimizer": {"param_groups": groups}, **scaler}
         return out
 
     def _configuration(self) -> Mapping[str, Any]:
