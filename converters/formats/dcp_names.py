@@ -83,10 +83,9 @@ def name_keys(found: Mapping[str, Path]) -> dict[str, Named]:
             out[key] = Named(key, "optimizer")
         else:
             rest[key] = path
-    owners = dict.fromkeys(path[:-1] for path in rest.values())
     # names of modules have dots; without any, this is no model, and all of it is alike
-    models = [owner for owner in owners if any(p[:-1] == owner and "." in p[-1] for p in rest.values())] or list(owners)
-    alone = len(models) == 1 and _MODEL.fullmatch(models[0][-1] if models[0] else "")
+    models = {path[:-1] for path in rest.values() if "." in path[-1]} or {path[:-1] for path in rest.values()}
+    alone = len(models) == 1 and _MODEL.fullmatch("".join(next(iter(models))[-1:]))
     for key, path in rest.items():
         kind = "weight" if path[:-1] in models else "other"
         out[key] = Named(path[-1] if alone and kind == "weight" else key, kind)

@@ -16,10 +16,11 @@ distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`).
 
 from __future__ import annotations
 
+import itertools
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -109,14 +110,32 @@ class FsdpDtensorReader(DcpReader):
         for key, path in self._paths.items():
             if path[0] == "optimizer" and _META in path[:-2] and key in self.metadata.objects:
                 members[path[-2]][path[-1]] = key
-        steps = self._steps()
+        steps, values = self._steps(), self._values([key for held in members.values() for key in held.values()])
         groups: dict[str, dict[str, Node]] = {}
         for parameter, held in members.items():
-            group = {name: self.object_value(key) for name, key in held.items()}
+            group = {name: values[key] for name, key in held.items() if key in values}
             if group.get("step") is None and parameter in steps:
                 group["step"] = steps[parameter]
             groups.setdefault(repr(sorted(group.items())), group)
         return list(groups.values())
+
+    def _values(self, keys: Iterable[str]) -> dict[str, Node]:
+        """Many objects, most of them alike: equal records are parsed once."""
+        objects = self.metadata.objects
+        known: dict[bytes, Node] = {}
+        out: dict[str, Node] = {}
+        stored = sorted((objects[key] for key in keys if objects[key].file >= 0), key=lambda o: (o.file, o.offset))
+        for file, group in itertools.groupby(stored, key=lambda o: o.file):
+            source = open_source(self.files[file])
+            try:
+                for item in group:
+                    raw = read_at(source, item.offset, item.length)
+                    if raw not in known:
+                        known[raw] = self.object_value(item.key)
+                    out[item.key] = known[raw]
+            finally:
+                close_source(source)
+        return out
 
     def _spelling(self, key: str) -> str | None:
         """The key of a tensor as torch_dist spells it; None for what is part of an object."""

@@ -177,7 +177,7 @@ def _bytecheckpoint(seen: Seen) -> bool:
 
 def _torch_dcp(seen: Seen) -> bool:
     """Any other DCP files, or a folder of them for the model and one for the optimizer."""
-    return "metadata.json" not in seen.names and bool(seen.inner)
+    return "metadata.json" not in seen.names and (".metadata" in seen.names or bool(seen.inner))
 
 
 def _zarr(seen: Seen) -> bool:
