@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.crew import Crew
+from converters.damage import refuse_damage
 from converters.diff_facts import Facts, compare_arguments, compare_facts
 from converters.diff_pairs import Side, match
-from converters.diff_run import read_values, stretches, tile_size
+from converters.diff_run import blaming, read_values, stretches, tile_size
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
 from converters.names import any_of
@@ -197,15 +198,34 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
             f"no tensor matches {' or '.join(options.tensors)}",
             hint=f"distckpt inspect {sides[matching.shown].catalog.root} --tensors shows their names",
         )
+    notes = [*sides[0].notes, *sides[1].notes, *matching.notes]
+    if not options.quick:
+        _refuse_damage(sides[0], {name for pair in matching.pairs for name in pair.a})
+        _refuse_damage(sides[1], {name for pair in matching.pairs for name in pair.b})
+    else:
+        bad = [(side, problem) for side in sides for problem in side.catalog.problems if problem.severity == "error"]
+        notes += [f"{side.label} is damaged: {problem.message}" for side, problem in bad]
     arguments: list[Fact] = []
     facts = Facts()
-    notes = [*sides[0].notes, *sides[1].notes, *matching.notes]
     if not options.tensors:
         arguments = [fact for fact in compare_arguments(*sides) if keep(fact.name)]
         facts = compare_facts(*sides, keep)
         notes += facts.notes
     work = () if options.quick else stretches(matching, sides)
     return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads)
+
+
+def _refuse_damage(side: Side, names: set[str]) -> None:
+    """What is known to be damaged is not read, nor what cannot be in the files: a shape may be any number."""
+    with blaming(side):
+        refuse_damage(side.catalog, names)
+        stored = sum(file.size or 0 for file in side.catalog.files)
+        for name in names:
+            tensor = side.tensors[name]
+            if side.catalog.files and tensor.nbytes > stored:
+                raise IntegrityError(
+                    f"{name} should have {tensor.nbytes:,} bytes, all files have {stored:,}", tensor=name
+                )
 
 
 def run_diff(

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
@@ -217,8 +218,8 @@ def _group_name(group: Mapping[str, Any]) -> str:
     """What tells one group from another, as a word."""
     decay = group.get("wd_mult", group.get("pre_wd_mult"))
     scale = group.get("lr_mult", group.get("pre_lr_mult"))
-    words = ["no_decay" if decay == 0 else "decay" if decay in (1, None) else f"wd_mult={decay:g}"]
-    words += [f"lr_mult={scale:g}"] if scale not in (1, None) else []
+    words = ["no_decay" if decay == 0 else "decay" if decay in (1, None) else f"wd_mult={describe(decay)}"]
+    words += [f"lr_mult={describe(scale)}"] if scale not in (1, None) else []
     return "+".join([*words, *(["decoupled_lr"] if group.get("is_decoupled_lr") is True else [])])
 
 
@@ -273,7 +274,7 @@ def _objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
                 continue
             reader, info = (a.reader, one[name]) if name in one else (b.reader, other[name])
             # which modules have an extra state changed with every version; without FP8 all of them are empty
-            empty = group == "extra state" and _extra_state(reader, info)[0] is None
+            empty = group == "extra state" and _is_empty(reader, info)
             shown = f"{info.length:,} bytes"
             x, y = (shown, ABSENT) if name in one else (ABSENT, shown)
             out.found.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
@@ -324,13 +325,31 @@ def _object(
         sizes = f"{one[1].length:,} bytes in A, {other[1].length:,} in B"
         out.notes.append(f"{name} is not compared, being an object of {sizes}")
         return
-    if group == "extra state":
-        a, in_a = _extra_state(*one)
-        b, in_b = _extra_state(*other)
-    else:
-        in_a, in_b = _open(*one), _open(*other)
-        a, b = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
+    sides: list[tuple[Any, Archive | None]] = []
+    shown: list[str] = []
+    for reader, info in (one, other):
+        try:
+            sides.append(_extra_state(reader, info) if group == "extra state" else _contents(reader, info))
+            shown.append("readable")
+        except FormatError as error:
+            shown.append(f"unreadable: {error.message}")
+    if len(sides) < 2:
+        out.found.append(Fact(group, name, shown[0], shown[1]))
+        return
+    (a, in_a), (b, in_b) = sides
     out.found += [Fact(group, path, x, y) for path, x, y in _differences(a, b, name, in_a, in_b)]
+
+
+def _is_empty(reader: Reader, info: ObjectInfo) -> bool:
+    try:
+        return _extra_state(reader, info)[0] is None
+    except FormatError:
+        return False
+
+
+def _contents(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive]:
+    archive = _open(reader, info)
+    return _unwrapped(archive.tree), archive
 
 
 def _open(reader: Reader, info: ObjectInfo) -> Archive:
@@ -350,7 +369,8 @@ def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]
     if ref is not None and ref.dtype.name == "uint8":
         raw = archive.elements(ref)
     elif isinstance(tree, Obj) and tree.func.name == "BytesIO":
-        packed = next(iter(tree.state or tree.args or ()), b"")
+        held = tree.state if isinstance(tree.state, tuple) else tree.args
+        packed = held[0] if held else b""
         if isinstance(packed, Obj) and packed.args:  # _codecs.encode(text, "latin1"), as protocol 2 writes bytes
             packed = str(packed.args[0]).encode("latin1", "replace")
         raw = packed if isinstance(packed, bytes) else b""
@@ -370,17 +390,24 @@ def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]
 # ---------------------------------------------------------------------- trees
 
 _DEPTH = 64
+_MOST = 256  # differences that are listed of one tree
 _MOVED = (("numpy._core", "numpy.core"),)
 
 
 def _differences(
-    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, depth: int = 0
+    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data.
+    """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data; the first of many.
 
     Tensors are compared by type, shape and elements, wherever their storages lie in the two archives.
     """
-    if a is b:
+    return islice(_walk(a, b, path, in_a, in_b, set(), 0), _MOST)
+
+
+def _walk(
+    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, seen: set[tuple[int, int]], depth: int
+) -> Iterator[tuple[str, Any, Any]]:
+    if a is b or (id(a), id(b)) in seen:  # a small pickle may share its parts 2^60 times
         return
     if depth > _DEPTH:
         yield path, "too deep to compare", "too deep to compare"
@@ -397,11 +424,12 @@ def _differences(
     if below[0][0] != below[1][0]:
         yield path, below[0][0], below[1][0]
         return
+    seen.add((id(a), id(b)))
     one, other = below[0][1], below[1][1]
     for key in dict.fromkeys((*one, *other)):
         inner = f"{path}.{key}" if path else str(key)
         if key in one and key in other:
-            yield from _differences(one[key], other[key], inner, in_a, in_b, depth + 1)
+            yield from _walk(one[key], other[key], inner, in_a, in_b, seen, depth + 1)
         else:
             yield inner, _shown(one, key), _shown(other, key)
 
@@ -446,7 +474,10 @@ def _children(node: Any) -> tuple[str, dict[Any, Any]] | None:
 
 
 def _tensor(node: Any) -> TensorRef | None:
-    return tensor_ref(node, "an object") if isinstance(node, Obj) else None
+    try:
+        return tensor_ref(node, "an object")
+    except FormatError:  # of a kind that is not read: its parts are compared
+        return None
 
 
 def _tensors(

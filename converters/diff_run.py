@@ -11,19 +11,21 @@ compared on the way.
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.box import Box, contiguous_tiles
 from converters.diff_values import BLOCK, Difference, compare, prepared
-from converters.errors import IntegrityError, RequestError
+from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Moved
 from converters.gather import Gatherer, Sources
 from converters.job import landing
+from converters.names import printable
 from converters.plan import Op, reversed_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from converters.catalog import TensorInfo
     from converters.crew import Crew
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from converters.diff_values import Tolerance
     from converters.plan import Copy
 
-__all__ = ["Stretch", "Values", "read_values", "stretches", "tile_size"]
+__all__ = ["Stretch", "Values", "blaming", "read_values", "stretches", "tile_size"]
 
 MIB = 1 << 20
 _TILE = 2 * MIB
@@ -161,29 +163,34 @@ class _Shared:
     ) -> None:
         self.crew, self.matching, self.tile_bytes, self.tolerance = crew, matching, tile_bytes, tolerance
         self.tensors = [side.tensors for side in sides]
-        self.sources = [Sources(side.reader, side.tensors, _blaming(side)) for side in sides]
+        self.sides = sides
+        self.sources = [Sources(side.reader, side.tensors) for side in sides]
 
     def leave(self) -> list[int]:
         """Reads what is left of records that were read in part; bytes read of each side, and records compared."""
-        for sources in self.sources:
+        for side, sources in zip(self.sides, self.sources, strict=True):
             gatherer = Gatherer(sources)
             try:
-                sources.complete(gatherer)
+                with blaming(side):
+                    sources.complete(gatherer)
             finally:
                 gatherer.close()
         return [*(sources.bytes_read for sources in self.sources), sum(s.records_checked for s in self.sources)]
 
 
-def _blaming(side: Side) -> Callable[[IntegrityError], None]:
-    def damaged(error: IntegrityError) -> None:
-        raise IntegrityError(
-            f"{side.label} is damaged: {error.message}",
+@contextmanager
+def blaming(side: Side) -> Iterator[None]:
+    """Says of an error in reading which of the two checkpoints has it."""
+    try:
+        yield
+    except (FormatError, IntegrityError) as error:
+        damaged = isinstance(error, IntegrityError)
+        raise type(error)(
+            f"{side.label} {'is damaged' if damaged else 'cannot be read'}: {error.message}",
             details=error.details,
-            hint=f"distckpt verify {side.catalog.root} says what else is",
+            hint=f"distckpt verify {printable(str(side.catalog.root))} says what else is" if damaged else error.hint,
             tensor=error.tensor,
         ) from error
-
-    return damaged
 
 
 class _Worker:
@@ -231,8 +238,10 @@ class _Worker:
         shown = self._shared.matching.shown
         source, target = self._infos(copy)
         part = landing(reversed_copy(copy), tile)
-        theirs = self._gatherers[1 - shown].gather(copy.source, part)
-        ours = self._gatherers[shown].gather(copy.target, tile)
+        with blaming(self._shared.sides[1 - shown]):
+            theirs = self._gatherers[1 - shown].gather(copy.source, part)
+        with blaming(self._shared.sides[shown]):
+            ours = self._gatherers[shown].gather(copy.target, tile)
         self._shared.crew.moved(Moved(theirs.nbytes + ours.nbytes), theirs.nbytes + ours.nbytes)
         theirs, kind = prepared(theirs, source.dtype, copy.op, target.dtype)
         a, b = ((theirs, kind), (ours, target.dtype)) if shown else ((ours, target.dtype), (theirs, kind))

@@ -49,7 +49,10 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
     _show_facts(console, "state", plan.facts.found, _agreeing(report), names)
     _show_values(console, report, flat=flat)
     if report.identical:
-        console.fact("identical", "but for what is not counted" if _uncounted(report) else "in everything", style="ok")
+        how = "but for what is not counted" if _uncounted(report) else "in everything"
+        if plan.options.quick:
+            how = "as far as can be said without values"
+        console.fact("identical", how, style="ok")
         return
     console.fact("different", _verdict(report), style="error")
     for hint in _hints(report, names):
@@ -365,6 +368,8 @@ def _several(number: int, word: str, words: str | None = None) -> str:
 
 def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:
     plan, out = report.plan, []
+    damaged = [text[0] for text in plan.notes if " is damaged: " in text]
+    out += [f"distckpt verify {name}" for side, name in zip("AB", names, strict=True) if side in damaged]
     ignorable = []
     if any(name.startswith("optimizer.") for side in plan.matching.only for name in side):
         ignorable.append("optimizer")

@@ -6,6 +6,8 @@ import io
 import itertools
 import pickle
 import shutil
+import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -384,3 +386,50 @@ def test_nothing_of_a_changed_state_is_executed(tmp_path):
     next(changed.glob("**/common.pt")).write_bytes(pickle.dumps(Trap()))
     with pytest.raises(Exception, match=r"common\.pt"):
         diff(LLAMA, changed)
+
+
+# ---------------------------------------------------------------------- hostile and broken sources
+
+
+def test_a_missing_file_is_told_before_anything_is_read(tmp_path):
+    damaged = copy_of(LLAMA, tmp_path)
+    next(damaged.glob("**/__1_0.distcp")).unlink()
+    with pytest.raises(IntegrityError, match=r"^B is damaged: .*__1_0.distcp is missing"):
+        plan_diff(open_checkpoint(GOLDEN / LLAMA), open_checkpoint(damaged))
+    report = diff(LLAMA, damaged, quick=True)
+    assert "rng_state.0.1" in counted(report)
+    assert not report.identical
+
+
+def test_an_impossible_shape_is_refused_at_once(tmp_path):
+    from safetensors.numpy import save_file
+
+    save_file({"x": np.zeros(4, np.float32)}, tmp_path / "a.safetensors")
+    reader = open_checkpoint(tmp_path / "a.safetensors")
+    huge = replace(reader.catalog.tensors["x"], shape=(1 << 50,))
+    reader.catalog = replace(reader.catalog, tensors={"x": huge})
+    begin = time.monotonic()
+    with pytest.raises(IntegrityError, match="A is damaged: x should have"):
+        run_diff(plan_diff(reader, reader))
+    assert time.monotonic() - begin < 2
+
+
+def test_shared_parts_of_a_state_are_compared_once(tmp_path):
+    # 2^60 paths lead to the leaf
+    sides = [copy_of(LLAMA, tmp_path / side) for side in "ab"]
+    for side, leaf in zip(sides, (1, 2), strict=True):
+        tree = [leaf]
+        for _ in range(60):
+            tree = [tree, tree]
+        _change_common(side, lambda c, tree=tree: c.update(deep=tree))
+    begin = time.monotonic()
+    report = diff(*sides)
+    assert time.monotonic() - begin < 5
+    assert [name.count(".") for name in counted(report)] == [61]
+
+
+def test_many_differences_of_one_object_are_not_all_listed(tmp_path):
+    changed = [copy_of(LLAMA, tmp_path / side) for side in "ab"]
+    for number, side in enumerate(changed):
+        _change_common(side, lambda c, number=number: c.update(long=list(range(number, 5000 + number))))
+    assert 0 < len(counted(diff(*changed))) < 1000
