@@ -177,7 +177,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         overwrite=options.overwrite,
         device=options.device,
         single=True,
-        proof=Masters(reader, state.tensors) if state.doubt else None,
+        proof=Masters.needed(reader, state.tensors if state.doubt else {}),
     )
 
 
@@ -199,7 +199,9 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     options = options or SafetensorsOptions()
     catalog = reader.catalog
     if options.names == "hf" and catalog.megatron:
-        shared = {name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device", "vocab_size")}
+        shared = {
+            name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device", "vocab_size")
+        }
         return plan_export(reader, destination, ExportOptions(**shared, max_shard_bytes=options.max_shard_bytes))
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     content = _content(reader, options.names, options.vocab_size)
