@@ -6,42 +6,31 @@ have in common with its source is shown, but does not count: layout, paths, opti
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from converters.diff_trees import ABSENT, differences, tensor_in
 from converters.errors import FormatError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.model_args import ModelArgs
 from converters.names import natural_key, parse_key
 from converters.optim_groups import read_param_groups
-from converters.pickles import Global, Obj, PersId, describe, pairs, parse
-from converters.pickles import fields as attributes
-from converters.records import tensor_ref
+from converters.pickles import Obj, describe, parse
 from converters.target_state import open_common
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from converters.catalog import Catalog, ObjectInfo
     from converters.diff_pairs import Side
     from converters.formats.base import Reader
-    from converters.records import TensorRef
 
-__all__ = ["ABSENT", "Fact", "Facts", "compare_arguments", "compare_facts"]
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "-"
+__all__ = ["Fact", "Facts", "compare_arguments", "compare_facts"]
 
 
-ABSENT = _Absent()
-"""Stands for a value that one side does not have."""
 _LARGE = 64 << 20
 
 
@@ -158,7 +147,7 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
         return out
     for name in sorted({*given_a, *given_b}):
         if name in given_a and name in given_b:
-            for _, one, other in _differences(given_a[name], given_b[name], "", None, None):
+            for _, one, other in differences(given_a[name], given_b[name], "", None, None):
                 counts = name in _TRAINING
                 group = "training" if counts else "other arguments"
                 out.append(Fact(group, f"args.{name}", one, other, counts, "" if counts else "says how the job ran"))
@@ -210,7 +199,7 @@ def _groups(a: Side, b: Side, out: Facts) -> None:
             continue
         for key in dict.fromkeys((*groups[0], *groups[1])):
             if key in groups[0] and key in groups[1] and key != "is_expert_parallel":
-                for inner, one, other in _differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
+                for inner, one, other in differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
                     out.found.append(Fact("param groups", inner, one, other))
 
 
@@ -235,7 +224,7 @@ def _common(a: Side, b: Side, out: Facts) -> None:
             continue
         if name in trees[0] and name in trees[1]:
             out.compared += ["scheduler"] if name == "opt_param_scheduler" else []
-            for path, one, other in _differences(trees[0][name], trees[1][name], name, in_a, in_b):
+            for path, one, other in differences(trees[0][name], trees[1][name], name, in_a, in_b):
                 counts = not name.startswith(_NOTES)
                 note = "" if counts else "a framework's own notes"
                 out.found.append(Fact("common state", path, one, other, counts, note))
@@ -337,7 +326,7 @@ def _object(
         out.found.append(Fact(group, name, shown[0], shown[1]))
         return
     (a, in_a), (b, in_b) = sides
-    out.found += [Fact(group, path, x, y) for path, x, y in _differences(a, b, name, in_a, in_b)]
+    out.found += [Fact(group, path, x, y) for path, x, y in differences(a, b, name, in_a, in_b)]
 
 
 def _is_empty(reader: Reader, info: ObjectInfo) -> bool:
@@ -365,7 +354,7 @@ def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]
     """
     archive = _open(reader, info)
     tree = _unwrapped(archive.tree)
-    ref = _tensor(tree)
+    ref = tensor_in(tree)
     if ref is not None and ref.dtype.name == "uint8":
         raw = archive.elements(ref)
     elif isinstance(tree, Obj) and tree.func.name == "BytesIO":
@@ -385,114 +374,3 @@ def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]
         return parse(raw, what=info.key), None
     except FormatError:
         return raw, None
-
-
-# ---------------------------------------------------------------------- trees
-
-_DEPTH = 64
-_MOST = 256  # differences that are listed of one tree
-_MOVED = (("numpy._core", "numpy.core"),)
-
-
-def _differences(
-    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None
-) -> Iterator[tuple[str, Any, Any]]:
-    """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data; the first of many.
-
-    Tensors are compared by type, shape and elements, wherever their storages lie in the two archives.
-    """
-    return islice(_walk(a, b, path, in_a, in_b, set(), 0), _MOST)
-
-
-def _walk(
-    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, seen: set[tuple[int, int]], depth: int
-) -> Iterator[tuple[str, Any, Any]]:
-    if a is b or (id(a), id(b)) in seen:  # a small pickle may share its parts 2^60 times
-        return
-    if depth > _DEPTH:
-        yield path, "too deep to compare", "too deep to compare"
-        return
-    refs = _tensor(a), _tensor(b)
-    if refs[0] is not None and refs[1] is not None:
-        yield from _tensors(refs[0], refs[1], path, in_a, in_b)
-        return
-    below = _children(a), _children(b)
-    if below[0] is None or below[1] is None:
-        if not _same(a, b):
-            yield path, describe(a), describe(b)
-        return
-    if below[0][0] != below[1][0]:
-        yield path, below[0][0], below[1][0]
-        return
-    seen.add((id(a), id(b)))
-    one, other = below[0][1], below[1][1]
-    for key in dict.fromkeys((*one, *other)):
-        inner = f"{path}.{key}" if path else str(key)
-        if key in one and key in other:
-            yield from _walk(one[key], other[key], inner, in_a, in_b, seen, depth + 1)
-        else:
-            yield inner, _shown(one, key), _shown(other, key)
-
-
-def _shown(side: Mapping[Any, Any], key: Any) -> Any:
-    return describe(side[key]) if key in side else ABSENT
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
-        return True
-    if isinstance(a, Global) and isinstance(b, Global):
-        return _spelling(a) == _spelling(b)
-    numbers = isinstance(a, int | float) and isinstance(b, int | float)
-    return bool(a == b) and (numbers or type(a) is type(b)) and isinstance(a, bool) == isinstance(b, bool)
-
-
-def _spelling(node: Global) -> str:
-    for old, new in _MOVED:
-        if node.path.startswith(old):
-            return new + node.path[len(old) :]
-    return node.path
-
-
-def _children(node: Any) -> tuple[str, dict[Any, Any]] | None:
-    """What kind of container a node is, and its parts; None for a value without parts."""
-    if isinstance(node, Mapping):
-        return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in node.items()}
-    if isinstance(node, list | tuple):  # versions pickle the same thing as one or the other
-        return "list", dict(enumerate(node))
-    if isinstance(node, PersId):
-        return "reference", {"value": node.value}
-    if not isinstance(node, Obj):
-        return None
-    if node.pairs is not None and node.state is None:
-        return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in pairs(node)}
-    parts: dict[Any, Any] = dict(enumerate(node.args))
-    held = attributes(node)
-    parts |= held if held or node.state is None else {"state": node.state}
-    parts |= {f"item {n}": item for n, item in enumerate(node.items or ())}
-    return _spelling(node.func), parts
-
-
-def _tensor(node: Any) -> TensorRef | None:
-    try:
-        return tensor_ref(node, "an object")
-    except FormatError:  # of a kind that is not read: its parts are compared
-        return None
-
-
-def _tensors(
-    a: TensorRef, b: TensorRef, path: str, in_a: Archive | None, in_b: Archive | None
-) -> Iterator[tuple[str, Any, Any]]:
-    shown = [f"{ref.dtype.name} {list(ref.shape)}" for ref in (a, b)]
-    if shown[0] != shown[1]:
-        yield path, shown[0], shown[1]
-    elif in_a is not None and in_b is not None:
-        try:
-            one, other = in_a.elements(a), in_b.elements(b)
-        except FormatError as error:
-            yield path, error.message, error.message
-            return
-        if one != other:
-            at = next(n for n, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
-            where = f"{shown[0]}, from element {at // a.dtype.itemsize}"
-            yield path, where, where

@@ -1,4 +1,4 @@
-"""What `diff` prints: a card, the tensors that differ with the worst first, and the same for programs."""
+"""What `diff` prints: a card, and the tensors that differ, the worst first."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from converters.diff_facts import ABSENT
 from converters.diff_pairs import Side
+from converters.diff_trees import ABSENT
 from converters.names import fold, matcher, printable
 from distckpt_cli.console import format_size, table
+from distckpt_cli.difference_document import fact_document
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
@@ -17,11 +18,10 @@ if TYPE_CHECKING:
 
     from converters.diff import DiffReport, TensorReport
     from converters.diff_facts import Fact
-    from converters.diff_values import Difference
     from converters.formats.base import Reader
     from distckpt_cli.console import Console
 
-__all__ = ["document", "show", "show_arguments"]
+__all__ = ["show", "show_arguments"]
 
 _ROWS = 20  # of tensors that differ
 _LINES = 8  # of anything else
@@ -407,7 +407,7 @@ def show_arguments(console: Console, a: Reader, b: Reader, pattern: str, *, flat
     both = [f for f in found if f.a is not ABSENT and f.b is not ABSENT]
     single = [[f for f in found if f.a is not ABSENT and f.b is ABSENT], [f for f in found if f.a is ABSENT]]
     if console.json_asked:
-        console.document("distckpt.diff/1", {"identical": not both, "arguments": [_fact_document(f) for f in found]})
+        console.document("distckpt.diff/1", {"identical": not both, "arguments": [fact_document(f) for f in found]})
         return ExitCode.NO if both else ExitCode.OK
     shown = [*both, *single[0], *single[1]] if flat else both
     most = 10**9 if console.verbose else _CUT if console.width is None or console.width > 120 else 20
@@ -421,93 +421,3 @@ def show_arguments(console: Console, a: Reader, b: Reader, pattern: str, *, flat
     if any(single) and not flat:
         console.note(f"{len(single[0]):,} exist only in A, {len(single[1]):,} only in B (--flat lists them)")
     return ExitCode.NO if both else ExitCode.OK
-
-
-# ---------------------------------------------------------------------- for programs
-
-
-def document(report: DiffReport, *, every: bool) -> dict[str, Any]:
-    """The answer as JSON has it.
-
-    Args:
-        report: The answer.
-        every: List identical tensors, too.
-    """
-    plan, matching = report.plan, report.plan.matching
-    counts: dict[str, int] = defaultdict(int)
-    for tensor in report.tensors:
-        counts[tensor.status] += 1
-    tolerance = plan.options.tolerance
-    return {
-        "identical": report.identical,
-        **{side.label.lower(): _side_document(side) for side in plan.sides},
-        "tolerance": None if tolerance is None else {"rtol": tolerance.rtol, "atol": tolerance.atol},
-        "compared": {"tensors": len(report.tensors), **counts},
-        "only_in_a": matching.only[0],
-        "only_in_b": matching.only[1],
-        "shapes": [{"name": n, "a": list(a), "b": list(b)} for n, (a, b) in matching.shapes.items()],
-        "config": matching.config,
-        "arguments": [_fact_document(fact) for fact in plan.arguments],
-        "state": [_fact_document(fact) for fact in plan.facts.found],
-        "state_compared": plan.facts.compared,
-        "tensors": [_tensor_document(t) for t in report.tensors if every or t.status not in ("identical", "unread")],
-        "padding": [_tensor_document(t) for t in report.tensors if t.pair.rows or (t.padding and t.padding.differing)],
-        "left_out": [{"name": name, "reason": reason} for name, reason in matching.skipped.items()],
-        "notes": list(plan.notes),
-        "bytes_read": {side.label.lower(): n for side, n in zip(plan.sides, report.bytes_read, strict=True)},
-        "records_checked": report.records_checked,
-        "seconds": round(report.seconds, 3),
-    }
-
-
-def _side_document(side: Side) -> dict[str, Any]:
-    catalog = side.catalog
-    return {
-        "path": str(catalog.path),
-        "format": catalog.format,
-        "written_by": catalog.flavour,
-        "iteration": catalog.iteration,
-        "tensors": len(side.tensors),
-    }
-
-
-def _fact_document(fact: Fact) -> dict[str, Any]:
-    values = {key: value for key, value in (("a", fact.a), ("b", fact.b)) if value is not ABSENT}
-    return {"group": fact.group, "name": fact.name, **values, "counts": fact.counts, "note": fact.note}
-
-
-def _tensor_document(tensor: TensorReport) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "name": tensor.name,
-        "status": tensor.status,
-        "a": list(tensor.pair.a),
-        "b": list(tensor.pair.b),
-        "shape": list(tensor.pair.shape),
-        "dtype_a": [kind.name for kind in tensor.types[0]],
-        "dtype_b": [kind.name for kind in tensor.types[1]],
-    }
-    if tensor.values is not None:
-        out |= _values_document(tensor.values)
-    if tensor.padding is not None and tensor.padding.elements:
-        out["padding"] = _values_document(tensor.padding)
-    if tensor.pair.rows:
-        out["rows"] = list(tensor.pair.rows)
-    return out
-
-
-def _values_document(found: Difference) -> dict[str, Any]:
-    spots = {
-        name: None if spot is None else {"index": list(spot[0]), "a": spot[1], "b": spot[2]}
-        for name, spot in (("first", found.first), ("largest", found.worst))
-    }
-    return {
-        "elements": found.elements,
-        "differing": found.differing,
-        "unequal": found.unequal,
-        "max_abs": found.max_abs,
-        "max_rel": found.max_rel,
-        "cosine": found.cosine,
-        "nan_only_in_a": found.nan_a,
-        "nan_only_in_b": found.nan_b,
-        **spots,
-    }

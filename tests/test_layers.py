@@ -63,6 +63,7 @@ LEVELS = {
     "diff_facts": 6,
     "diff_pairs": 5,
     "diff_run": 6,
+    "diff_trees": 5,
     "diff_values": 5,
     "engine": 5,
     "load_plan": 5,

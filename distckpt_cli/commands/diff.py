@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,6 +94,8 @@ def diff(
     mode = choose_mode(progress, quiet=quiet)
     if args and (tensors or quick or rtol is not None or atol is not None):
         raise UsageProblem("--args compares arguments only", hint="leave out --tensors, --quick, --rtol and --atol")
+    if not math.isfinite((rtol or 0) + (atol or 0)):
+        raise UsageProblem("--rtol and --atol are numbers", hint="nothing differs by more than infinity")
     if quick and (rtol is not None or atol is not None):
         raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
     options = _options(tensors, ignore, rtol, atol, quick or bool(args), arch, vocab_size, max_memory, threads)
@@ -101,7 +104,7 @@ def diff(
     from converters.diff import plan_diff, run_diff
     from converters.formats import open_checkpoint
     from converters.ranks import Ranks
-    from distckpt_cli import differences
+    from distckpt_cli import difference_document, differences
 
     names = shlex.quote(a), shlex.quote(b)
     readers = open_checkpoint(a), open_checkpoint(b)
@@ -112,7 +115,7 @@ def diff(
     with stop_on_signals() as stop, Progress(console, mode) as listener:
         report = run_diff(plan, listener=listener, stop=stop, ranks=ranks, scratch=scratch_folder(scratch))
     if as_json:
-        console.document("distckpt.diff/1", differences.document(report, every=flat))
+        console.document("distckpt.diff/1", difference_document.document(report, every=flat))
     else:
         differences.show(console, report, names, flat=flat)
     return ExitCode.OK if report.identical else ExitCode.NO
