@@ -34,9 +34,10 @@ if TYPE_CHECKING:
     from converters.conversion import ExtraFile
     from converters.layout import Layout
 
-__all__ = ["Companions", "companions"]
+__all__ = ["Companions", "companions", "keeps_framework"]
 
 _CONFIG, _PROGRESS, _TOKENIZER = "run_config.yaml", "train_state.pt", "tokenizer"
+_FOLDERS = {"NeMo 1": "model_weights", "NeMo 2": "weights"}
 _LIMIT = 64 << 20
 _MOST_FILES = 10_000
 # settings of a model, and what is meant where one is absent (TransformerConfig, the model providers)
@@ -81,6 +82,11 @@ class Companions:
     advice: str = ""
 
 
+def keeps_framework(catalog: Catalog) -> bool:
+    """Whether there are companions to keep: NeMo's folders have names of their own. Others become Megatron-LM's."""
+    return catalog.flavour not in _FOLDERS or catalog.path.name == _FOLDERS[catalog.flavour]
+
+
 def companions(catalog: Catalog, layout: Layout, *, framework: str, rng: bool, optimizer: bool) -> Companions:
     """What lies around the tensors of a result.
 
@@ -102,14 +108,14 @@ def companions(catalog: Catalog, layout: Layout, *, framework: str, rng: bool, o
         advice = f"load it in Megatron-Bridge as checkpoint.load, with {told}" if framework == "keep" else ""
         made = _bridge(inner, iteration_folder(catalog), {("model", n): v for n, v in sizes.items()} | saved)
         return replace(made, advice=advice)
-    if framework == "keep" and catalog.flavour == "NeMo 2" and inner.name == "weights":
+    if framework == "keep" and catalog.flavour == "NeMo 2":
         advice = f"resume from its folder in NeMo 2, with {told} in the trainer's MegatronStrategy"
         files, notes = _nemo2(outer / "context", sizes)
-        return Companions("weights", files, tracker=False, notes=notes, advice=advice)
-    if framework == "keep" and catalog.flavour == "NeMo 1" and inner.name == "model_weights":
+        return Companions(inner.name, files, tracker=False, notes=notes, advice=advice)
+    if framework == "keep" and catalog.flavour == "NeMo 1":
         advice = f"restore its folder in NeMo 1, or pack it with `tar -C DST -cf model.nemo .`, with {told}"
         files, notes = _nemo1(outer, sizes)
-        return Companions("model_weights", files, tracker=False, notes=notes, advice=advice)
+        return Companions(inner.name, files, tracker=False, notes=notes, advice=advice)
     silent = "the source holds no training arguments: the job that loads the result has to be told the model's"
     return Companions(iteration_folder(catalog), notes=() if catalog.options else (silent,))
 

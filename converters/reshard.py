@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
-from converters.companions import companions
+from converters.companions import companions, keeps_framework
 from converters.conversion import Conversion, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.errors import RequestError
@@ -83,6 +83,8 @@ def plan_reshard(
     if options.weights_only:
         options = replace(options, optimizer="none", rng="drop")
     catalog = reader.catalog
+    if not keeps_framework(catalog):
+        options = replace(options, framework="megatron-lm")
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     key = blueprint_key(reader, layout, options) if cache else None
     known = recall(cache, key) if cache and key else None

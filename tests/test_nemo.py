@@ -415,3 +415,52 @@ def test_a_folder_full_of_other_things_is_not_carried(nemo2, tmp_path):
         file.truncate(1 << 40)
     assert main(["reshard", str(nemo2), str(tmp_path / "out"), "--tp", "4"]) == 3
     assert truth("llama4")  # the source was fine
+
+
+# ---------------------------------------------------------------------- NeMo 1 before its distributed checkpoints
+
+
+@pytest.mark.parametrize(
+    "names", [["mp_rank_00", "mp_rank_01"], ["tp_rank_00_pp_rank_000"], ["tp_rank_00_pp_rank_001"] * 2]
+)
+def test_parts_of_single_ranks_are_refused(names, tmp_path):
+    """Read as torch files, each of them would be a small model that lacks nothing."""
+    import torch
+
+    for name in set(names):
+        (tmp_path / "model" / name).mkdir(parents=True)
+        torch.save(
+            {"model.decoder.final_layernorm.weight": torch.ones(2)}, tmp_path / "model" / name / "model_weights.ckpt"
+        )
+    first = tmp_path / "model" / names[0]
+    with tarfile.open(tmp_path / "model.nemo", "w:") as tar:
+        tar.add(tmp_path / "model", arcname=".")
+    for path in (tmp_path / "model", first, first / "model_weights.ckpt", tmp_path / "model.nemo"):
+        with pytest.raises(FormatError, match="part of one rank of a NeMo 1 model"):
+            open_checkpoint(path)
+
+
+def test_an_undivided_one_is_exported(tmp_path):
+    """The negative control: the file of a whole model, where NeMo 1 puts it, beside its configuration."""
+    import torch
+    from safetensors.torch import load_file
+
+    weights = {
+        key.removeprefix("model/0/"): value for key, value in load_file(TRUTH).items() if key.startswith("model/")
+    }
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(GOLDEN / NEMO1 / "model_config.yaml", folder)
+    torch.save({f"model.{name}": value for name, value in weights.items()}, folder / "model_weights.ckpt")
+    with tarfile.open(tmp_path / "model.nemo", "w:") as tar:
+        tar.add(folder, arcname=".")
+    for number, path in enumerate((folder, tmp_path / "model.nemo")):
+        run("export-hf", path, tmp_path / f"hf{number}")
+        assert not differing(tmp_path / f"hf{number}", "llama4", "llama")
+    for number, (verb, *to) in enumerate(
+        (["convert", "--to", "torch_dist"], ["convert", "--to", "legacy"], ["reshard"])
+    ):
+        run(verb, tmp_path / "model.nemo", tmp_path / f"out{number}", *to, "--tp", "4")
+        assert fields(open_checkpoint(tmp_path / f"out{number}").catalog.common["args"])["num_query_groups"] == 4
+        run("export-hf", tmp_path / f"out{number}", tmp_path / f"again{number}")
+        assert not differing(tmp_path / f"again{number}", "llama4", "llama")

@@ -22,6 +22,8 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
 _ALONE = ("safetensors", "torch")  # formats whose checkpoint may be one file
 _PART = re.compile(r"model\.safetensors|pytorch_model\.bin|.*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
+_OF_A_RANK = re.compile(r"mp_rank_\d+|tp_rank_\d+_pp_rank_\d+")
+_PARTS_FILE = "model_weights.ckpt"
 _DATA_FOLDERS = ("weights", "model_weights")  # NeMo 2, NeMo 1
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
@@ -55,6 +57,7 @@ def resolve(path: str | Path) -> Path:
     if found is None:
         raise _nowhere(given)
     rank = given if found.folder else given.parent
+    _refuse_parts(rank)
     if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
         return rank.parent
     if not is_folder(given):
@@ -84,8 +87,21 @@ def _stands_alone(file: Path) -> bool:
     return own is not around or not _PART.fullmatch(file.name)
 
 
+def _refuse_parts(folder: Path) -> None:
+    """NeMo 1 before its distributed checkpoints: one of these files alone would look like a small, whole model."""
+    names = [f"{name}/{_PARTS_FILE}" for name in listing(folder) if _OF_A_RANK.fullmatch(name)]
+    names += [_PARTS_FILE] if _OF_A_RANK.fullmatch(folder.name) else []
+    found = next((name for name in names if exists(folder / name)), None)
+    if found is not None:
+        raise FormatError(
+            f"{printable(str(folder / found))} is the part of one rank of a NeMo 1 model; that form is not read",
+            hint="make one partition of it with NeMo 1 (megatron_change_num_partitions.py, to TP 1 and PP 1)",
+        )
+
+
 def _descend(folder: Path) -> Path:
     _refuse_unfinished(folder)
+    _refuse_parts(folder)
     if _is_data_folder(folder):
         return folder
     if is_file(folder / TRACKER):

@@ -168,13 +168,14 @@ class WholeReader:
         Raises:
             RequestError: The training arguments are not there, without which no job loads a checkpoint.
         """
-        if not self.catalog.args:
+        if not self.catalog.args and (self.catalog.flavour != "NeMo 1" or not self.catalog.config):
             raise RequestError(
                 f"{printable(self._place.name)} holds no training arguments (args), so no job could resume from it",
                 hint="a file that `distckpt convert --to torch` wrote holds them; others are inspected, compared, converted",
             )
-        tree = dict(self.catalog.common)
-        tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
+        tree = dict(self.catalog.common or {})
+        if self.catalog.args:  # else they can be made of a configuration
+            tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
         members = {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}
         for ref in tensors_in(tree.get("optimizer")):  # the state of a loss scaler
             shard, _, key = ref.storage.partition(":")
