@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from converters import __version__
 from converters.errors import DistckptError, Interrupted
+from converters.names import printable
 from converters.ranks import Ranks
 from distckpt_cli.console import Console, UsageProblem, drop_stdout
 from distckpt_cli.exits import ExitCode
@@ -43,21 +44,23 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     context: typer.Context,
-    workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Run the command as N processes that share the work.")
-    ] = 1,
+    workers: Annotated[  # a word: reading a number would load pydantic, a quarter of the time of `inspect`
+        str, typer.Option(metavar="N", help="Run the command as N processes that share the work.")
+    ] = "1",
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Look at and convert the checkpoints of large training jobs, without Megatron and without a GPU."""
-    if workers > 1:
+    if not (workers.isascii() and workers.isdigit() and int(workers)):
+        raise UsageProblem(f"--workers {printable(workers)} is not a number of processes", hint="give 1 or more")
+    if int(workers) > 1:
         from distckpt_cli.launch import launch
 
         words: list[str] = context.obj
         if Ranks.from_environment().world > 1:
             raise UsageProblem("--workers inside torchrun or srun: the ranks are there already", hint="leave it out")
-        raise typer.Exit(launch(workers, words[words.index(context.invoked_subcommand or "") :]))
+        raise typer.Exit(launch(int(workers), words[words.index(context.invoked_subcommand or "") :]))
 
 
 @dataclass(frozen=True)
