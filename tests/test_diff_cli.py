@@ -142,7 +142,7 @@ def test_arguments_alone(capsys, monkeypatch):
         ((A,), ExitCode.USAGE, "missing argument"),
         ((A, "nowhere"), ExitCode.SOURCE, "nowhere"),
         ((A, B, "--rtol", "-1"), ExitCode.USAGE, "rtol"),
-        ((A, B, "--rtol", "nan"), ExitCode.USAGE, "--rtol and --atol are numbers"),
+        ((A, B, "--rtol", "inf"), ExitCode.USAGE, "--rtol and --atol are numbers"),
         ((A, B, "--quick", "--atol", "1"), ExitCode.USAGE, "--quick looks at no values"),
         ((A, B, "--args", "--quick"), ExitCode.USAGE, "--args compares arguments only"),
         ((A, B, "--tensors", "no.such.*"), ExitCode.REQUEST, "no tensor matches no.such.*"),
