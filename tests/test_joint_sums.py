@@ -1,5 +1,6 @@
 """Checksums put together from pieces that several processes have read, in any order."""
 
+import itertools
 import random
 import threading
 import zlib
@@ -13,7 +14,7 @@ def cut(data, count, seed):
     """`(start, end)` of pieces that tile the data, shuffled."""
     dice = random.Random(seed)
     ends = [0, *sorted(dice.sample(range(1, len(data)), count - 1)), len(data)]
-    pieces = list(zip(ends, ends[1:], strict=False))
+    pieces = list(itertools.pairwise(ends))
     dice.shuffle(pieces)
     return pieces
 

@@ -129,9 +129,7 @@ def test_state_of_another_parameter_is_refused(tmp_path, monkeypatch):
     path, offset, size = next(p[1:] for p in payloads(folder) if p[0].endswith("layers.1.mlp.linear_fc2.weight"))
     flip(path, offset + size - 1)
     monkeypatch.setattr("converters.gather.Sources.check", lambda *_: None)  # the checksum would notice, too
-    monkeypatch.setattr(
-        "converters.optim.mismatches", lambda *_, sample: []
-    )  # so does the sample, in a tensor this small
+    monkeypatch.setattr("converters.optim.mismatches", lambda *_: [])  # so does the sample, in a tensor this small
     assert load(golden("llama_dpreshardable_tp2pp2dp2"), Layout(), 0, optimizer=True)
     for stream in (False, True):
         with pytest.raises(IntegrityError, match="do not round to the weights") as caught:
