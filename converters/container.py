@@ -136,7 +136,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         state = state if options.weights_only else _optimizer(reader)
         file.tree = {"model": model}
         if state.tensors:
-            used = _state_tensors(content.tensors, state.tensors)
+            used = _state_tensors(content, state.tensors)
             sources |= {copy.source: state.tensors[copy.source] for t in used.values() for s in t for copy in s.copies}
             groups = read_param_groups(reader)
             file.tree["optimizer"] = {
@@ -342,14 +342,13 @@ def _optimizer(reader: Reader) -> OptimizerState:
     return optimizer_state(reader)
 
 
-def _state_tensors(tensors: Sequence[LocalTensor], state: Mapping[str, TensorInfo]) -> dict[str, list[LocalTensor]]:
-    """The optimizer's tensors, cut and put together as their parameters are."""
+def _state_tensors(content: _Content, state: Mapping[str, TensorInfo]) -> dict[str, list[LocalTensor]]:
+    """The optimizer's tensors, cut and put together as their parameters are; every element is used or dropped."""
     kinds = dict.fromkeys(name.split(".")[2] for name in state)
     out: dict[str, list[LocalTensor]] = {}
-    used = set()
     for kind in kinds:
         prefix = f"optimizer.state.{kind}."
-        for tensor in tensors:
+        for tensor in content.tensors:
             held = [state.get(prefix + copy.source) for copy in tensor.copies]
             found = [info for info in held if info is not None]
             if not found:
@@ -357,11 +356,16 @@ def _state_tensors(tensors: Sequence[LocalTensor], state: Mapping[str, TensorInf
             if len(found) < len(held):
                 raise RequestError(f"only a part of {tensor.name} has optimizer state {kind}", tensor=tensor.name)
             copies = tuple(replace(copy, source=prefix + copy.source) for copy in tensor.copies)
-            used |= {copy.source for copy in copies}
             out.setdefault(kind, []).append(replace(tensor, dtype=found[0].dtype, copies=copies))
-    lost = state.keys() - used
-    if lost:
-        raise RequestError(f"{len(lost)} tensors of the optimizer belong to no parameter", tensor=min(lost))
+        prefixed = (replace(drop, source=prefix + drop.source) for drop in content.drops)
+        mine = out.get(kind, [])
+        prove(
+            {name: t.shape for name, t in state.items() if name.startswith(prefix)},
+            {t.name: Target(t.name, t.dtype, t.matrix) for t in mine},
+            [copy for t in mine for copy in t.copies],
+            [drop for drop in prefixed if drop.source in state],
+            {t.name: t.fills for t in mine},
+        )
     return out
 
 

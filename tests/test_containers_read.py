@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from support import GOLDEN, read_tensor
 from test_export import differing
 
+from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from distckpt_cli.app import main
 
@@ -339,3 +340,39 @@ def test_an_undivided_nemo_1_model(packed, tmp_path):
     assert main(["diff", str(source), str(golden(divided.name)), "--progress", "off"]) == 0
     assert main(["export-hf", str(source), str(tmp_path / "hf"), "--progress", "off"]) == 0
     assert not differing(tmp_path / "hf", "llama4", "llama")
+
+
+def test_no_tensor_is_forgotten(tmp_path):
+    state = {"model": {"a": torch.ones(2), 3: torch.ones(4)}, "ema": {"a": torch.zeros(2)}, "list": [torch.ones(1), 5]}
+    reader = catalog_of(tmp_path, state)
+    check(reader, {"a": torch.ones(2), "3": torch.ones(4), "ema.a": torch.zeros(2), "list.0": torch.ones(1)})
+    assert reader.catalog.tensors["ema.a"].kind == "other"
+    with pytest.raises(FormatError, match="which is no name"):
+        catalog_of(tmp_path, {"model": {("a", 1): torch.ones(2)}})
+
+
+def test_what_has_tensors_is_no_common_state(tmp_path, capsys):
+    """A random state of torch is a tensor; it would be missing in `common.pt`."""
+    saved = loaded(convert(golden("llama_adam_tp2pp2"), tmp_path / "m.pt", "torch"))
+    saved |= {"rng_state": [{"torch_rng_state": torch.get_rng_state()}], "ema": torch.ones(3)}
+    reader = catalog_of(tmp_path, saved)
+    assert "random states" in reader.catalog.details
+    assert reader.catalog.tensors["ema"].kind == "other"
+    assert not {"rng_state", "ema"} & reader.catalog.common.keys()
+    assert reader.catalog.common["opt_param_scheduler"]
+    command = ["convert", str(tmp_path / "x.pt"), str(tmp_path / "dist"), "--to", "torch_dist"]
+    assert main(command) == 4
+    assert "ema" in capsys.readouterr().err
+    del saved["ema"]
+    catalog_of(tmp_path, saved)
+    assert main(command) == 0
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert "iteration" in torch.load(tmp_path / "dist" / "iter_0000010" / "common.pt")
+
+
+def test_state_of_another_shape_than_its_weight(tmp_path):
+    saved = loaded(convert(golden("llama_adam_tp2pp2"), tmp_path / "m.pt", "torch"))
+    moments = saved["optimizer"]["state"]["exp_avg"]
+    moments["decoder.final_layernorm.weight"] = moments["decoder.final_layernorm.weight"][:-1].clone()
+    with pytest.raises(FormatError, match=r"final_layernorm.weight is \[31\]: the weight is \[32\]"):
+        catalog_of(tmp_path, saved)

@@ -116,7 +116,11 @@ def _split(tree: Node, what: str) -> tuple[dict[str, dict[str, Node]], dict[Any,
 
 
 def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Node]]:
-    """The tensors in dictionaries in one another, names joined by dots; everything else is passed over."""
+    """The tensors in dictionaries in one another, names joined by dots; everything else is passed over.
+
+    Raises:
+        FormatError: A tensor has no name.
+    """
     if depth > _DEEPEST:
         raise FormatError(f"{what}: its dictionaries lie in one another more than {_DEEPEST} deep")
     try:
@@ -124,9 +128,11 @@ def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Itera
     except PickleFormatError:
         return
     for key, value in entries:
-        if not isinstance(key, str):
+        if not isinstance(key, str | int):
+            if tensor_ref(value, what) is not None:
+                raise FormatError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is no name")
             continue
-        if tensor_ref(value, f"{what}: {printable(key)}") is not None:
+        if tensor_ref(value, f"{what}: {printable(str(key))}") is not None:
             yield f"{prefix}{key}", value
         elif isinstance(value, dict | Obj):
             yield from _flattened(value, what, f"{prefix}{key}.", depth + 1)

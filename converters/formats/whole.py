@@ -190,7 +190,7 @@ class WholeReader:
         megatron = old or any(_MEGATRON.search(n) for n in names)
         args = _arguments(self._state.get("args"))
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
-        tensors |= self._optimizer(args, megatron=megatron)
+        tensors |= self._optimizer(args, tensors, megatron=megatron) | self._others()
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
         own = "NeMo 1" if config and not args else "Megatron-LM"
         flavour = own if megatron else "Hugging Face" if hugging else "torch"
@@ -240,7 +240,22 @@ class WholeReader:
         part = self._storages.part(ref, f"{self._storages.joined.name}: {printable(name)}")
         return TensorInfo(name, ref.dtype, ref.shape, kind, (part,), opaque)
 
-    def _optimizer(self, args: Mapping[str, Any], *, megatron: bool) -> dict[str, TensorInfo]:
+    def _others(self) -> dict[str, TensorInfo]:
+        """Tensors that are neither the model's nor the optimizer's, under the place where they lie."""
+        out: dict[str, TensorInfo] = {}
+        for key, value in self._state.items():
+            if key == "optimizer" or not isinstance(key, str):
+                continue
+            found = list(_found(value, key))
+            if found and "rng_" in key:
+                self._details["random states"] = "not looked at"
+            else:
+                out |= {name: self._tensor(name, ref, "other") for name, ref in found}
+        return out
+
+    def _optimizer(
+        self, args: Mapping[str, Any], weights: Mapping[str, TensorInfo], *, megatron: bool
+    ) -> dict[str, TensorInfo]:
         """State by the names of its parameters, as we write it; any other under the place where it lies."""
         held = self._state.get("optimizer")
         states = held.get("state") if isinstance(held, Mapping) else None
@@ -249,6 +264,11 @@ class WholeReader:
             for kind, tensors in states.items():
                 if isinstance(tensors, Mapping):
                     out |= self._megatron({"model": tensors}, args, f"optimizer.state.{kind}.")
+            for name, info in out.items():
+                weight = weights.get(name.split(".", 3)[3])
+                if weight is None or weight.shape != info.shape:
+                    shape = "no such weight" if weight is None else f"the weight is {list(weight.shape)}"
+                    raise FormatError(f"{printable(name)} is {list(info.shape)}: {shape}", tensor=name)
             return out
         return {
             name: self._tensor(name, ref, "optimizer", "state of an unknown parameter")
@@ -257,7 +277,8 @@ class WholeReader:
 
     def _common(self) -> dict[Any, Node]:
         """The common state, without what has tensors of its own."""
-        out = {name: value for name, value in self._state.items() if name not in ("args", "optimizer")}
+        skipped = ("args", "optimizer")
+        out = {name: v for name, v in self._state.items() if name not in skipped and not any(_found(v, "."))}
         held = self._state.get("optimizer")
         groups = held.get("param_groups") if isinstance(held, Mapping) else None
         if isinstance(held, Mapping) and isinstance(groups, list):
