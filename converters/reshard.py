@@ -17,7 +17,6 @@ from converters.damage import refuse_contradictions, refuse_damage, refuse_forei
 from converters.errors import RequestError
 from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
-from converters.layout import Layout
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
 from converters.optim import Masters, OptimizerState, optimizer_state
@@ -25,7 +24,7 @@ from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.reshard_targets import Targets
 from converters.split import Outline
-from converters.target_state import TRACKER
+from converters.target_state import TRACKER, describe, job_flags, tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.torch_dist_out import FlatOut, ObjectOut
     from converters.job import OutputFile
+    from converters.layout import Layout
     from converters.plan_cache import PlanCache
 
 __all__ = ["ReshardOptions", "ReshardPlan", "plan_reshard", "run_reshard"]
@@ -114,8 +114,7 @@ def plan_reshard(
     )
     if cache and key and known is None and draft.lasting:
         keep(cache, key, made, job.task_table, output)
-    changed = {name: {"from": old, "to": new} for name, (old, new) in state.changed.items()}
-    changes = [f"{name} {old} -> {new}" for name, (old, new) in state.changed.items()]
+    summary, facts = describe(catalog, layout, options.optimizer, state.changed)
     return ReshardPlan(
         command="reshard",
         reader=reader,
@@ -127,21 +126,12 @@ def plan_reshard(
             **({f"{folder}/common.pt": state.common} if state.common else {}),
             **around.files,
             f"{folder}/metadata.json": _metadata_json(options.mcore),
-            **({TRACKER: folder.removeprefix("iter_").lstrip("0").encode() or b"0"} if around.tracker else {}),
+            **({TRACKER: tracker(folder)} if around.tracker else {}),
         },
         dropped=(*dropped, *state.dropped, *around.dropped),
         notes=(*made.notes, *state.notes, *around.notes),
-        summary=(
-            ("from", str(Layout.saved(catalog))),
-            ("to", f"{layout}, optimizer: {options.optimizer}"),
-            *(("" if number else "args", line) for number, line in enumerate(changes)),
-        ),
-        facts={
-            "layout": {name: getattr(layout, name) for name in _SIZES},
-            "optimizer": options.optimizer,
-            "objects": len(state.objects),
-            "changed_args": changed,
-        },
+        summary=summary,
+        facts={**facts, "objects": len(state.objects)},
         advice=(around.advice or f"start the job with {_flags(destination, layout, options)}",),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
@@ -169,19 +159,14 @@ def plan_torch_dist(
 
 run_reshard = run_conversion
 
-_SIZES = ("tp", "pp", "vpp", "cp", "ep", "expert_tp", "dp", "world_size")
-
 
 def _flags(root: Path, layout: Layout, options: ReshardOptions) -> str:
     """What Megatron-LM has to be told to load the result."""
-    words = [f"--load {root}", f"--tensor-model-parallel-size {layout.tp}"]
-    words.append(f"--pipeline-model-parallel-size {layout.pp}")
-    words += [f"--expert-model-parallel-size {layout.ep}"] if layout.ep > 1 else []
     if options.optimizer == "none":
-        return " ".join([*words, "--no-load-optim"])
-    words.append("--use-distributed-optimizer")
+        return job_flags(root, layout, "--no-load-optim")
+    words = ["--use-distributed-optimizer"]
     words += ["--dist-ckpt-optim-fully-reshardable"] if options.optimizer == "fully_reshardable" else []
-    return " ".join(words)
+    return job_flags(root, layout, *words)
 
 
 @dataclass(frozen=True)

@@ -11,25 +11,29 @@ from converters.errors import RequestError
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.formats.folder import exists
+from converters.layout import Layout
 from converters.megatron_args import megatron_arguments
 from converters.model_args import ModelArgs
 from converters.pickles import Global, Obj, fields, set_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from converters.catalog import Catalog
     from converters.formats.base import Reader
-    from converters.layout import Layout
 
 __all__ = [
     "TRACKER",
     "as_megatron_lm",
     "change_arguments",
+    "describe",
     "iteration_folder",
+    "job_flags",
     "layout_arguments",
     "open_common",
     "rng_fits",
+    "tracker",
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -106,6 +110,44 @@ def _samples_seen(tree: Mapping[Any, Any]) -> int | None:
 def iteration_folder(catalog: Catalog) -> str:
     """Where in a training root the checkpoint lies."""
     return "release" if catalog.path.name == "release" else f"iter_{catalog.iteration or 0:07d}"
+
+
+def tracker(folder: str) -> bytes:
+    """What the tracker file says of an iteration's folder."""
+    return folder.removeprefix("iter_").lstrip("0").encode() or b"0"
+
+
+def describe(
+    catalog: Catalog, layout: Layout, optimizer: str, changed: Mapping[str, tuple[Any, Any]]
+) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
+    """What a person and a program are told of a checkpoint for another job: `summary` and `facts` of a conversion.
+
+    Args:
+        catalog: The source.
+        layout: Of the job.
+        optimizer: Form of its optimizer's state.
+        changed: Training arguments that differ: name -> (before, after).
+    """
+    lines = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
+    summary = (
+        ("from", str(Layout.saved(catalog))),
+        ("to", f"{layout}, optimizer: {optimizer}"),
+        *(("" if number else "args", line) for number, line in enumerate(lines)),
+    )
+    sizes = ("tp", "pp", "vpp", "cp", "ep", "expert_tp", "dp", "world_size")
+    return summary, {
+        "layout": {name: getattr(layout, name) for name in sizes},
+        "optimizer": optimizer,
+        "changed_args": {name: {"from": old, "to": new} for name, (old, new) in changed.items()},
+    }
+
+
+def job_flags(root: Path, layout: Layout, *more: str) -> str:
+    """What Megatron-LM has to be told to load a training root at a layout."""
+    words = [f"--load {root}", f"--tensor-model-parallel-size {layout.tp}"]
+    words.append(f"--pipeline-model-parallel-size {layout.pp}")
+    words += [f"--expert-model-parallel-size {layout.ep}"] if layout.ep > 1 else []
+    return " ".join([*words, *more])
 
 
 def rng_fits(catalog: Catalog, layout: Layout, rng: str, dropped: list[tuple[str, str]]) -> bool:
