@@ -45,6 +45,7 @@ _PERMITS = {
     "dp_zero_gather_scatter": "Megatron changes only dp; not tp, pp or ep",
     "distrib_optim.pt": "Megatron-LM changes only dp; not tp, pp or ep",
     "fsdp_dtensor": "Megatron-FSDP changes the number of ranks",
+    "FSDP2": "Megatron-LM loads it with any number of ranks, with --use-torch-fsdp2",
     "by parameter": "torch loads it with any number of ranks",
     "unknown": "not known",
 }
@@ -63,6 +64,8 @@ def optimizer_layout(catalog: Catalog) -> OptimizerLayout:
     states = sorted({_state(t.name) for t in names} - {""})
     if catalog.format == "legacy":
         return _legacy(catalog, tuple(states))
+    if catalog.format == "megatron_dcp":
+        return OptimizerLayout("FSDP2", "DTensors of torch's FSDP2", _PERMITS["FSDP2"], tuple(states))
     if catalog.weights and not catalog.megatron:
         reason = "a tensor for each state of a parameter"
         return OptimizerLayout("by parameter", reason, _PERMITS["by parameter"], tuple(states))

@@ -14,7 +14,7 @@ from test_export import exported
 from test_reshard_megatron import param_groups, truth_of
 
 from converters.dtypes import dtype
-from converters.errors import RequestError
+from converters.errors import IntegrityError, RequestError
 from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
 from converters.formats.fsdp_dtensor import _experts, _nested
@@ -22,9 +22,11 @@ from converters.layout import Layout
 from converters.optim import optimizer_state
 from converters.optim_groups import read_param_groups
 from converters.optimizer_layout import optimizer_layout
+from converters.pickles import fields, set_field
 from converters.reshard import plan_reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+FSDP2 = "mlm_fsdp2_llama_dp2"
 CONFIGS = {"fsdp_llama_dp2": "llama", "fsdp_llama_tp2dp2": "llama", "fsdp_mixtral_ep2dp4": "mixtral"}
 
 
@@ -45,6 +47,13 @@ class TestFsdpDtensor(Conformance):
     FORMAT = "fsdp_dtensor"
     CASES = tuple(master_case(name) for name in CONFIGS)
     DEEP = 3
+
+
+class TestMegatronDcp(Conformance):
+    """`--use-torch-fsdp2`: the optimizer's tensors have numbers, whose parameters are inferred and proved."""
+
+    FORMAT = "megatron_dcp"
+    CASES = (megatron_case(FSDP2, "llama"),)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -84,6 +93,7 @@ LAYOUTS = [
     ("fsdp_mixtral_ep2dp4", {"tp": 2}, {}),
     ("fsdp_mixtral_ep2dp4", {"ep": 4, "dp": 4}, {}),
     ("fsdp_llama_tp2dp2", {"tp": 2}, {"optimizer": "none"}),
+    (FSDP2, {"tp": 2, "pp": 2}, {}),
 ]
 
 
@@ -93,7 +103,7 @@ def test_a_reshard_holds_the_truth(name, layout, options, tmp_path):
     folder = folder_of(tmp_path / "out")
     flat = options.get("optimizer") == "dp_reshardable"
     got = by_parameter({k: v for k, v in read_with_torch(folder).items() if "gbuf_idx" not in k})
-    compare(got, expected(CONFIGS[name], optimizer=not options))
+    compare(got, expected(CONFIGS.get(name, "llama"), optimizer=not options))
     if flat:
         reader = open_checkpoint(tmp_path / "out")
         assert any("dtype_(torch.bfloat16, torch.float32)" in key for key in reader.catalog.tensors)
@@ -144,13 +154,14 @@ def test_an_export_is_that_of_the_other_formats(name, tmp_path):
     ("name", "layout"),
     [
         ("fsdp_llama_dp2", {"tp": 2, "dp": 2}),
+        (FSDP2, {"tp": 4}),
         pytest.param("fsdp_llama_tp2dp2", {"pp": 2}, marks=pytest.mark.slow),
         pytest.param("fsdp_mixtral_ep2dp4", {"tp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_megatron_resumes_from_a_reshard(name, layout, megatron_load, tmp_path):
     """With its distributed optimizer and without Megatron-FSDP: weights, masters, moments, param groups."""
-    config = CONFIGS[name]
+    config = CONFIGS.get(name, "llama")
     reshard(GOLDEN / name / "iter_0000010", tmp_path / "out", layout)
     answer = megatron_load(tmp_path / "out", truth_of(config), config, optimizer=True, **layout)
     assert answer["ok"], answer
@@ -220,3 +231,50 @@ def test_detection_needs_the_wrappers(copy):
     assert open_checkpoint(copy.parent / "iter_0000011").name == "torch_dist"
     assert open_checkpoint(GOLDEN / "fsdp2_llama_dp2").name == "torch_dcp"
     assert re.search("Megatron-FSDP", optimizer_layout(open_checkpoint(copy).catalog).permits)
+
+
+# ---------------------------------------------------------------------- the optimizer by numbers
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    shutil.copytree(GOLDEN / FSDP2, tmp_path / "run")
+    return tmp_path / "run" / "iter_0000010"
+
+
+def test_groups_of_fsdp2(numbered):
+    reader = open_checkpoint(numbered)
+    assert reader.catalog.flavour == "Megatron-LM"
+    assert [(group["wd_mult"], group["step"]) for group in read_param_groups(reader).dense] == [(1.0, 2), (0.0, 2)]
+    assert reader.optimizer_doubt
+    assert optimizer_layout(reader.catalog).name == "FSDP2"
+    assert "decoder.layers.1.mlp.linear_fc2._extra_state/shard_0_1" in reader.catalog.objects
+
+
+def test_numbers_that_stand_for_other_parameters(numbered):
+    """Two parameters of one shape exchanged: shapes agree, but master weights do not round to the weights."""
+
+    def change(state):
+        one, other = (f"optimizer.fp32_from_fp16_params.1.{n}" for n in (0, 2))
+        for index in state["storage_data"]:
+            name = fields(index)["fqn"]
+            if name in (one, other):
+                set_field(index, "fqn", other if name == one else one)
+
+    edit_metadata(numbered, change)
+    with pytest.raises(IntegrityError, match="do not round"):
+        reshard(numbered, numbered.parent.parent / "out", {"tp": 1})
+    assert not (numbered.parent.parent / "out").exists()
+
+
+def test_a_parameter_too_many(numbered):
+    """The weights are there whatever the optimizer is."""
+
+    def change(state):
+        for table in ("state_dict_metadata", "planner_data"):
+            del state[table]["model.decoder.final_layernorm.weight"]
+
+    edit_metadata(numbered, change)
+    (problem,) = [p for p in open_checkpoint(numbered).catalog.problems if p.severity == "error"]
+    assert "does not have the 4 parameters" in problem.message
+    assert all(name.startswith("optimizer.") for name in problem.tensors)

@@ -33,7 +33,7 @@ _MODEL = re.compile(r"model(_?state(_?dict)?)?|module|state_dict|weights|net(wor
 _OPTIMIZER = re.compile(r"optim(izer)?s?(_?state(_?dict)?)?", re.IGNORECASE)
 _FLATTENED = re.compile(r"(?:optimizers?\.)?state\.(.+)\.([^.]+)", re.DOTALL)
 _HUGGING_FACE = re.compile(
-    r"(?:model|language_model|transformer|gpt_neox|decoder|bert|roberta)\.(?:model\.)?"
+    r"(?:model|language_model|transformer|gpt_neox|bert|roberta)\.(?:model\.|decoder\.)?"
     r"(?:layers|h|encoder\.layer|block)\.\d+\.(?:self_attn|mlp|attn|attention|input_layernorm|ln_1)\."
 )
 

@@ -43,34 +43,41 @@ if TYPE_CHECKING:
 
 __all__ = ["FsdpDtensorReader"]
 
-_MODEL = re.compile(r"model\d*\.(?:module\.)+(.*)", re.DOTALL)
+_MODEL = re.compile(r"model\d*\.(?:module\.)*(.*)", re.DOTALL)
 _STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(?:module\.)+(.*)\.(\w+)", re.DOTALL)
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(?=$|_[wv]$)")
 _SEQUENTIAL = re.compile(r"\.experts\.local_experts\.(\d+)\.")
 _META = "param_to_group_meta"
 _RANK = re.compile(r"\((\d+), (\d+)\)")
 _APART = ("optimizer", "rng_state")
+_EXTRA = "._extra_state"
 
 
 class FsdpDtensorReader(DcpReader):
     """An open fsdp_dtensor checkpoint."""
 
     name: ClassVar[str] = "fsdp_dtensor"
+    producer: ClassVar[str] = "Megatron-Core 0.14 or later"
+    masters: ClassVar[bool] = True
     optimizer_doubt: str | None = None
+
+    def _prepare(self, args: Mapping[str, Any], problems: list[Problem]) -> None:
+        """What must be known before keys are named."""
 
     def _catalog(self) -> Catalog:
         metadata = self.metadata
         self._paths = paths([*metadata.tensors, *metadata.objects], metadata.planner_data)
         problems: list[Problem] = [Problem("warning", text) for text in metadata.stray]
+        common = _Common(self)
+        facts = common_facts(common)
+        self._prepare(facts.args, problems)
         keyed = [
             replace(self._keyed(tensor), spelling=spelling)
             for key, tensor in metadata.tensors.items()
             if (spelling := self._spelling(key)) is not None
         ]
         tensors = canonical_tensors(keyed, problems)
-        common = _Common(self)
-        facts = common_facts(common)
-        self._random = self._random_states(facts.args)
+        self._objects = self._random_states(facts.args) | self._extra_states()
         if not facts.args:
             problems.append(Problem("warning", "it holds no args: sizes are read off the tensors"))
         optimizer = any(tensor.kind == "optimizer" for tensor in tensors.values())
@@ -79,16 +86,16 @@ class FsdpDtensorReader(DcpReader):
             format=self.name,
             flavour="Megatron-LM",
             tensors=tensors,
-            objects={key: info for key, (info, _) in self._random.items()},
+            objects={key: info for key, (info, _) in self._objects.items()},
             args=facts.args,
             common=common,
-            content={"distrib_optim_sharding_type": "fsdp_dtensor"} if optimizer else {},
+            content={"distrib_optim_sharding_type": self.name} if optimizer and self.masters else {},
             iteration=facts.iteration if facts.iteration is not None else iteration_of(self.folder),
-            producer=("Megatron-Core 0.14 or later", "no earlier one has the format"),
+            producer=(self.producer, "no earlier one has the format"),
             files=self._check_files(tensors, problems),
             problems=tuple(problems),
             details={"metadata class": metadata.top_class},
-            masters=True,
+            masters=self.masters,
         )
 
     def common_archive(self) -> Archive:
@@ -99,7 +106,7 @@ class FsdpDtensorReader(DcpReader):
 
     def object_record(self, key: str) -> bytes:
         """The record of an object as torch_dist stores it: a `torch.save` archive of a list of one."""
-        _, parts = self._random[key]
+        _, parts = self._objects[key]
         storages: dict[str, bytes] = {}
         value = _nested({path[2:]: self._value(part, storages) for part, path in parts.items()})
         return object_record([value], storages)
@@ -139,7 +146,7 @@ class FsdpDtensorReader(DcpReader):
 
     def _spelling(self, key: str) -> str | None:
         """The key of a tensor as torch_dist spells it; None for what is part of an object."""
-        if self._paths[key][0] == "rng_state":
+        if self._paths[key][0] == "rng_state" or key.endswith(_EXTRA):
             return None
         found, state = _MODEL.fullmatch(key), _STATE.fullmatch(key)
         if state is not None:
@@ -174,6 +181,27 @@ class FsdpDtensorReader(DcpReader):
                 out[name] = (object_info(name, file, first.offset, first.length, wrapped=False), parts)
         return out
 
+    def _extra_states(self) -> dict[str, tuple[ObjectInfo, dict[str, KeyPath]]]:
+        """TransformerEngine's, of each module; Megatron-FSDP drops them, torch's FSDP2 does not."""
+        out: dict[str, tuple[ObjectInfo, dict[str, KeyPath]]] = {}
+        for key in (*self.metadata.tensors, *self.metadata.objects):
+            found = _MODEL.fullmatch(key) if key.endswith(_EXTRA) else None
+            if found is None:
+                continue
+            name, (file, offset, length) = f"{found[1]}/shard_0_1", self._place(key)
+            if file >= 0:
+                info = object_info(name, self.metadata.files[file], offset, length, wrapped=False)
+                out[name] = (info, {key: ("", "")})
+        return out
+
+    def _place(self, key: str) -> tuple[int, int, int]:
+        """File, first byte and bytes of a record."""
+        stored = self.metadata.objects.get(key)
+        if stored is not None:
+            return stored.file, stored.offset, stored.length
+        tensor = self.metadata.tensors[key]
+        return int(tensor.file[0]), int(tensor.offset[0]), int(tensor.length[0])
+
     def _value(self, key: str, storages: dict[str, bytes]) -> Node:
         """An object, or a tensor as a node whose elements go to `storages`."""
         if key in self.metadata.objects:
@@ -206,7 +234,7 @@ class _Common(Mapping[str, Any]):
         for key, path in reader._paths.items():
             if path[0] not in _APART and not path[0].startswith("model") and key in reader.metadata.objects:
                 self._parts[path[0]][path[1:]] = key
-        if any(path[0] == "optimizer" and _META in path for path in reader._paths.values()):
+        if any(path[0] == "optimizer" for path in reader._paths.values()):
             self._parts["optimizer"] = {}
         self._known: dict[str, Any] = {}
 

@@ -38,6 +38,7 @@ __all__ = ["METADATA_LIMIT", "REGISTRY", "Format", "Seen", "backend_of", "dcp_fo
 METADATA_LIMIT = 8 << 30
 _MEGATRON = (b"all_local_plans", b"mcore_data", b"/shard_0")
 _WRAPPED = re.compile(rb"model\d*\.module\.(?:module\.)*(?:embedding|decoder|encoder|mtp|output_layer)\.")
+_BARE = re.compile(rb"model\d*\.(?:embedding|decoder|encoder|mtp|output_layer)\.")
 
 
 class Seen:
@@ -165,6 +166,13 @@ def _fsdp_dtensor(seen: Seen) -> bool:
     return "metadata.json" not in seen.names and _WRAPPED.search(seen.metadata) is not None
 
 
+def _megatron_dcp(seen: Seen) -> bool:
+    """DCP files with Megatron's names and its version of checkpoints, and without its wrappers."""
+    if "metadata.json" in seen.names or b"checkpoint_version" not in seen.metadata:
+        return False
+    return _BARE.search(seen.metadata) is not None and not _WRAPPED.search(seen.metadata)
+
+
 def _vescale(seen: Seen) -> bool:
     """DCP files whose metadata is of veScale's own classes."""
     return "metadata.json" not in seen.names and any(b"vescale.checkpoint" in raw for raw in seen.inner)
@@ -237,6 +245,13 @@ REGISTRY: tuple[Format, ...] = (
         "fsdp_dtensor of Megatron-FSDP",
         "fsdp_dtensor:FsdpDtensorReader",
         _fsdp_dtensor,
+        read="Megatron-Core 0.16.1",
+    ),
+    Format(
+        "megatron_dcp",
+        "torch_dcp of Megatron-LM, with --use-torch-fsdp2",
+        "megatron_dcp:MegatronDcpReader",
+        _megatron_dcp,
         read="Megatron-Core 0.16.1",
     ),
     Format(
