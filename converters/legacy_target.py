@@ -19,12 +19,13 @@ Sources: megatron/training/checkpointing.py (`save_checkpoint`, `load_checkpoint
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.box import Box, uncovered
 from converters.conversion import Conversion, WriteOptions
-from converters.damage import refuse_contradictions, refuse_damage
+from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput
@@ -34,7 +35,6 @@ from converters.formats.legacy_chains import Chains
 from converters.formats.legacy_files import MODEL, OPTIMIZER, rank_folder
 from converters.formats.legacy_out import flat_optimizer, model_state, plain_optimizer
 from converters.job import Job
-from converters.layout import Layout
 from converters.layout_check import check as check_layout
 from converters.local import LocalModel, likely_order, with_extra_states
 from converters.model_args import ModelArgs
@@ -46,10 +46,13 @@ from converters.target_state import (
     TRACKER,
     as_megatron_lm,
     change_arguments,
+    describe,
     iteration_folder,
+    job_flags,
     layout_arguments,
     open_common,
     rng_fits,
+    tracker,
 )
 from converters.vocabulary import VOCABULARY
 
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.base import Reader
     from converters.formats.legacy_out import Chain
+    from converters.layout import Layout
     from converters.local import LocalTensor
     from converters.pickles import Node
 
@@ -69,6 +73,7 @@ __all__ = ["LegacyOptions", "plan_legacy"]
 _SCHEDULE = ("opt_param_scheduler", "lr_scheduler")
 _COMMON = (*_SCHEDULE, "num_floating_point_operations_so_far")
 _REPLACED = ("args", "checkpoint_version", "iteration", "optimizer", "content_metadata", "rerun_state_machine")
+_NORM = re.compile(r"norm\._extra_state$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     args = ModelArgs.from_catalog(catalog)
+    refuse_foreign_names(catalog)
     refuse_contradictions(args, catalog)
     _refuse_layout(catalog, layout)
     notes = check_layout(args, layout, {name: t.shape for name, t in catalog.weights.items()})
@@ -136,26 +142,18 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         threads=options.threads,
         seals=output,
     )
-    changes = [f"{name} {old} -> {new}" for name, (old, new) in writer.changed.items()]
+    summary, facts = describe(catalog, layout, options.optimizer, writer.changed)
     return Conversion(
         command="convert",
         reader=reader,
         destination=destination,
         job=job,
         folder=writer.folder,
-        extra_files={TRACKER: writer.folder.removeprefix("iter_").lstrip("0").encode() or b"0"},
+        extra_files={TRACKER: tracker(writer.folder)},
         dropped=tuple(writer.dropped),
         notes=(*notes, *found.notes, *writer.notes()),
-        summary=(
-            ("from", str(Layout.saved(catalog))),
-            ("to", f"{layout}, optimizer: {options.optimizer}"),
-            *(("" if number else "args", line) for number, line in enumerate(changes)),
-        ),
-        facts={
-            "layout": {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "dp", "world_size")},
-            "optimizer": options.optimizer,
-            "changed_args": {name: {"from": old, "to": new} for name, (old, new) in writer.changed.items()},
-        },
+        summary=summary,
+        facts=facts,
         advice=(f"start the job with {writer.flags(destination)}",),
         next_step=f"distckpt inspect {destination}",
         overwrite=options.overwrite,
@@ -210,6 +208,9 @@ class _Writer:
         self._tree, lost, self._notes = as_megatron_lm(catalog, tree)
         self.dropped += lost
         self._objects = self._stored_objects()
+        # TransformerEngine's norms have an extra state since version 2; a job with version 1 refuses a file that has it
+        states = [name for name in self._objects if name.endswith("._extra_state")]
+        self._norm_states = not states or any(_NORM.search(name) for name in states)
         self._used: dict[str, set[Box]] = {}
         self._common = self._prepare_common()
         distributed = options.optimizer == "distributed"
@@ -331,7 +332,7 @@ class _Writer:
                 yield name, value
             elif self._options.extra_state != "drop" and value in self._objects:
                 yield name, self._adopted(file, self._objects[value])
-            elif self._options.extra_state == "fill":
+            elif self._options.extra_state == "fill" and (self._norm_states or not _NORM.search(value)):
                 yield name, file.literal(dtype("uint8"), (0,), b"")
 
     def _adopted(self, file: ArchiveFile, info: ObjectInfo) -> Node:
@@ -392,14 +393,11 @@ class _Writer:
 
     def flags(self, root: Path) -> str:
         """What Megatron-LM has to be told to load the result."""
-        at = self._layout
-        words = [f"--load {root} --ckpt-format torch --tensor-model-parallel-size {at.tp}"]
-        words.append(f"--pipeline-model-parallel-size {at.pp}")
-        words += [f"--expert-model-parallel-size {at.ep}"] if at.ep > 1 else []
+        words = ["--ckpt-format torch"]
         words += ["--use-distributed-optimizer"] if self._options.optimizer == "distributed" else []
         words += [] if self._chains else ["--no-load-optim"]
         words += [] if self._keep_rng else ["--no-load-rng"]
-        return " ".join(words)
+        return job_flags(root, self._layout, *words)
 
 
 def _order(catalog: Catalog, options: LegacyOptions, found: OptimizerState) -> Any:
