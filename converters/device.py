@@ -112,6 +112,10 @@ class Device(Protocol):
         """Bytes that can still be allocated, about."""
         ...
 
+    def serial(self) -> str:
+        """What tells it from other devices of its machine, however processes number them; empty for the host."""
+        ...
+
 
 class Host:
     """This machine's memory. See `Device`."""
@@ -141,6 +145,10 @@ class Host:
     def room(self) -> int:
         """See `Device`."""
         return _free_memory()
+
+    def serial(self) -> str:
+        """See `Device`."""
+        return ""
 
 
 class _HostLane:
@@ -190,6 +198,7 @@ class Platform(Protocol):
     def submit(self, stream: Any, work: Callable[[], None], event: Any) -> None: ...
     def wait(self) -> None: ...
     def room(self) -> int: ...
+    def serial(self) -> str: ...
 
 
 @dataclass
@@ -239,6 +248,10 @@ class Staged:
     def room(self) -> int:
         """See `Device`."""
         return self._platform.room()
+
+    def serial(self) -> str:
+        """See `Device`."""
+        return self._platform.serial()
 
 
 class _StagedLane:
@@ -387,6 +400,12 @@ class Cuda:
         free, _ = torch.cuda.mem_get_info(self._device)
         return int(free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device))
 
+    def serial(self) -> str:
+        """See `Device`."""
+        import torch
+
+        return str(torch.cuda.get_device_properties(self._device).uuid)
+
 
 class Simulated:
     """A device whose memory is the host's, for a staged lane without a GPU. See `Platform`.
@@ -436,6 +455,10 @@ class Simulated:
         """See `Device`."""
         return _free_memory()
 
+    def serial(self) -> str:
+        """See `Device`."""
+        return "simulated"
+
 
 class _LateEvent:
     """Comes when the last work before it is done, which whoever waits for it does."""
@@ -464,7 +487,9 @@ def find_device(name: str, local_rank: int = 0) -> Device:
     if not torch.cuda.is_available():
         built = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU or driver"
         raise RequestError(f"there is no device {name}: {built}", hint="device='cpu' loads into this machine's memory")
-    index, count = int(number) if number else local_rank, torch.cuda.device_count()
+    count = torch.cuda.device_count()
+    # a launcher that shows each process its own GPU alone calls all of them 0
+    index = int(number) if number else local_rank if count > 1 else 0
     if index >= count:
         raise RequestError(
             f"there is no device cuda:{index}: this machine has {count}",

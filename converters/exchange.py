@@ -260,8 +260,8 @@ class Exchange:
         import torch.distributed as dist
 
         self._ranks, self._device = ranks, device
-        places = ranks.gathered((socket.gethostname(), device.name if not device.unified else ""))
-        own_gpus = all(name.startswith("cuda") for _, name in places) and len(set(places)) == len(places)
+        places = ranks.gathered((device.name.partition(":")[0], socket.gethostname(), device.serial()))
+        own_gpus = all(kind == "cuda" for kind, _, _ in places) and len(set(places)) == len(places)
         self.backend = "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
         self._direct = device.unified or self.backend == "nccl"
         self.bytes_received = 0

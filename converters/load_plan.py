@@ -152,6 +152,7 @@ def plan_load(
     dtype: DType | None = None,
     vocab_size: int | None = None,
     arch: str | None = None,
+    together: bool = True,
 ) -> LoadPlan:
     """What a rank of a job reads and where it goes.
 
@@ -165,6 +166,7 @@ def plan_load(
         dtype: Type of floating weights; None keeps what is stored.
         vocab_size: True rows of the vocabulary, if the checkpoint does not tell.
         arch: Hugging Face architecture; None infers it.
+        together: Work out what the rank shares with others.
 
     Raises:
         RequestError: The layout does not fit the model, or there is no such rank.
@@ -206,7 +208,7 @@ def plan_load(
     if _EMBEDDING in shapes:  # that of the first stage is on others, too, if it is tied
         shared = {pp for pp, _, _ in model_.places(_EMBEDDING)}
         stages |= shared if at.pp in shared else set()
-    groups = _groups(plan.fetches, _peers(layout, stages, held, sources, tile))
+    groups = _groups(plan.fetches, _peers(layout, stages, held, sources, tile)) if together else {}
     empty = _extra_states(catalog, model_, at, order, wanted)
     doubt = [pair for pair in state.pairs(wanted) if pair[1] in wanted] if state and state.doubt else []
     return replace(plan, groups=groups, empty=empty, doubt=doubt, notes=[*notes, *(state.notes if state else ())])

@@ -232,6 +232,7 @@ def load(
             dtype=None if dtype is None else from_option(dtype),
             vocab_size=vocab_size,
             arch=arch,
+            together=together,
         )
         return reader, plan, where
 

@@ -96,8 +96,12 @@ def shards(folder, tp, rank):
 def ours(folder, tp, rank, device, *, job):
     import torch.distributed as dist
 
-    import converters.exchange  # noqa: F401
+    import converters.exchange
+    import converters.load_state  # noqa: F401
     from converters import Layout, load
+    from converters.formats import open_checkpoint
+
+    open_checkpoint(folder)  # imports what reads the format, as dcp and mcore have theirs imported
 
     if job:
         dist.init_process_group("gloo")  # as a training job has one
