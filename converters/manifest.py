@@ -17,10 +17,11 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
-from converters.formats.folder import is_folder, listing, read_small
+from converters.formats.folder import is_folder, listing
+from converters.formats.plain_json import read_json
 from converters.names import printable
 from converters.publish import os_trouble, sync_folder
 
@@ -59,10 +60,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     name = next((name for name in (MEGATRON, OURS) if name in names), None)
     if name is None:
         return None
-    try:
-        document = json.loads(read_small(folder / name, _LIMIT), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{name} is not JSON", details=[printable(str(error))[:200]]) from error
+    document = read_json(folder / name, _LIMIT)
     files = document.get("files") if isinstance(document, dict) else None
     if not isinstance(files, dict):
         raise FormatError(f"{name} does not list any files")
@@ -78,13 +76,6 @@ def read_manifest(folder: Path) -> Manifest | None:
         else:
             kept[path] = digest
     return Manifest(name, kept, tuple(trouble))
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name stands there twice")
-    return made
 
 
 def _stays_inside(path: str) -> bool:

@@ -17,7 +17,8 @@ from converters.dtypes import from_safetensors
 from converters.errors import FormatError
 from converters.formats.folder import close_source, exists, is_folder, listing, open_source, read_at
 from converters.formats.legacy_files import PtFile
-from converters.formats.whole import Shards, WholeReader, parse_json, read_index, read_json
+from converters.formats.plain_json import parse_json, read_json
+from converters.formats.whole import Shards, WholeReader, read_index
 from converters.names import printable
 from converters.records import Member, Payload
 from converters.records_out import storage_node, tensor_node

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -20,11 +19,12 @@ from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
-from converters.formats.folder import exists, listing, read_small, status
+from converters.formats.folder import exists, listing, status
 from converters.formats.legacy_files import Grid, PtFile, Storages
 from converters.formats.legacy_model import LegacyModel
 from converters.formats.legacy_optim import tensors_in
 from converters.formats.megatron import common_facts
+from converters.formats.plain_json import read_json
 from converters.names import natural_key, printable
 from converters.pickles import Global, Obj
 from converters.records import tensor_ref
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.records import Payload, TensorRef
 
-__all__ = ["Shards", "WholeReader", "read_index", "read_json"]
+__all__ = ["Shards", "WholeReader", "read_index"]
 
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
 _BEFORE_CORE = re.compile(
@@ -50,7 +50,6 @@ _SPLIT = re.compile(r"parallel|pipeline|world_size")
 _WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 _NEMO = "model_config.yaml"
 _MOST_RUNS = 1 << 16
-_JSON_LIMIT = 256 << 20
 
 
 class Shards(Storages):
@@ -338,36 +337,6 @@ def _typed(value: Any) -> Any:
         except FormatError:
             return value
     return value
-
-
-def read_json(path: Path) -> Any:
-    """A JSON document in which no key appears twice.
-
-    Raises:
-        FormatError: It is not one, or larger than anybody writes.
-    """
-    return parse_json(read_small(path, _JSON_LIMIT), printable(path.name))
-
-
-def parse_json(raw: bytes, what: str) -> Any:
-    """As `read_json`, of bytes."""
-    try:
-        return json.loads(raw, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what} is not plain JSON", details=[printable(str(error))[:300]]) from error
-
-
-def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(entries)
-    if len(out) != len(entries):
-        seen: set[str] = set()
-        twice = next(key for key, _ in entries if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:80]!r} appears twice")
-    return out
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")
 
 
 def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:

@@ -25,6 +25,7 @@ from converters.catalog import StoredArray
 from converters.dtypes import DType, dtype
 from converters.errors import FormatError
 from converters.formats.folder import scan
+from converters.formats.plain_json import parse_json
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -93,10 +94,7 @@ def parse_zarray(raw: bytes, key: str) -> ArraySpec:
         FormatError: Not JSON of zarr v2, or of a kind that Megatron never writes: compressed, filtered, not numeric.
     """
     what = f"{printable(key)}/.zarray"
-    try:
-        document = json.loads(raw, object_pairs_hook=_unique, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what} is not JSON", details=[printable(str(error))[:200]]) from error
+    document = parse_json(raw, what)
     if not isinstance(document, dict) or not document.keys() >= _NEEDED:
         missing = ", ".join(sorted(_NEEDED - document.keys())) if isinstance(document, dict) else "everything"
         raise FormatError(f"{what} does not describe a zarr array: {missing} is missing")
@@ -133,17 +131,6 @@ def _sizes(value: Any, least: int) -> tuple[int, ...] | None:
     if not isinstance(value, list) or not all(type(n) is int and n >= least for n in value):
         return None
     return tuple(value)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name stands there twice")
-    return made
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)

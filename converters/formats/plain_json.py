@@ -1,0 +1,45 @@
+"""JSON that somebody else wrote, with one meaning only: readers differ in which of two equal keys they take."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import FormatError
+from converters.formats.folder import read_small
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["parse_json", "read_json"]
+
+_LIMIT = 256 << 20
+
+
+def read_json(path: Path, limit: int = _LIMIT) -> Any:
+    """The document in a file.
+
+    Raises:
+        FormatError: Not JSON, a key twice in one object, or more than `limit` bytes.
+    """
+    return parse_json(read_small(path, limit), printable(path.name))
+
+
+def parse_json(raw: bytes, what: str) -> Any:
+    """As `read_json`, of bytes; `what` names them in errors."""
+    try:
+        return json.loads(raw, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what} is not JSON", details=[printable(str(error))[:200]]) from error
+
+
+def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(entries)
+    if len(made) != len(entries):
+        raise ValueError("a name stands there twice")
+    return made
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
