@@ -27,6 +27,7 @@ from converters.models import by_name, infer, map_to_hf
 from converters.names import natural_key, parse_key
 from converters.optim import optimizer_state
 from converters.plan import Copy, Op
+from converters.vocabulary import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +47,8 @@ _SMALLEST = MIB
 _ROUND = 32 * MIB  # bytes that a round brings together; more in large groups, where each member reads one fetch
 _MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte
 _ALIGNMENT = 64
-_EMBEDDING = "embedding.word_embeddings.weight"
+_LITTLE = 100  # one row in so many may be read for a checksum alone
+_EMBEDDING = VOCABULARY[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Fetch:
         source: Name of the stored tensor.
         box: In its coordinates.
         nbytes: Size.
-        landings: Where it goes.
+        landings: Where it goes; nowhere if it is read for the checksum of its record alone.
         again: Another fetch of this rank reads some of the same elements, so its checksum does not count.
     """
 
@@ -138,7 +140,7 @@ class LoadPlan:
     @property
     def bytes_needed(self) -> int:
         """Bytes of stored elements that this rank needs."""
-        return sum(fetch.nbytes for fetch in self.fetches)
+        return sum(fetch.nbytes for fetch in self.fetches if fetch.landings)
 
 
 def plan_load(
@@ -199,7 +201,7 @@ def plan_load(
     state = _OptimizerState(reader) if optimizer else None
 
     def held(where: Coordinates) -> tuple[dict[str, Wanted], list[Copy]]:
-        return _held(model_, where, dtype, state)
+        return _held(model_, where, dtype, state, shapes)
 
     wanted, copies = held(at)
     sources = dict(catalog.weights) | (state.tensors if state else {})
@@ -248,7 +250,7 @@ def _cut(copies: Iterable[Copy], tensors: Mapping[str, TensorInfo], tile_bytes: 
         boxes[source].append(box)
         parts = [box] if box.volume * size <= tile_bytes else contiguous_tiles(box, tile_bytes // size)
         for part in parts:
-            landings = tuple(Landing(copy.target, landing(copy, part), copy.op) for copy in mine)
+            landings = tuple(Landing(copy.target, landing(copy, part), copy.op) for copy in mine if copy.target)
             out.append(Fetch(source, part, part.volume * size, landings, again))
     return out
 
@@ -269,7 +271,7 @@ class _OptimizerState:
         if not found.tensors:
             raise RequestError("the checkpoint has no optimizer state", hint="load without optimizer=True")
 
-    def of(self, tensor: LocalTensor, name: str) -> Iterable[tuple[Wanted, list[Copy]]]:
+    def of(self, tensor: LocalTensor, name: str, padding: Iterable[Copy]) -> Iterable[tuple[Wanted, list[Copy]]]:
         """The state of a parameter: its tensors and what fills them."""
         if not tensor.trained:
             return
@@ -279,7 +281,8 @@ class _OptimizerState:
                 raise RequestError(f"the optimizer holds {state} for some parts of {tensor.name} only")
             first = self.tensors[f"optimizer.state.{state}.{tensor.copies[0].source}"]
             key = f"optimizer.state.{state}.{name}"
-            copies = [replace(c, source=f"optimizer.state.{state}.{c.source}", target=key) for c in tensor.copies]
+            copies = [replace(copy, target=key) for copy in tensor.copies] + list(padding)
+            copies = [replace(copy, source=f"optimizer.state.{state}.{copy.source}") for copy in copies]
             yield Wanted(key, first.dtype, tensor.shape, tensor.matrix, tensor.fills), copies
 
     @staticmethod
@@ -290,7 +293,11 @@ class _OptimizerState:
 
 
 def _held(
-    model: LocalModel, at: Coordinates, dtype: DType | None, state: _OptimizerState | None
+    model: LocalModel,
+    at: Coordinates,
+    dtype: DType | None,
+    state: _OptimizerState | None,
+    shapes: Mapping[str, Sequence[int]],
 ) -> tuple[dict[str, Wanted], list[Copy]]:
     """What the ranks at some coordinates have in memory, and what fills it."""
     wanted: dict[str, Wanted] = {}
@@ -302,12 +309,26 @@ def _held(
             name = prefix + tensor.name
             kind = dtype if dtype is not None and tensor.trained else tensor.dtype
             wanted[name] = Wanted(name, kind, tensor.shape, tensor.matrix, tensor.fills)
-            copies += [replace(copy, target=name) for copy in tensor.copies]
-            optimizer += state.of(tensor, name) if state else ()
+            rows = model.tensors[tensor.sources[0]].shape[0] if tensor.copies and tensor.shape else 0
+            padding = _padding(tensor, rows, shapes)
+            copies += [replace(copy, target=name) for copy in tensor.copies] + padding
+            optimizer += state.of(tensor, name, padding) if state else ()
     for entry, filled in optimizer:
         wanted[entry.name] = entry
         copies += filled
     return wanted, copies
+
+
+def _padding(tensor: LocalTensor, rows: int, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
+    """Padding rows of the vocabulary behind the last of `rows` that are wanted: few enough to be read, so that the
+    checksum of their record can be compared. They go nowhere."""
+    out = []
+    for copy in tensor.copies:
+        left = shapes[copy.source][0] - rows if copy.source in VOCABULARY else 0
+        if 0 < left * _LITTLE <= copy.source_box.shape[0] and copy.source_box.stop[0] == rows:
+            box = Box((rows, *copy.source_box.start[1:]), (left, *copy.source_box.shape[1:]))
+            out.append(Copy(copy.source, box, "", box))
+    return out
 
 
 def _peers(

@@ -106,6 +106,7 @@ class Loading:
         elsewhere = {fetch.key for fetch in shared}
         self._own = deque(fetch for fetch in plan.fetches if fetch.key not in elsewhere)
         self._urgent: deque[Task] = deque()
+        self._silent = sum(1 for fetch in self._own if not fetch.landings)
         self._lock = threading.Condition()
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"load-{n}", daemon=True) for n in range(threads)]
@@ -130,9 +131,11 @@ class Loading:
         Raises:
             BaseException: What went wrong in a thread.
         """
-        while self._given < len(self.plan.wanted):
+        while self._given < len(self.plan.wanted) or self._silent:
             with self._lock:
-                while not self._ready and self.failure is None:
+                while (
+                    not self._ready and self.failure is None and (self._silent or self._given < len(self.plan.wanted))
+                ):
                     self._check_stop()
                     self._lock.wait(0.5)
             if self.failure is not None:
@@ -194,10 +197,14 @@ class Loading:
         """Takes the bytes of a fetch from `read` to where they go."""
         begun = [self._begin(landing.target) for landing in fetch.landings]
         marks = [one.mark for one in begun if one.mark is not None]
-        straight = self._straight(fetch)
+        straight = self._straight(fetch) if fetch.landings else None
 
         def done() -> None:
             self.landed(fetch)
+            if not fetch.landings:
+                with self._lock:
+                    self._silent -= 1
+                    self._lock.notify_all()
 
         if straight is not None:
             lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)

@@ -271,6 +271,21 @@ def test_what_is_read_in_part_is_checked_on_request(big, tmp_path):
         load(folder, Layout(), 0)
 
 
+def test_a_few_rows_of_padding_are_read_for_their_checksum(tmp_path):
+    """The vocabulary was padded for more ranks: with its last five rows the record is whole."""
+    write_llama(tmp_path / "ckpt", layers=1, hidden=64, ffn=64, vocab=25605, tp=1, pp=1)
+    for stream in (False, True):
+        source = load(tmp_path / "ckpt", Layout(), 0, stream=stream)
+        state = dict(source)
+        report = source.report
+        assert state["embedding.word_embeddings.weight"].shape == (25600, 64)
+        assert report.records_unchecked == 0
+        assert report.bytes_read == report.bytes_needed + 2 * 5 * 64 * 2
+    for rank, rows in ((0, 0), (1, 5)):
+        report = load(tmp_path / "ckpt", Layout(tp=2), rank).report
+        assert report.bytes_read == report.bytes_needed + 2 * rows * 64 * 2
+
+
 def test_a_flipped_byte_anywhere_is_found(tmp_path):
     folder = copy_golden("llama_adam_tp2pp2", tmp_path / "ckpt")
     for number, (_, path, offset, size) in enumerate(payloads(folder, "weight")):
