@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import threading
 
 import hf_reference
 import pytest
@@ -14,14 +15,18 @@ from reshard_cases import by_parameter, compare, expected, read_with_torch
 from support import GOLDEN
 from test_export import exported, logit_difference
 
+from converters.conversion import run_conversion
 from converters.convert import WRITERS, plan_convert
-from converters.errors import FormatError, RequestError
+from converters.errors import DistckptError, FormatError, Interrupted, RequestError
+from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import REGISTRY, open_checkpoint
 from converters.formats.common_state import Archive
 from converters.formats.registry import detect
 from converters.formats.resolve import resolve
 from converters.layout import Layout
 from converters.pickles import dumps, fields, set_field
+from converters.ranks import Ranks
+from converters.vocabulary import vocabulary_rows
 from distckpt_cli.app import main
 from distckpt_cli.commands.convert import Format
 from distckpt_cli.targets import Carried, PlanCaching, TargetLayout
@@ -218,6 +223,15 @@ def test_a_bridge_configuration_with_more_in_it(tmp_path):
     assert not (tmp_path / "odd" / source.name / "run_config.yaml").exists()
 
 
+@pytest.mark.parametrize(("pads", "tp", "rows"), [(True, 2, 512), (False, 2, 256), (False, 3, 258), (None, 2, 512)])
+def test_the_vocabulary_of_a_bridge_job(pads, tp, rows):
+    """It pads what it is told to pad, and nothing else (GPTModelProvider); more rows only if the ranks ask for it."""
+    config = {"vocab_size": 256, "make_vocab_size_divisible_by": 256, "should_pad_vocab": pads}
+    catalog = open_checkpoint(source_of(BRIDGE)).catalog
+    catalog = dataclasses.replace(catalog, config={n: v for n, v in config.items() if v is not None})
+    assert vocabulary_rows("embedding.word_embeddings.weight", 256, tp, catalog, 256) == rows
+
+
 # ---------------------------------------------------------------------- whole tensors, under Hugging Face's names
 
 
@@ -397,3 +411,64 @@ def test_an_empty_source_is_refused(tmp_path):
     reader.catalog = dataclasses.replace(reader.catalog, tensors={})
     with pytest.raises(FormatError, match="holds no tensors"):
         plan_convert(reader, tmp_path / "out", "torch_dist", given={})
+
+
+# ---------------------------------------------------------------------- what is proved before anything is written
+
+
+def exchanged(tmp_path):
+    """A checkpoint whose master weights belong to other parameters: sizes and checksums are right."""
+    folder = copy_legacy("legacy_llama_adam_tp2pp2", tmp_path / "src")
+
+    def change(saved):
+        masters = saved["optimizer"]["fp32_from_fp16_params"][1]
+        masters[0], masters[1] = masters[1], masters[0]
+
+    edit(folder / "mp_rank_00_001" / MODEL, change)
+    return folder
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "legacy", "torch"])
+def test_master_weights_of_others_are_refused_before_anything_is_written(to, tmp_path, capsys):
+    text = refused(capsys, 1, exchanged(tmp_path), tmp_path / "out", "--to", to, "--progress", "off")
+    assert "master weights of the optimizer do not round to the weights: 2 do not match" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+
+
+def test_a_proof_tells_how_far_it_is(tmp_path):
+    events = []
+    plan = plan_convert(open_checkpoint(source_of("llama_dpzero_tp2pp2dp2")), tmp_path / "out", "torch_dist", given={})
+    run_conversion(plan, listener=events.append)
+    starts = [n for n, event in enumerate(events) if isinstance(event, PlanReady)]
+    assert [events[n].command for n in starts] == ["check", "convert"]
+    first = [event.nbytes for event in events[: starts[1]] if isinstance(event, Moved)]
+    assert len(first) == len(plan.proof.tasks)
+    assert sum(first) == events[starts[0]].bytes_written == plan.proof.nbytes
+
+
+def test_a_proof_can_be_stopped(tmp_path):
+    stop = StopFlag()
+    plan = plan_convert(open_checkpoint(source_of("llama_dpzero_tp2pp2dp2")), tmp_path / "out", "torch_dist", given={})
+    with pytest.raises(Interrupted):
+        run_conversion(plan, listener=lambda event: isinstance(event, Moved) and stop.set(15), stop=stop)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_share_a_proof_and_fail_together(tmp_path):
+    source, raised = exchanged(tmp_path), {}
+
+    def run(rank):
+        plan = plan_convert(open_checkpoint(source), tmp_path / "out", "torch_dist", given={})
+        try:
+            run_conversion(plan, ranks=Ranks(rank, 2, launch="a test", timeout=20.0))
+        except DistckptError as error:
+            raised[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {rank: error.exit_code for rank, error in raised.items()} == {0: 1, 1: 1}
+    assert "do not round" in raised[0].message
+    assert [path.name for path in tmp_path.iterdir()] == ["src"]
