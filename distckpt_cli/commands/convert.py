@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,7 +114,9 @@ def convert(
     writer = WRITERS[form.to]
     layout, takes = given(target), writer.takes()
     content = given(carried) | form.content
-    caching_asked = [] if writer.cached else [*given(caching)]
+    caching_asked = [] if writer.cached else list(given(caching))
+    if caching.plan_cache == os.environ.get("DISTCKPT_PLAN_CACHE"):  # said for all commands, not for this one
+        caching_asked = [name for name in caching_asked if name != "plan_cache"]
     for name in [*(n for n in (*layout, *content) if n not in takes), *caching_asked]:
         raise UsageProblem(f"{_option(name)} has no meaning with --to {form.to}", hint=_instead(name, takes))
     check_choice("--optimizer", carried.optimizer, writer.optimizers())
