@@ -21,11 +21,14 @@ from reshard_cases import by_parameter, compare, expected, read_with_torch, resh
 from support import GOLDEN
 from test_export import exported, logit_difference
 
+from converters.conversion import run_conversion
 from converters.engine import Stats
 from converters.errors import IntegrityError, RequestError
 from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
+from converters.layout import Layout
+from converters.legacy_target import LegacyOptions, plan_legacy
 from converters.optim import optimizer_state, prove_masters
 from converters.optim_groups import read_param_groups
 from converters.optimizer_layout import optimizer_layout
@@ -211,6 +214,20 @@ def test_ambiguous_names_are_resolved(axis, tmp_path):
     compare(held(folder), expected(config, optimizer=axis == "pp"))
     (problem,) = open_checkpoint(folder).catalog.problems
     assert "no argument tells" in problem.message
+
+
+def test_names_that_nothing_resolves(tmp_path):
+    """A whole model without experts in two folders, and no arguments: the error says what would decide."""
+    folder = copy_legacy("legacy_llama_adam_tp2pp2", tmp_path / "two")
+    convert = plan_legacy(open_checkpoint(folder), tmp_path / "one", Layout(), LegacyOptions(weights_only=True))
+    run_conversion(convert)
+    whole = tmp_path / "one" / "iter_0000010"
+    (whole / "mp_rank_00").rename(whole / "mp_rank_00_000")
+    edit(whole / "mp_rank_00_000" / MODEL, lambda tree: tree.pop("args"))
+    shutil.copytree(whole / "mp_rank_00_000", whole / "mp_rank_00_001")
+    error = refused(whole)
+    assert "counts pipeline stages or expert-parallel ranks" in error.message
+    assert "pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide" in error.hint
 
 
 def test_arguments_that_do_not_fit_the_names(tmp_path):

@@ -73,8 +73,9 @@ class LegacyReader:
         _refuse_old_files(folder, names)
         first = _read_model(folder, names[0])
         args = common_facts(first.tree).args
-        ends = any(key.startswith(("output_layer.", "decoder.final")) for chunk in model_chunks(first) for key in chunk)
-        grid = find_grid(names, args, first_has_end=ends)
+        keys = [key for chunk in model_chunks(first) for key in chunk]
+        ends = any(key.startswith(("output_layer.", "decoder.final")) for key in keys)
+        grid = find_grid(names, args, first_has_end=ends, experts=any(".mlp.experts." in key for key in keys))
         files, flat = {}, {}
         for rank, name in grid.folders.items():
             files[rank] = first if name == names[0] else _read_model(folder, name)

@@ -193,13 +193,14 @@ def rank_folders(folder: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.name.startswith("mp_rank_") and entry.is_dir())
 
 
-def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool) -> Grid:
+def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool, experts: bool) -> Grid:
     """Which rank each folder belongs to.
 
     Args:
         names: What `rank_folders` found.
         args: Training arguments of the first of them.
         first_has_end: The first folder's model has an output layer or a final norm, so it is not a part of a pipeline.
+        experts: It has experts.
 
     Raises:
         FormatError: Folders are missing, or there are some that the job cannot have written.
@@ -216,6 +217,14 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool)
     pp, ep = _size(args, "pipeline_model_parallel_size"), _size(args, "expert_model_parallel_size")
     notes = []
     if fields == 2 and pp is None and ep is None:
+        if first_has_end and not experts:
+            raise FormatError(
+                f"whether the second number of {names[0]} counts pipeline stages or expert-parallel ranks is not to be "
+                "told: its model has both ends, but no experts",
+                details=[f"found: {', '.join(names[:8])}"],
+                hint="pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide; they are "
+                "missing. If the folders are of two saves, move those of the other away",
+            )
         axis = "expert" if first_has_end else "pipeline"
         notes.append(f"the second number of {names[0]} was taken for the {axis}-parallel rank: no argument tells")
         pp, ep = (1, sizes[1]) if first_has_end else (sizes[1], 1)
