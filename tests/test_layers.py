@@ -81,6 +81,7 @@ LEVELS = {
     "convert": 6,
     "legacy_target": 6,
     "container": 6,
+    "container_content": 6,
     "export": 6,
     "loader": 6,
     "load_state": 6,
