@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +77,17 @@ def describe_model(model: ModelArgs, architecture: Model | None) -> str:
     return ", ".join(parts) or "unknown"
 
 
+def describe_names(catalog: Catalog) -> str:
+    """A model with names that are not Megatron's, in one line: `names of Hugging Face, 32 layers, bf16`."""
+    numbers = {found[1] for name in catalog.weights if (found := re.search(r"\.(?:layers?|h|blocks?)\.(\d+)\.", name))}
+    sizes: Counter[str] = Counter()
+    for tensor in catalog.weights.values():
+        sizes[tensor.dtype.short] += tensor.nbytes
+    whose = "names of Hugging Face" if catalog.flavour == "Hugging Face" else "names of its own"
+    parts = [whose, *([f"{len(numbers)} layers"] if numbers else []), *(name for name, _ in sizes.most_common(3))]
+    return ", ".join(parts)
+
+
 def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
     """Prints the card: what it is, the model, how it was saved, components, problems."""
     title = [
@@ -88,14 +101,15 @@ def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
         title.append(f"written by {catalog.producer[0]}")
     console.fact(f"{catalog.path}  ", ", ".join(title), style="bold")
     architecture, _ = find_architecture(catalog, identity)
-    console.fact("model", describe_model(identity.model, architecture))
+    console.fact("model", describe_model(identity.model, architecture) if catalog.megatron else describe_names(catalog))
     if architecture is None and identity.features:
         console.fact("", f"no known architecture; it has {', '.join(identity.features)}")
-    saved = [describe_layout(identity.layout)]
+    pieces = max((tensor.chunk_count for tensor in catalog.weights.values()), default=0)
+    saved = [describe_layout(identity.layout) if catalog.megatron else f"in up to {pieces} pieces a tensor"]
     if identity.sharing.parallel is not None:
         saved.append("fully parallel save" if identity.sharing.parallel else "saved by the first data-parallel rank")
     saved.append(f"optimizer: {identity.optimizer.name}")
-    console.fact("saved on", ", ".join(saved))
+    console.fact("saved on" if catalog.megatron else "saved", ", ".join(saved))
     if identity.optimizer.name != "none":
         console.fact("", identity.optimizer.permits)
     size = f"{format_size(identity.disk_bytes)} in {identity.files:,} files"
