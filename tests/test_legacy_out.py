@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import golden
-from legacy_cases import LEGACY
+from legacy_cases import LEGACY, held
+from reshard_cases import compare, expected
 from support import GOLDEN, read_tensor
 
 from converters.conversion import run_conversion
@@ -186,6 +187,18 @@ def test_there_and_back(source, tmp_path):
         wanted, found = read_tensor(before, info), read_tensor(after, after.catalog.tensors[name])
         rows = 120 if "llama_adam" in source and ("word_embeddings" in name or "output_layer" in name) else None
         assert np.array_equal(wanted[:rows], found[:rows]), name  # the rest is padding, cut and filled again
+
+
+@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+@pytest.mark.parametrize("experts", ["grouped", "sequential", "stacked"])
+def test_experts_in_every_form(experts, optimizer, tmp_path):
+    """Read back: GroupedMLP's matrices, too, in which every expert lies transposed."""
+    options = {"spec": "local", "experts": experts, "optimizer": optimizer}
+    convert("mixtral_adam_ep2tp2", tmp_path / "out", {"tp": 2, "ep": 2, "dp": 2}, **options)
+    compare(held(tmp_path / "out"), expected("mixtral", optimizer=True))
+    keys = load(tmp_path / "out" / ITERATION / "mp_rank_01_001/model_optim_rng.pt")["model"]
+    name = {"grouped": "linear_fc1.weight1", "sequential": "local_experts.1.linear_fc1.weight", "stacked": "weight1"}
+    assert f"decoder.layers.1.mlp.experts.{name[experts]}" in keys
 
 
 def test_experts_over_another_tensor_parallel_size_are_refused(tmp_path):
