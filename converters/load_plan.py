@@ -195,23 +195,23 @@ def plan_load(
     if names != "megatron":
         raise RequestError(f"there are no names {names!r}", hint="names='megatron' or names='hf'")
     shapes = {name: info.shape for name, info in catalog.weights.items()}
-    notes = list(check_layout(args, layout, shapes))
     order = order or likely_order(catalog)
-    model_ = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
+    local = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
+    notes = check_layout(args, layout, {name: target.shape for name, target in local.tensors.items()})
     state = _OptimizerState(reader) if optimizer else None
 
     def held(where: Coordinates) -> tuple[dict[str, Wanted], list[Copy]]:
-        return _held(model_, where, dtype, state, shapes)
+        return _held(local, where, dtype, state, shapes)
 
     wanted, copies = held(at)
     sources = dict(catalog.weights) | (state.tensors if state else {})
     plan = _plan(sources, wanted, copies, tile, catalog)
     stages = {at.pp}
     if _EMBEDDING in shapes:  # that of the first stage is on others, too, if it is tied
-        shared = {pp for pp, _, _ in model_.places(_EMBEDDING)}
+        shared = {pp for pp, _, _ in local.places(_EMBEDDING)}
         stages |= shared if at.pp in shared else set()
     groups = _groups(plan.fetches, _peers(layout, stages, held, sources, tile)) if together else {}
-    empty = _extra_states(catalog, model_, at, order, wanted)
+    empty = _extra_states(catalog, local, at, order, wanted)
     doubt = [pair for pair in state.pairs(wanted) if pair[1] in wanted] if state and state.doubt else []
     return replace(plan, groups=groups, empty=empty, doubt=doubt, notes=[*notes, *(state.notes if state else ())])
 

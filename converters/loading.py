@@ -99,14 +99,13 @@ class Loading:
         self._joint, self._ahead, self._listener, self._stop = joint, ahead, listener, stop
         self._left = Counter(landing.target for fetch in plan.fetches for landing in fetch.landings)
         self._begun: dict[str, _Begun] = {}
-        self._ready: deque[str] = deque(
-            name for name in plan.wanted if name not in self._left
-        )  # nothing stored fills it
+        # what nothing stored fills is ready from the beginning
+        self._ready: deque[str] = deque(name for name in plan.wanted if name not in self._left)
         self._untaken, self._given = 0, 0
         elsewhere = {fetch.key for fetch in shared}
         self._own = deque(fetch for fetch in plan.fetches if fetch.key not in elsewhere)
         self._urgent: deque[Task] = deque()
-        self._silent = sum(1 for fetch in self._own if not fetch.landings)
+        self._silent = {fetch.key for fetch in self._own if not fetch.landings}  # no tensor waits for them
         self._lock = threading.Condition()
         self._closed = False
         self._threads = [threading.Thread(target=self._work, name=f"load-{n}", daemon=True) for n in range(threads)]
@@ -131,11 +130,9 @@ class Loading:
         Raises:
             BaseException: What went wrong in a thread.
         """
-        while self._given < len(self.plan.wanted) or self._silent:
+        while self._unfinished():
             with self._lock:
-                while (
-                    not self._ready and self.failure is None and (self._silent or self._given < len(self.plan.wanted))
-                ):
+                while not self._ready and self.failure is None and self._unfinished():
                     self._check_stop()
                     self._lock.wait(0.5)
             if self.failure is not None:
@@ -180,6 +177,7 @@ class Loading:
                 begun.left -= 1
                 if not begun.left:
                     self._ready.append(landing.target)
+            self._silent.discard(fetch.key)
             self._lock.notify_all()
         if self._listener is not None:
             self._listener(Moved(fetch.nbytes))
@@ -201,10 +199,6 @@ class Loading:
 
         def done() -> None:
             self.landed(fetch)
-            if not fetch.landings:
-                with self._lock:
-                    self._silent -= 1
-                    self._lock.notify_all()
 
         if straight is not None:
             lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)
@@ -259,6 +253,9 @@ class Loading:
             return True
         fresh = sum(self.plan.wanted[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
         return not fresh or self._untaken + fresh <= self._ahead
+
+    def _unfinished(self) -> bool:
+        return self._given < len(self.plan.wanted) or bool(self._silent)
 
     def _check_stop(self) -> None:
         if self._stop is not None and self._stop.is_set():
