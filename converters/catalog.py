@@ -18,6 +18,7 @@ import numpy as np
 from converters.box import Box, flat_range, runs, straight
 from converters.dtypes import dtype
 from converters.pickles import Global
+from converters.registration import trainable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -383,10 +384,18 @@ class Catalog:
 
     def trained_type(self, weight: TensorInfo) -> DType:
         """The element type that a job keeps a weight in, which is not always the stored one: see `masters`."""
+        other = self.computing_type
+        return (
+            other if other is not None and weight.dtype.name == "float32" and trainable(weight.name) else weight.dtype
+        )
+
+    @cached_property
+    def computing_type(self) -> DType | None:
+        """The element type that the job computes with, if its weights are stored in another: see `masters`."""
         params = self.args.get("params_dtype")
-        if self.masters and weight.dtype.name == "float32" and isinstance(params, Global) and params.module == "torch":
-            return dtype(params.name)
-        return weight.dtype
+        if not self.masters or not isinstance(params, Global) or params.module != "torch" or params.name == "float32":
+            return None
+        return dtype(params.name)
 
     def nbytes(self, kind: str | None = None) -> int:
         """Bytes of all tensors, or of those of one kind."""

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 
 import hf_reference
 import numpy as np
@@ -145,9 +146,24 @@ def test_random_states_are_kept_at_the_same_grid(tmp_path):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_an_export_is_that_of_the_other_formats(name, tmp_path):
-    run_export(plan_export(open_checkpoint(GOLDEN / name), tmp_path / "hf", ExportOptions(dtype=dtype("bfloat16"))))
+    """In the type that the job computes with; asked for fp32, the masters."""
     config = CONFIGS[name]
+    run_export(plan_export(open_checkpoint(GOLDEN / name), tmp_path / "hf", ExportOptions()))
     compare(exported(tmp_path / "hf"), hf_reference.expected(config, config, truth(config)))
+    run_export(plan_export(open_checkpoint(GOLDEN / name), tmp_path / "fp32", ExportOptions(dtype=dtype("float32"))))
+    masters = {f"model/{k.removeprefix('master/')}": v for k, v in truth(config).items() if k.startswith("master/")}
+    compare(exported(tmp_path / "fp32"), hf_reference.expected(config, config, masters))
+
+
+def test_what_is_no_parameter_keeps_its_type():
+    """Megatron keeps the router's expert bias in fp32, and it is a buffer: there is no master of it."""
+    catalog = open_checkpoint(GOLDEN / "fsdp_mixtral_ep2dp4").catalog
+    weight = next(iter(catalog.weights.values()))
+    buffer = replace(weight, name="decoder.layers.0.mlp.router.expert_bias")
+    assert catalog.trained_type(weight).name == "bfloat16"
+    assert catalog.trained_type(buffer).name == "float32"
+    other = open_checkpoint(GOLDEN / "llama_adam_tp2pp2").catalog
+    assert other.computing_type is None
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def map_to_hf(
         catalog: The checkpoint.
         args: Facts of its model.
         model: The architecture to write.
-        dtype: Type for the floating weights; None leaves each as stored. Router biases stay as they are.
+        dtype: Type for the floating weights; None leaves each as stored, or master weights as the job computes with them.
+            Router biases stay as they are.
         vocab_size: Rows to export; None takes what the arguments say, else all stored rows.
         mtp: Multi-token prediction layers: "keep", "drop", or "auto": keep where the architecture has a place.
 
@@ -72,6 +73,10 @@ def map_to_hf(
     keep = _keeps_mtp(args, model, mtp)
     vocab, notes = _vocabulary(args, vocab_size)
     add_one = bool(args.zero_centered_norm) and not model.zero_centered
+    if dtype is None and (dtype := catalog.computing_type) is not None:
+        notes.append(
+            f"stored are fp32 master weights, written is {dtype}, with which the job computes (or --dtype fp32)"
+        )
     out = Emit(args, catalog.weights, vocab, dtype, add_one)
     _emit_all(out, model, args.mtp_num_layers or 0 if keep else 0)
     if args.mtp_num_layers and not keep:
