@@ -31,6 +31,7 @@ from converters.errors import RequestError
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
+from converters.formats.legacy import LegacyReader
 from converters.formats.legacy_chains import Chains
 from converters.formats.legacy_files import MODEL, OPTIMIZER, rank_folder
 from converters.formats.legacy_out import flat_optimizer, model_state, plain_optimizer
@@ -39,7 +40,7 @@ from converters.layout_check import check as check_layout
 from converters.local import LocalModel, likely_order, with_extra_states
 from converters.model_args import ModelArgs
 from converters.names import fold, parse_key
-from converters.optim import Masters, OptimizerState, optimizer_state
+from converters.optim import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Obj, fields, set_field
 from converters.publish import check_destination
 from converters.target_state import (
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from converters.layout import Layout
     from converters.local import LocalTensor
     from converters.pickles import Node
+    from converters.registration import Order
 
 __all__ = ["LegacyOptions", "plan_legacy"]
 
@@ -181,8 +183,7 @@ def _optimizer(reader: Reader, options: LegacyOptions) -> tuple[OptimizerState, 
             hint="it takes distributed, plain, keep and none",
         )
     catalog = reader.catalog
-    stored = any(t.kind == "optimizer" for t in catalog.tensors.values())
-    if options.optimizer == "none" or not (stored or any(".dp_group_idx_" in o.name for o in catalog.objects.values())):
+    if options.optimizer == "none" or not has_optimizer(catalog):
         return OptimizerState({}), replace(options, optimizer="none")
     found = optimizer_state(reader)
     if options.optimizer == "keep":
@@ -201,7 +202,7 @@ class _Writer:
         self.dropped: list[tuple[str, str]] = []
         self._args = catalog.args
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self._order = _order(catalog, options, found)
+        self._order = _order(reader, options, found)
         self._model = LocalModel.of(catalog, layout, order=self._order, vocab_size=options.vocab_size)
         self._keep_rng = rng_fits(catalog, layout, options.rng, self.dropped)
         self._archive, tree = open_common(reader)
@@ -400,8 +401,10 @@ class _Writer:
         return job_flags(root, self._layout, *words)
 
 
-def _order(catalog: Catalog, options: LegacyOptions, found: OptimizerState) -> Any:
-    order = found.candidate.order if found.candidate else likely_order(catalog)
+def _order(reader: Reader, options: LegacyOptions, found: OptimizerState) -> Order:
+    """How the job's modules are made: as asked, as flat buckets or names of modules show, or as the arguments say."""
+    named = reader.modules if isinstance(reader, LegacyReader) else None
+    order = found.candidate.order if found.candidate else named or likely_order(reader.catalog)
     if options.spec not in (None, "te", "local") or options.experts not in (None, "grouped", "sequential", "stacked"):
         raise RequestError(
             f"--spec {options.spec} --experts {options.experts} is not known",

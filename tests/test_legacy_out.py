@@ -9,8 +9,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from checkpoints import golden
-from legacy_cases import LEGACY, held
+from checkpoints import GOLDENS, golden
+from legacy_cases import LEGACY, edit, held
 from reshard_cases import compare, expected
 from support import GOLDEN, read_tensor
 
@@ -19,6 +19,8 @@ from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.layout import Layout
 from converters.legacy_target import LegacyOptions, plan_legacy
+from converters.optim import optimizer_state
+from converters.pickles import set_field
 
 ITERATION = "iter_0000010"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -199,6 +201,39 @@ def test_experts_in_every_form(experts, optimizer, tmp_path):
     keys = load(tmp_path / "out" / ITERATION / "mp_rank_01_001/model_optim_rng.pt")["model"]
     name = {"grouped": "linear_fc1.weight1", "sequential": "local_experts.1.linear_fc1.weight", "stacked": "weight1"}
     assert f"decoder.layers.1.mlp.experts.{name[experts]}" in keys
+
+
+def test_names_of_a_legacy_source_are_kept(tmp_path):
+    """Without an argument that tells whose layers they are."""
+    convert("mixtral_adam_ep2tp2", tmp_path / "one", {"ep": 2, "dp": 2}, spec="local", experts="stacked")
+    for path in (tmp_path / "one" / ITERATION).glob("*/*.pt"):
+        names = ("transformer_impl", "moe_grouped_gemm", "moe_use_legacy_grouped_gemm")
+        edit(path, lambda tree: [set_field(tree["args"], name, None) for name in names])  # noqa: B023
+    convert(tmp_path / "one", tmp_path / "two", {"tp": 2})
+    keys = load(tmp_path / "two" / ITERATION / "mp_rank_01/model_optim_rng.pt")["model"]
+    layer = "decoder.layers.0."
+    assert {f"{layer}input_layernorm.weight", f"{layer}mlp.experts.weight1"} <= keys.keys()
+
+
+READ_BACK = ("llama_adam_tp2pp2", "qwen3_adam_tp2", "deepseek_mtp_adam_ep2pp2", "gptneox_weights_tp2")
+
+
+@pytest.mark.parametrize("source", [pytest.param(n, marks=() if n in READ_BACK else pytest.mark.slow) for n in GOLDENS])
+def test_every_model_is_read_back(source, tmp_path):
+    """Every element of every golden checkpoint, weights and optimizer, whatever it was stored as."""
+    before = open_checkpoint(golden(source))
+    experts = any(".experts." in name for name in before.catalog.weights)
+    convert(source, tmp_path / "out", {"pp": 2, "ep": 2, "dp": 2} if experts else {"tp": 2, "pp": 2})
+    after = open_checkpoint(tmp_path / "out")
+    assert not [problem for problem in after.catalog.problems if problem.severity == "error"]
+    trained = "weights" not in source
+    wanted = dict(before.catalog.weights) | (optimizer_state(before).tensors if trained else {})
+    found = dict(after.catalog.weights) | (optimizer_state(after).tensors if trained else {})
+    assert wanted.keys() == found.keys()
+    for name, info in wanted.items():
+        ours, theirs = read_tensor(after, found[name]), read_tensor(before, info)
+        rows = min(len(ours), len(theirs)) if "embeddings" in name or "output_layer" in name else None  # padding
+        assert np.array_equal(ours[:rows], theirs[:rows]), name
 
 
 def test_experts_over_another_tensor_parallel_size_are_refused(tmp_path):

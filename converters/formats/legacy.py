@@ -124,6 +124,7 @@ class LegacyReader:
         facts = common_facts(self._common_file.tree)
         self._args = facts.args
         model = LegacyModel(self._grid, self._model_files, facts.args, self._storages)
+        self.modules = model.modules
         tensors = model.tensors()
         for key, rank, node in model.extra_states:
             name, file = f"{key}/shard_0_1", self._model_files[rank]

@@ -17,6 +17,7 @@ from converters.formats.legacy_names import (
     QkvOrder,
     layer_number,
     local_experts,
+    module_order,
     pieces,
     plain_name,
     segments,
@@ -123,6 +124,7 @@ class LegacyModel:
         extra_states: Canonical name, rank and value of every module's extra state.
         warnings: Sentences a person should read.
         details: Facts worth showing.
+        modules: How the job's modules are made; None if their names do not tell.
     """
 
     def __init__(self, grid: Grid, files: Mapping[Rank, PtFile], args: Mapping[str, Any], storages: Storages) -> None:
@@ -138,6 +140,8 @@ class LegacyModel:
         self.layout = self._layout()
         self._offsets = self._layer_offsets()
         self._order = self._qkv_order()
+        # names of a later stage may tell what those of the first do not: its layers may all be dense
+        self.modules = module_order(key for chunks in self._chunks.values() for chunk in chunks for key in chunk)
         self._mla_split: bool | None = None
         entries = {rank: list(self._entries(rank)) for rank in self._ranks()}
         facts = ModelArgs.from_catalog(Catalog(Path(), "legacy", "", {}, args=args))

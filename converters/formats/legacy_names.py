@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 from converters.box import Box
 from converters.errors import FormatError
 from converters.names import parse_key
+from converters.registration import Order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from converters.split import Shard
 
-__all__ = ["Piece", "QkvOrder", "layer_number", "local_experts", "pieces", "plain_name", "segments"]
+__all__ = ["Piece", "QkvOrder", "layer_number", "local_experts", "module_order", "pieces", "plain_name", "segments"]
 
 _WRAPPERS = re.compile(r"(?:(?:module|model|language_model)\.)+(?=(?:embedding|decoder|encoder|mtp|output_layer)\.)")
 _LAYER = re.compile(r"((?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
@@ -123,6 +124,20 @@ def local_experts(shapes: Mapping[str, Sequence[int]], stated: int | None) -> in
                 )
             count = stated
     return count
+
+
+def module_order(names: Iterable[str]) -> Order | None:
+    """How the modules of a model are made, by the names of its parameters; None if they do not tell."""
+    names = list(names)
+    fused = any(".layer_norm_" in name for name in names)
+    if not fused and not any(".self_attention.linear_qkv." in name for name in names):
+        return None  # with multi-latent attention either kind of layers may keep its norms apart
+    experts = "grouped"
+    if any(_SEQUENTIAL.fullmatch(name) for name in names):
+        experts = "sequential"
+    elif any(_STACKED.fullmatch(name) for name in names):
+        experts = "stacked"
+    return Order(fused, experts)
 
 
 def pieces(
