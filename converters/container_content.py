@@ -17,7 +17,7 @@ from converters.export import ExportOptions, choose_mapping
 from converters.layout import Layout
 from converters.local import LocalModel, LocalTensor
 from converters.model_args import ModelArgs
-from converters.optim import OptimizerState, optimizer_state
+from converters.optim import OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Global
 from converters.plan import Copy, Drop, Target, prove
 from converters.target_state import layout_arguments
@@ -149,11 +149,8 @@ def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
 
 
 def named_optimizer(reader: Reader) -> OptimizerState:
-    """The optimizer's tensors by the parameters' names."""
-    catalog = reader.catalog
-    if not any(t.kind == "optimizer" for t in catalog.tensors.values()):
-        return OptimizerState({})
-    return optimizer_state(reader)
+    """The optimizer's tensors by the parameters' names; none if there is no optimizer."""
+    return optimizer_state(reader) if has_optimizer(reader.catalog) else OptimizerState({})
 
 
 def state_tensors(content: Content, state: Mapping[str, TensorInfo]) -> dict[str, list[LocalTensor]]:

@@ -20,7 +20,7 @@ from converters.errors import FormatError, IntegrityError, RequestError
 from converters.model_args import ModelArgs
 from converters.models import KNOWN, by_name, check_hf_config, infer, map_to_hf
 from converters.names import natural_key
-from converters.optim import optimizer_state
+from converters.optim import has_optimizer, optimizer_state
 from converters.plan import Copy
 from converters.vocabulary import VOCABULARY
 
@@ -78,9 +78,7 @@ class Side:
     def _named(cls, label: str, reader: Reader) -> Side:
         catalog = reader.catalog
         kept = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
-        if not any(t.kind == "optimizer" for t in catalog.tensors.values()) and not any(
-            ".dp_group_idx_" in o.name for o in catalog.objects.values()
-        ):
+        if not has_optimizer(catalog):
             return cls(label, reader, kept)
         found = optimizer_state(reader, proved=False)  # whether masters fit their weights is for `verify` to say
         rest = {

@@ -44,6 +44,7 @@ __all__ = [
     "Masters",
     "OptimizerState",
     "candidates",
+    "has_optimizer",
     "optimizer_state",
     "param_groups",
     "prove_masters",
@@ -85,6 +86,12 @@ class OptimizerState:
     candidate: Candidate | None = None
     doubt: str | None = None
     notes: tuple[str, ...] = ()
+
+
+def has_optimizer(catalog: Catalog) -> bool:
+    """Whether a checkpoint holds optimizer state: tensors, or objects of data-parallel groups (dp_zero_gather_scatter)."""
+    stored = any(t.kind == "optimizer" for t in catalog.tensors.values())
+    return stored or any(".dp_group_idx_" in o.name for o in catalog.objects.values())
 
 
 def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: bool = True) -> OptimizerState:

@@ -19,7 +19,7 @@ from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
-from converters.optim import Masters, OptimizerState, optimizer_state
+from converters.optim import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.reshard_targets import Targets
@@ -243,10 +243,7 @@ def _optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState,
             hint="it takes fully_reshardable, dp_reshardable, keep and none",
         )
     catalog = reader.catalog
-    if options.optimizer == "none" or (
-        not any(t.kind == "optimizer" for t in (*catalog.tensors.values(),))
-        and not any(".dp_group_idx_" in o.name for o in catalog.objects.values())
-    ):
+    if options.optimizer == "none" or not has_optimizer(catalog):
         return OptimizerState({}), replace(options, optimizer="none")
     found = optimizer_state(reader)
     if options.optimizer == "keep":

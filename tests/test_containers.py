@@ -41,7 +41,7 @@ THERE = [
 ]
 THERE += ["v009_llama_bucketspace_tp2pp2dp2", "v009_zarr_llama_adam_tp2pp2", "v009_zarr_llama_distopt_tp2pp2dp2"]
 THERE += ["v012_mixtral_modelspace_ep2tp2", "v019_llama_fullyreshardable_tp2dp2", "deepseek_mtp_adam_ep2pp2"]
-THERE += ["gpt_adam_tp2pp2", "llama4_dpreshardable_pp4dp2", "qwen3_adam_tp2"]
+THERE += ["llama_dpzero_tp2pp2dp2", "gpt_adam_tp2pp2", "llama4_dpreshardable_pp4dp2", "qwen3_adam_tp2"]
 WEIGHTS = [
     "moe_shared_weights_ep2pp2",
     "qwen2_moe_weights_pp2ep2",
