@@ -220,13 +220,13 @@ class Staging:
             dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
             self.resumed = self._resume(fingerprint, files)
             if not self.resumed:
-                if (self.folder / JOURNAL).exists():
+                if (self.folder / JOURNAL).exists() and not journal.read(self.folder / JOURNAL, fingerprint)[1]:
                     self.notes.append("unfinished work that this command cannot continue is discarded")
                 self._start(fingerprint, files)
         except OSError as error:
             self.close()
             raise os_trouble(error, self.folder, "preparing") from error
-        except DestinationError:
+        except BaseException:  # also when an object that is copied turns out to be damaged
             self.close()
             raise
 
