@@ -1,9 +1,7 @@
-"""Ranks of one job that load together: what they want in common is read once and exchanged; a failure of one stops all.
+"""What ranks of a job want in common is read once and exchanged.
 
-    with job(timeout=600) as ranks:                 # torch.distributed's group, or one made from the environment
-        ranks.agree(error)                          # raises on every rank if there was an error on any
-        exchange = Exchange(ranks, plan, device)
-        while exchange.step(loading): ...           # a round of every group of replicas, see load_plan.rounds
+    exchange = Exchange(ranks, plan, device)
+    while exchange.step(loading): ...           # a round of every group of replicas, see load_rounds
 
 Tensor data travels as raw bytes in one collective for each round: every member of a group of replicas gives the fetches
 that it has read and gets those of all others (`all_gather`, over NCCL or gloo). In front of each part stands whether its
@@ -15,200 +13,36 @@ hears it say so in theirs. Messages of errors travel over gloo when all rounds a
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import functools
-import itertools
-import os
 import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from converters import errors
-from converters.errors import DistckptError, RequestError
+from converters.errors import DistckptError
 from converters.gather import Gatherer, Sources
-from converters.load_plan import rounds
-from converters.ranks import Ranks
+from converters.job_ranks import Elsewhere, lost
+from converters.load_rounds import rounds
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
     from converters.device import Device, Lane
     from converters.formats.base import Reader
-    from converters.load_plan import Fetch, LoadPlan, Part
+    from converters.job_ranks import JobRanks
+    from converters.load_plan import Fetch, LoadPlan
+    from converters.load_rounds import Part
     from converters.loading import Loading
 
-_Any = TypeVar("_Any")
-
-__all__ = ["Choice", "Exchange", "JobRanks", "job"]
+__all__ = ["Choice", "Exchange"]
 
 MIB = 1 << 20
 _HEADER = 64
 _WORTH = 64 * MIB  # shared bytes; with less, setting up an exchange takes longer than reading
 _SAMPLE = 32 * MIB
 _GAIN = 0.8  # an exchange is chosen if it should take less than this part of the time
-
-
-@contextlib.contextmanager
-def job(timeout: float) -> Iterator[JobRanks]:
-    """The ranks that were started together. A process group that is made here is destroyed at the end.
-
-    Args:
-        timeout: Seconds after which a rank that does not answer counts as lost.
-
-    Raises:
-        RequestError: torch.distributed cannot be started from the environment.
-    """
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-
-    made = not dist.is_initialized()
-    if made:
-        started = Ranks.from_environment()
-        missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-        if missing:
-            raise RequestError(
-                f"{started.world} ranks were started, but {' and '.join(missing)} do not say where they meet",
-                hint="start them with torchrun, set the two for srun, or load with broadcast=False, each rank for itself",
-            )
-        limit = datetime.timedelta(seconds=timeout)
-        # a name of its own for each load: a rank may begin the next one while others still leave this one
-        store = PrefixStore(f"distckpt/{next(_loads)}", _meeting_point(started.rank, started.world, limit))
-        with _lost():
-            dist.init_process_group("gloo", store=store, rank=started.rank, world_size=started.world, timeout=limit)
-    ranks = None
-    try:
-        ranks = JobRanks(timeout)
-        yield ranks
-    finally:
-        if ranks is not None:
-            ranks.close()
-        if made:
-            dist.destroy_process_group()
-
-
-_loads = itertools.count()
-
-
-@functools.lru_cache(maxsize=1)
-def _meeting_point(rank: int, world: int, timeout: datetime.timedelta) -> Any:
-    """The store at MASTER_ADDR: torchrun's own, or rank 0 opens it; kept, as a port is not opened twice in a hurry."""
-    from torch.distributed.rendezvous import rendezvous
-
-    with _lost():
-        return next(rendezvous("env://", rank, world, timeout=timeout))[0]
-
-
-class JobRanks:
-    """The ranks of the job, over groups of its own: what the caller does with its groups is not disturbed.
-
-    Attributes:
-        rank: Number of this process.
-        world: How many there are.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        import torch.distributed as dist
-
-        self.rank, self.world, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
-        self._groups: list[Any] = []
-        self._all = self.group(range(self.world), "gloo")
-
-    def group(self, members: Sequence[int], backend: str) -> Any:
-        """A process group; every rank calls this, member or not, for the same groups in the same order."""
-        import torch.distributed as dist
-
-        # not use_local_synchronization: the name it makes (torch 2.13) differs on ranks that are in more groups than others
-        limit = datetime.timedelta(seconds=self._timeout)
-        with _lost():
-            made = dist.new_group(list(members), timeout=limit, backend=backend)
-        if self.rank in members:
-            self._groups.append(made)
-        return made
-
-    def gathered(self, value: _Any) -> list[_Any]:
-        """What every rank gives, on every rank; small."""
-        import torch.distributed as dist
-
-        out: list[Any] = [None] * self.world
-        with _lost():
-            dist.all_gather_object(out, value, group=self._all)
-        return out
-
-    def collected(self, value: _Any) -> list[_Any]:
-        """What every rank gives, on rank 0; an empty list elsewhere."""
-        import torch.distributed as dist
-
-        out: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        with _lost():
-            dist.gather_object(value, out, dst=0, group=self._all)
-        return out or []
-
-    def told(self, value: _Any) -> _Any:
-        """What rank 0 gives, on every rank."""
-        import torch.distributed as dist
-
-        box: list[Any] = [value]
-        with _lost():
-            dist.broadcast_object_list(box, src=0, group=self._all)
-        heard: _Any = box[0]
-        return heard
-
-    def agree(self, error: BaseException | None) -> None:
-        """Raises on every rank if there was an error on any: the own one where there was one, else that of the first.
-
-        Raises:
-            BaseException: See above; of another rank's the message, and of the library's own errors all of it.
-        """
-        said = None
-        if isinstance(error, DistckptError) and not isinstance(error, _Elsewhere):
-            said = type(error).__name__, error.message, error.details, error.hint, error.tensor
-        elif error is not None and not isinstance(error, _Elsewhere):
-            said = type(error).__name__, str(error), [], None, None
-        heard = self.gathered(said)
-        if said is not None and error is not None:
-            raise error
-        for rank, message in enumerate(heard):
-            if message is not None:
-                raise _retold(rank, *message)
-        if error is not None:
-            raise error
-
-    def close(self) -> None:
-        """Destroys the groups."""
-        import torch.distributed as dist
-
-        for group in self._groups:
-            with contextlib.suppress(Exception):  # one of its members may be gone
-                dist.destroy_process_group(group)
-
-
-class _Elsewhere(DistckptError):
-    """Another rank has failed, and will say why."""
-
-
-def _retold(rank: int, kind: str, message: str, details: list[str], hint: str | None, tensor: str | None) -> Exception:
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, DistckptError) and found is not errors.Interrupted:
-        return found(f"rank {rank} failed: {message}", details=details, hint=hint, tensor=tensor)
-    return DistckptError(f"rank {rank} failed: {kind}: {message}" if message else f"rank {rank} failed: {kind}")
-
-
-@contextlib.contextmanager
-def _lost() -> Iterator[None]:
-    """What torch raises when a rank has gone, in one sentence."""
-    try:
-        yield
-    except RuntimeError as error:  # DistBackendError, and gloo's own
-        raise DistckptError(
-            "another rank of the job has ended or does not answer",
-            details=[str(error).splitlines()[0][:300]],
-            hint="its own output says why; start all ranks again",
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -327,7 +161,7 @@ class Exchange:
             self._filled[self._at % 2] = None
             self._at += 1
         else:
-            loading.fail(_Elsewhere("another rank of the job has failed"))
+            loading.fail(Elsewhere("another rank of the job has failed"))
             self._failed = True
             group = step.group
             while self._at < len(self._steps) and self._steps[self._at].group is group:
@@ -384,7 +218,7 @@ class Exchange:
         send = self._send[self._at % 2][: step.length]
         receive = self._receive[: step.length * len(step.group.members)]
         send[0] = 0 if well else 1
-        with _lost():
+        with lost():
             _all_gather(receive, send, step.group.group)
         return not receive.view(len(step.group.members), step.length)[:, 0].any().item()
 
@@ -439,7 +273,7 @@ class Exchange:
         seconds = 0.0
         for _ in range(2):  # the first time connections are made
             begin = time.monotonic()
-            with _lost():
+            with lost():
                 _all_gather(receive, send, group.group)
             receive[0].item()
             seconds = time.monotonic() - begin

@@ -2,11 +2,8 @@
 
 A fetch is a box of a stored tensor that is read in one go, with the places it goes to. Ranks that hold the same part of a
 tensor make the same fetches, because what they are follows from the layout alone: data-parallel replicas share nearly all
-of theirs, tensor-parallel ranks the norms. Each such group deals its fetches out, in rounds that all members work out alike:
-
-    group (0, 2)   round 0           round 1              every member reads its own part of a round,
-    rank 0         fetch 0, 3        fetch 4              then the parts are gathered on all members
-    rank 2         fetch 1, 2        fetch 5
+of theirs, tensor-parallel ranks the norms. How a
+group deals its fetches out is in `load_rounds`.
 """
 
 from __future__ import annotations
@@ -17,14 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from converters.box import Box, contiguous_tiles, find_overlap
-from converters.damage import refuse_contradictions, refuse_damage
+from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.errors import RequestError
 from converters.job import landing
 from converters.layout_check import check as check_layout
 from converters.local import LocalModel, likely_order
 from converters.model_args import ModelArgs
 from converters.models import by_name, infer, map_to_hf
-from converters.names import natural_key, parse_key
+from converters.names import parse_key
 from converters.optim import optimizer_state
 from converters.plan import Copy, Op
 from converters.vocabulary import VOCABULARY
@@ -39,14 +36,12 @@ if TYPE_CHECKING:
     from converters.local import LocalTensor
     from converters.registration import Order
 
-__all__ = ["Fetch", "Landing", "LoadPlan", "Part", "Wanted", "plan_load", "plan_whole", "rounds"]
+__all__ = ["Fetch", "Landing", "LoadPlan", "Wanted", "plan_load", "plan_whole"]
 
 MIB = 1 << 20
 _TILE = 8 * MIB
 _SMALLEST = MIB
-_ROUND = 32 * MIB  # bytes that a round brings together; more in large groups, where each member reads one fetch
 _MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte
-_ALIGNMENT = 64
 _LITTLE = 100  # one row in so many may be read for a checksum alone
 _EMBEDDING = VOCABULARY[0]
 
@@ -175,25 +170,16 @@ def plan_load(
         IntegrityError: Tensors that are needed are damaged or incomplete.
     """
     at, catalog = layout.coordinates(rank), reader.catalog
-    args = ModelArgs.from_catalog(catalog)
-    refuse_contradictions(args, catalog)
     tile = max(_SMALLEST, min(_TILE, _MOST_GATHERED // max(layout.dp_cp, layout.edp)))
     if names == "hf":
         if optimizer:
             raise RequestError("Hugging Face has no names for optimizer state", hint="names='megatron'")
-        if layout.world_size != layout.dp:
-            raise RequestError(
-                "Hugging Face has no names for parts of tensors",
-                hint="names='hf' needs a layout of tp 1, pp 1, ep 1 and cp 1, with any dp",
-            )
-        model = by_name(arch) if arch else infer(args, catalog)
-        mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=vocab_size)
-        wanted = {n: Wanted(n, t.dtype, t.shape, t.shape) for n, t in mapping.targets.items()}
-        plan = _plan(catalog.weights, wanted, mapping.copies, tile, catalog)
-        everyone = tuple(range(layout.world_size))
-        return replace(plan, notes=mapping.notes, groups={everyone: plan.fetches} if len(everyone) > 1 else {})
+        return _plan_hf(catalog, layout, dtype, vocab_size, arch, tile)
     if names != "megatron":
         raise RequestError(f"there are no names {names!r}", hint="names='megatron' or names='hf'")
+    _refuse_foreign(catalog)
+    args = ModelArgs.from_catalog(catalog)
+    refuse_contradictions(args, catalog)
     shapes = {name: info.shape for name, info in catalog.weights.items()}
     order = order or likely_order(catalog)
     local = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
@@ -214,6 +200,43 @@ def plan_load(
     empty = _extra_states(catalog, local, at, order, wanted)
     doubt = [pair for pair in state.pairs(wanted) if pair[1] in wanted] if state and state.doubt else []
     return replace(plan, groups=groups, empty=empty, doubt=doubt, notes=[*notes, *(state.notes if state else ())])
+
+
+def _plan_hf(
+    catalog: Catalog, layout: Layout, dtype: DType | None, vocab_size: int | None, arch: str | None, tile: int
+) -> LoadPlan:
+    """The whole model under the names it has on the Hub, on every replica."""
+    if layout.world_size != layout.dp:
+        raise RequestError(
+            "Hugging Face has no names for parts of tensors",
+            hint="names='hf' needs a layout of tp 1, pp 1, ep 1 and cp 1, with any dp",
+        )
+    notes: Sequence[str] = ()
+    if not catalog.megatron and catalog.flavour == "Hugging Face":
+        kinds = {n: dtype if dtype and t.dtype.floating else t.dtype for n, t in catalog.weights.items()}
+        wanted = {n: Wanted(n, kinds[n], t.shape, t.shape) for n, t in catalog.weights.items()}
+        copies = [Copy(n, Box.whole(w.shape), n, Box.whole(w.shape)) for n, w in wanted.items()]
+    else:
+        _refuse_foreign(catalog)
+        args = ModelArgs.from_catalog(catalog)
+        refuse_contradictions(args, catalog)
+        model = by_name(arch) if arch else infer(args, catalog)
+        mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=vocab_size)
+        wanted = {n: Wanted(n, t.dtype, t.shape, t.shape) for n, t in mapping.targets.items()}
+        copies, notes = mapping.copies, mapping.notes
+    plan = _plan(catalog.weights, wanted, copies, tile, catalog)
+    everyone = tuple(range(layout.world_size))
+    return replace(plan, notes=notes, groups={everyone: plan.fetches} if len(everyone) > 1 else {})
+
+
+def _refuse_foreign(catalog: Catalog) -> None:
+    try:
+        refuse_foreign_names(catalog)
+    except RequestError as error:
+        error.hint = (
+            "names='hf'" if catalog.flavour == "Hugging Face" else "load_plain_tensors or iter_tensors take any names"
+        )
+        raise
 
 
 def plan_whole(reader: Reader, tensors: Mapping[str, TensorInfo], tile_bytes: int = _TILE) -> LoadPlan:
@@ -401,43 +424,3 @@ def _extra_states(
     if at.pp == model.layout.pp - 1:  # also without a weight of its own
         found[name(model.layout.chunks - 1, "output_layer._extra_state")] = None
     return list(found)
-
-
-# ---------------------------------------------------------------------- sharing
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A fetch within a round.
-
-    Attributes:
-        fetch: What is read.
-        owner: Position in the group of the rank that reads it.
-        at: First byte in the owner's part of the round.
-    """
-
-    fetch: Fetch
-    owner: int
-    at: int
-
-
-def rounds(fetches: Iterable[Fetch], members: int, tile_bytes: int) -> list[list[Part]]:
-    """Deals fetches out to the members of a group, the same on every one of them.
-
-    A fetch goes to the member with the fewest bytes in the round, then with the fewest in all; a round ends when the next
-    fetch does not fit. So the parts of a round are about equal, and so is what each member reads in all.
-    """
-    capacity = max(tile_bytes, _ROUND // members)
-    total = [0] * members
-    held = [0] * members
-    out: list[list[Part]] = [[]]
-    for fetch in sorted(fetches, key=lambda f: (natural_key(f.source), f.box.start)):
-        owner = min(range(members), key=lambda member: (held[member], total[member], member))
-        if out[-1] and held[owner] + fetch.nbytes > capacity:
-            held = [0] * members
-            owner = min(range(members), key=lambda member: (total[member], member))
-            out.append([])
-        out[-1].append(Part(fetch, owner, held[owner]))
-        held[owner] += -(-fetch.nbytes // _ALIGNMENT) * _ALIGNMENT
-        total[owner] += fetch.nbytes
-    return [parts for parts in out if parts]

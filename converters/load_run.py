@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from converters.device import Device
     from converters.dtypes import DType
     from converters.events import Listener, StopFlag
-    from converters.exchange import Exchange, JobRanks
+    from converters.exchange import Exchange
     from converters.formats.base import Reader
+    from converters.job_ranks import JobRanks
     from converters.load_plan import LoadPlan
 
     Broadcast = bool | Literal["auto"]
@@ -95,7 +96,7 @@ class LoadRun:
         """Nothing, when all is prepared; then every tensor."""
         with contextlib.ExitStack() as stack:
             if together:
-                from converters.exchange import job
+                from converters.job_ranks import job
 
                 self._ranks = stack.enter_context(job(self.options.timeout))
             made = self._together(prepare)

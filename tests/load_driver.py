@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 from converters import Layout, exchange, load
-from converters.device import Simulated, Staged
+from converters.device import Staged
 from converters.errors import DistckptError, RequestError
 from converters.gather import Gatherer
+from converters.platforms import Simulated
 
 RANK = int(os.environ["RANK"])
 

@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 from checkpoints import GOLDENS, REPOSITORY, copy_golden, flip, golden, payloads, truth, write_llama
 from legacy_cases import LEGACY
+from safetensors.torch import load_file
 from support import GOLDEN
 
 from converters import Layout, iter_tensors, load, load_common, load_metadata, load_plain_tensors, loader
 from converters import device as device_module
-from converters.device import Host, Simulated, Staged
+from converters.device import Host, Staged
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.gather import Gatherer
 from converters.local import LocalModel
 from converters.plan import Op
+from converters.platforms import Cuda, Simulated, free_memory
 
 torch = pytest.importorskip("torch")
 WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]
@@ -154,6 +156,22 @@ def test_names_of_transformers(name):
     assert set(state) == set(want)
     for key, array in want.items():
         assert np.array_equal(bits(state[key]), array), key
+
+
+def test_models_under_other_names():
+    """FSDP2's folders keep the names of transformers, others those of anybody."""
+    hugging, own = GOLDEN / "fsdp2_llama_dp2", GOLDEN / "dcp_plain"
+    known = load_file(GOLDEN / "truth" / "fsdp2_llama_dp2.safetensors")
+    state = load(hugging, Layout(), 0, names="hf")
+    assert len(state) == 21
+    for name, value in state.items():
+        assert torch.equal(bytes_of(value), bytes_of(known[next(k for k in known if k.endswith(name))])), name
+    assert load(hugging, Layout(), 0, names="hf", dtype="fp32")["lm_head.weight"].dtype == torch.float32
+    for path, hint in ((hugging, "names='hf'"), (own, "load_plain_tensors")):
+        with pytest.raises(RequestError, match="not Megatron's") as caught:
+            load(path, Layout(), 0)
+        assert hint in caught.value.hint
+    assert len(load_plain_tensors(own)) == 21
 
 
 @pytest.mark.parametrize("name", ["mixtral_adam_ep2tp2"])
@@ -457,17 +475,17 @@ def test_no_optimizer_to_load():
 
 def test_too_little_memory_is_an_error_with_the_numbers(big, monkeypatch):
     monkeypatch.setattr(Gatherer, "gather", lambda *_: pytest.fail("something was read"))
-    monkeypatch.setattr(device_module, "_free_memory", lambda: 5 << 20)
+    monkeypatch.setattr(device_module, "free_memory", lambda: 5 << 20)
     with pytest.raises(RequestError, match=r"cpu has 5 MiB free, rank 0 needs \d+ MiB") as caught:
         load(big, Layout(), 0)
     assert "bytes of tensors" in caught.value.details[0]
-    monkeypatch.setattr(device_module, "_free_memory", lambda: 1 << 30)
+    monkeypatch.setattr(device_module, "free_memory", lambda: 1 << 30)
     with pytest.raises(pytest.fail.Exception):
         load(big, Layout(), 0)
 
 
 def test_the_kernel_says_how_much_is_free():
-    assert 1 << 20 < device_module._free_memory() < 1 << 50
+    assert 1 << 20 < free_memory() < 1 << 50
 
 
 def test_not_a_checkpoint(tmp_path):
@@ -563,6 +581,6 @@ def test_a_gpu_holds_the_result_and_a_few_tiles(big):
 @pytest.mark.gpu
 def test_too_little_memory_on_a_gpu(big, monkeypatch):
     monkeypatch.setattr(Gatherer, "gather", lambda *_: pytest.fail("something was read"))
-    monkeypatch.setattr(device_module.Cuda, "room", lambda self: 1 << 20)
+    monkeypatch.setattr(Cuda, "room", lambda self: 1 << 20)
     with pytest.raises(RequestError, match="cuda:0 has 1 MiB free"):
         load(big, Layout(), 0, device="cuda:0")
