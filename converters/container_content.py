@@ -134,7 +134,9 @@ def _hf_names(catalog: Catalog, vocab_size: int | None) -> Content:
 
 def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
     refuse_contradictions(ModelArgs.from_catalog(catalog), catalog)
-    tensors = LocalModel.of(catalog, Layout(), vocab_size=vocab_size).chunk()
+    model = LocalModel.of(catalog, Layout(), vocab_size=vocab_size).chunk()
+    # as they are stored: Megatron-FSDP keeps a bf16 model's weights in fp32, and nothing is rounded that nobody asked for
+    tensors = [replace(t, dtype=catalog.weights[t.sources[0]].dtype) for t in model]
     drops = []
     for copy in (copy for tensor in tensors for copy in tensor.copies):
         shape = catalog.weights[copy.source].shape

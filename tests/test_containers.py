@@ -118,6 +118,30 @@ def test_dist_to_safetensors_to_dist(name, tmp_path):
     compare(unpadded(by_name(loaded(file)), wanted), wanted)
 
 
+@pytest.mark.parametrize("options", [["torch"], ["torch", "--names", "hf"], ["safetensors"]])
+def test_diff_and_verify_agree(options, tmp_path, capsys):
+    source, target = golden("mixtral_adam_ep2tp2"), convert(golden("mixtral_adam_ep2tp2"), tmp_path / "m", *options)
+    command = ["diff", str(source), str(target), *([] if options == ["torch"] else ["--ignore", "optimizer.*"])]
+    assert main(command) == 0
+    assert main(["verify", str(target)]) == 0
+    path = target if target.is_file() else target / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    assert main(command) == 1
+    capsys.readouterr()
+    assert main(["verify", str(target)]) == (0 if options == ["safetensors"] else 1)  # which has no checksums
+    assert ("checksums BAD" in capsys.readouterr().out) == (options != ["safetensors"])
+
+
+@pytest.mark.parametrize("options", [["torch"], ["torch", "--weights-only"], ["safetensors"]])
+def test_nothing_is_rounded(options, tmp_path):
+    """Megatron-FSDP keeps the weights of a bf16 model in fp32."""
+    target = convert(GOLDEN / "fsdp_llama_dp2", tmp_path / "m", *options)
+    command = ["diff", str(GOLDEN / "fsdp_llama_dp2"), str(target)]
+    assert main([*command, *([] if options == ["torch"] else ["--ignore", "optimizer.*"])]) == 0
+
+
 def test_the_output_does_not_depend_on_threads_and_memory(tmp_path):
     source = golden("mixtral_dpreshardable_ep2pp2")
     one, two = (tmp_path / n / "model.pt" for n in ("a", "b"))
