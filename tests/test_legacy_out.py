@@ -236,6 +236,20 @@ def test_every_model_is_read_back(source, tmp_path):
         assert np.array_equal(ours[:rows], theirs[:rows]), name
 
 
+@pytest.mark.parametrize("source", ["gpt_adam_tp2pp2", "deepseek_mtp_adam_ep2pp2"])
+def test_an_embedding_that_two_stages_train(source, tmp_path):
+    """Tied, or with multi-token prediction: each stage has its own state of it."""
+    before = open_checkpoint(golden(source))
+    convert(source, tmp_path / "out", {"pp": 2, "dp": 2}, optimizer="distributed")
+    after = open_checkpoint(tmp_path / "out")
+    found, wanted = optimizer_state(after).tensors, optimizer_state(before).tensors
+    assert found.keys() == wanted.keys()
+    for name, info in wanted.items():
+        rows = 120 if "word_embeddings" in name or "output_layer" in name else None
+        ours = read_tensor(after, found[name])
+        assert np.array_equal(ours[:rows], read_tensor(before, info)[:rows]), name
+
+
 def test_experts_over_another_tensor_parallel_size_are_refused(tmp_path):
     with pytest.raises(RequestError, match="--etp 1 beside --tp 2"):
         convert("mixtral_adam_ep2tp2", tmp_path / "out", {"tp": 2, "ep": 2, "etp": 1, "dp": 1})
