@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from converters.errors import DistckptError, IntegrityError, RequestError
 from converters.events import Note, PlanReady
@@ -17,7 +17,7 @@ from converters.names import fold, printable
 from converters.optim_proof import prove_masters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from converters.device import Device
     from converters.dtypes import DType
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from converters.load_plan import LoadPlan
 
     Broadcast = bool | Literal["auto"]
+
+_Made = TypeVar("_Made")
 
 __all__ = ["LoadOptions", "LoadReport", "LoadRun"]
 
@@ -92,34 +94,34 @@ class LoadRun:
         self._exchange: Exchange | None = None
         self._counted = self._joint = 0
 
-    def tensors(self, prepare: Any, *, together: bool) -> Iterator[tuple[str, Any]]:
+    def tensors(
+        self, prepare: Callable[[], tuple[Reader, LoadPlan, Device]], *, together: bool
+    ) -> Iterator[tuple[str, Any]]:
         """Nothing, when all is prepared; then every tensor."""
         with contextlib.ExitStack() as stack:
             if together:
                 from converters.job_ranks import job
 
                 self._ranks = stack.enter_context(job(self.options.timeout))
-            made = self._together(prepare)
-            assert made is not None
-            reader, plan, device = made
+            reader, plan, device = self._together(prepare)
             self.names = [*plan.wanted, *plan.empty]
-            self._together(lambda: self._choose(plan, reader, device), own=True)
+            self._choose(plan, reader, device)
             threads = self._together(lambda: self._room(plan, device))
-            loading = self._loading(plan, reader, device, threads or 1)
+            loading = self._loading(plan, reader, device, threads)
             self._tell(plan)
             yield from self._read(plan, reader, loading)
 
-    def _together(self, step: Any, *, own: bool = False) -> Any:
-        """Does something that may fail, on all ranks; if one fails, all do. `own`: it talks to other ranks itself."""
-        if self._ranks is None or own:
+    def _together(self, step: Callable[[], _Made]) -> _Made:
+        """Does something that may fail, on all ranks; if one fails, all do."""
+        if self._ranks is None:
             return step()
-        made, failure = None, None
+        failure = None
         try:
             made = step()
         except Exception as error:  # noqa: BLE001 - raised again below, here and on all ranks
             failure = error
         self._ranks.agree(failure)
-        return made
+        return made  # where there was a failure, `agree` has raised
 
     # ------------------------------------------------------------------ before anything is read
 
@@ -171,6 +173,8 @@ class LoadRun:
             on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.ahead or 0))
         on_device += threads * each if device.unified else threads * tile * device.slots
         room = device.room()
+        if device.unified and self._ranks is not None:  # all ranks of a machine look at the same memory
+            room //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         if on_device > room:
             raise RequestError(
                 f"{device.name} has {room / MIB:,.0f} MiB free, rank {self.report.rank} needs {on_device / MIB:,.0f} MiB",

@@ -1,6 +1,6 @@
 """What it costs to load a checkpoint into the memory of a job, beside torch's DCP and megatron-core's own load.
 
-    python scripts/make_big.py /tmp/big --layers 28                       # 4.3 GB, TP 4
+    python scripts/make_big.py /tmp/big --layers 34                       # 4.3 GB, TP 4
     python scripts/bench_load.py /tmp/big --tp 4 --tp 8 [--runs 5] [--all-ranks] [--device cuda]
 
 Per round and target, each from a cold page cache, in an order that turns:

@@ -39,7 +39,7 @@ def digest(state):
         value = state[name]
         made.update(f"{name} {None if value is None else (tuple(value.shape), value.dtype)}".encode())
         if value is not None:
-            made.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            made.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()
 
 

@@ -271,6 +271,22 @@ def test_a_rank_that_dies_leaves_nobody_waiting(big, tmp_path):
     assert not rows[0][0]["threads"]
 
 
+@pytest.mark.gpu
+def test_ranks_exchange_between_gpus(big, tmp_path):
+    """NCCL where each rank has a GPU of its own; ranks that share one exchange over gloo and go through pinned memory."""
+    import torch
+
+    shared = {"path": str(big), "layout": {"dp": 2}, "options": {"broadcast": True, "device": "cuda:0"}}
+    own = shared | {"options": {"broadcast": True, "device": "cuda"}}
+    cases = [shared, shared | {"options": shared["options"] | {"stream": True, "dtype": "fp32"}}]
+    rows = run([*cases, own] if torch.cuda.device_count() > 1 else cases, 2, tmp_path / "gpu")
+    want = [digest_of(load(big, Layout(), 0, dtype=dtype)) for dtype in (None, "fp32", None)]
+    for number, answers in enumerate(rows):
+        assert {row["digest"] for row in answers} == {want[number]}, answers
+        assert {row["report"]["exchange"] for row in answers} == {"nccl" if number == 2 else "gloo"}
+        assert sum(row["report"]["bytes_read"] for row in answers) == answers[0]["report"]["bytes_needed"]
+
+
 def test_ranks_need_a_place_to_meet(big, monkeypatch):
     """srun says who a process is, but not where rank 0 listens."""
     for name, value in {
