@@ -101,7 +101,8 @@ def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
         title.append(f"written by {catalog.producer[0]}")
     console.fact(f"{catalog.path}  ", ", ".join(title), style="bold")
     architecture, _ = find_architecture(catalog, identity)
-    console.fact("model", describe_model(identity.model, architecture) if catalog.megatron else describe_names(catalog))
+    told = catalog.megatron or catalog.config  # Hugging Face says in config.json what the model is
+    console.fact("model", describe_model(identity.model, architecture) if told else describe_names(catalog))
     if architecture is None and identity.features:
         console.fact("", f"no known architecture; it has {', '.join(identity.features)}")
     pieces = max((tensor.chunk_count for tensor in catalog.weights.values()), default=0)
