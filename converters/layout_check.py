@@ -131,8 +131,8 @@ def _sizes(shapes: Mapping[str, Sequence[int]], outline: Outline) -> tuple[list[
             rule = split_rule(name)
         except RequestError:
             continue  # whether it matters is known when it is divided
-        if rule.axis is None or rule.axis >= len(shape):
-            continue
+        if rule.axis is None or rule.axis >= len(shape) or rule.vocab:
+            continue  # the vocabulary is padded for every tp (vocabulary.py)
         number = shape[rule.axis]
         if rule.gated and outline.gated and number % 2 == 0:
             number //= 2
@@ -142,8 +142,6 @@ def _sizes(shapes: Mapping[str, Sequence[int]], outline: Outline) -> tuple[list[
 
 
 def _label(name: str, rule: Split) -> str:
-    if rule.vocab:
-        return "rows of the vocabulary"
     if rule.expert is not None:
         return _EXPERTS
     return next(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from converters.box import runs
+from converters.cast import apply
 from converters.errors import Interrupted
 from converters.events import Moved
 from converters.gather import Gatherer, Sources
@@ -305,12 +306,8 @@ def _typed(there: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.T
 
 
 def _land(values: torch.Tensor, landing: Landing, tensor: torch.Tensor) -> None:
-    """`tensor[box] = op(values)`, with the rounding and the fp32 sums of the engine that writes files."""
+    """`tensor[box] = op(values)`, as the engine that writes files does it."""
     if landing.op is Op.TRANSPOSE:
         values = values.T
-    elif landing.op is Op.ADD_ONE:
-        values = values.float() + 1
-    elif landing.op is Op.SUBTRACT_ONE:
-        values = values.float() - 1
     out = tensor[landing.box.slices]
-    out.copy_(values.reshape(out.shape))
+    apply(values.reshape(out.shape), out, landing.op)
