@@ -112,6 +112,12 @@ class RecordSums:
             del self.pieces[record], self._ends[record]
             return piece[2]
 
+    def forget(self, record: int) -> None:
+        """Drops what was read of a record, so that it may be read again from the beginning."""
+        with self._lock:
+            self.pieces.pop(record, None)
+            self._ends.pop(record, None)
+
     def listed(self) -> list[tuple[int, int, int, int]]:
         """`(record, first byte, bytes, CRC-32)` of every piece."""
         with self._lock:

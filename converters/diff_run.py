@@ -172,7 +172,7 @@ class _Shared:
             gatherer = Gatherer(sources)
             try:
                 with blaming(side):
-                    sources.complete(gatherer)
+                    sources.complete(gatherer, self.crew.check)
             finally:
                 gatherer.close()
         return [*(sources.bytes_read for sources in self.sources), sum(s.records_checked for s in self.sources)]

@@ -122,6 +122,7 @@ class _Run:
         self.sources = Sources(reader, job.sources)
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
+        self.unsure = False  # a file could not be closed: what was written may be lost, and no later sync says so again
         self.finished: list[Task] = []  # since the last safe point
         self.fresh: Segments = []  # checksums of what was read since then
         self.fresh_written: Segments = []  # and of what was written into sealed records
@@ -270,7 +271,7 @@ class _Run:
         with self.lock:
             tasks, segments, written = self.finished, self.fresh, self.fresh_written
             self.finished, self.fresh, self.fresh_written = [], [], []
-        if not tasks:
+        if not tasks or self.unsure:
             return
         for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
             self._sync(self.staging.folder / self.job.files[number].name)

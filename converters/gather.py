@@ -159,18 +159,26 @@ class Sources:
             raise error
         self._damaged(error)
 
-    def complete(self, gatherer: Gatherer) -> None:
+    def complete(self, gatherer: Gatherer, check: Callable[[], None] = lambda: None) -> None:
         """Reads what is still unread of records that were read in part, so that every record used is checked.
+
+        Args:
+            gatherer: What reads it.
+            check: Called before each record; raises if there is no time for it any more.
 
         Raises:
             IntegrityError: One does not match its checksum.
         """
         for record in sorted(self.sums.pieces):
+            check()
             payload = gatherer.payload(record)
-            if payload.crc is not None:
-                for start, nbytes in self.sums.gaps(record, payload.crc_nbytes):
-                    gatherer.read_through(record, payload, start, nbytes)
+            for start, nbytes in self.sums.gaps(record, payload.crc_nbytes):
+                gatherer.read_through(record, payload, start, nbytes)
             self.check(record, payload)
+            if record in self.sums.pieces:  # parts of it were read twice, in other pieces: their sums cannot be joined
+                self.sums.forget(record)
+                gatherer.read_through(record, payload, 0, payload.crc_nbytes)
+                self.check(record, payload)
 
     def _owner(self, record: int) -> str:
         """The tensor that a record belongs to; looked for only when something is wrong with it."""

@@ -286,6 +286,9 @@ class Job:
         for output in files:
             digest.update(f"{output.name}:{output.size}:".encode())
             digest.update(hashlib.sha256(output.literal).digest())
+            for piece in output.slices:
+                given = piece.content if isinstance(piece.content, bytes) else str(piece.content).encode()
+                digest.update(f"{piece.at}:".encode() + hashlib.sha256(given).digest())
         used = sources if known_tasks else {name: sources[name] for name in routes.sources()}
         peak = threads * tile * buffers
         computes = any(old != new or op in (Op.ADD_ONE, Op.SUBTRACT_ONE) for old, new, op in kinds)

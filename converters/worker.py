@@ -35,6 +35,7 @@ class Shared(Protocol):
     staging: Staging | TeamStaging
     sources: Sources
     device: str
+    unsure: bool
 
     def should_stop(self) -> bool: ...
     def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
@@ -51,7 +52,7 @@ class Worker:
         self._shared = shared
         self._gatherer = Gatherer(shared.sources, pinned(shared.device))
         self._caster = Caster(shared.device)
-        self._outputs = OpenFiles(_open_output, os.close)
+        self._outputs = OpenFiles(_open_output, self._close_output)
         self.written: Segments = []
 
     def close(self) -> None:
@@ -65,6 +66,13 @@ class Worker:
             self._outputs.close()
         except OSError as error:
             raise os_trouble(error, self._shared.staging.folder, "writing to") from error
+
+    def _close_output(self, fd: int) -> None:
+        try:
+            os.close(fd)
+        except OSError:
+            self._shared.unsure = True
+            raise
 
     def do(self, task: Task) -> Segments | None:
         """Does a task; returns the checksums of what was read, or None if it was asked to stop before the end."""

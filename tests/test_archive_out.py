@@ -298,3 +298,16 @@ def test_members_beyond_four_gibibytes(tmp_path):
         while block := theirs.read(16 << 20):
             assert block == ours.read(16 << 20)
         assert not ours.read(1)
+
+
+def test_what_an_interrupted_run_had_as_a_literal_is_part_of_the_jobs_identity():
+    """A run with other contents of the same size, such as another random state, must not go on with it."""
+
+    def fingerprint(content):
+        file = ArchiveFile("model.pt")
+        file.tree = {"state": file.literal(dtype("uint8"), (3,), content)}
+        output = ArchiveOutput([file])
+        return Job.build({}, output.routes, output.files, source_fingerprint="x", seals=output).fingerprint
+
+    assert fingerprint(b"abc") == fingerprint(b"abc")
+    assert fingerprint(b"abc") != fingerprint(b"abd")

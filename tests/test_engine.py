@@ -1,5 +1,6 @@
 """The engine: the same bytes whatever the workers, the memory and the interruptions; nothing wrong is ever published."""
 
+import errno
 import json
 import os
 import random
@@ -440,6 +441,27 @@ def test_a_destination_filled_meanwhile_is_not_touched(llama, tmp_path):
     with pytest.raises(DestinationError, match="filled by someone else"):
         run_export(plan)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
+
+
+def test_a_file_that_cannot_be_closed_leaves_nothing_to_continue(llama, tmp_path, monkeypatch):
+    # NFS says at the close that a write was lost, and the next sync, through another descriptor, says nothing
+    class Os:
+        def __getattr__(self, name):
+            return getattr(os, name)
+
+        def close(self, fd):
+            os.close(fd)
+            raise OSError(errno.EIO, "Input/output error")
+
+    source = open_checkpoint(llama[0])
+    with monkeypatch.context() as patch:
+        patch.setattr("converters.worker.os", Os())
+        with pytest.raises(DestinationError, match="Input/output error"):
+            run_export(plan_export(source, tmp_path / "out", ExportOptions(max_shard_bytes=4 * MIB)))
+    assert len((partial(tmp_path / "out") / ".journal").read_text().splitlines()) == 1  # no task is said to be done
+    _, stats = export(llama[0], tmp_path / "out", max_shard_bytes=4 * MIB)
+    assert stats.bytes_kept == 0
+    assert tree(tmp_path / "out") == llama[1]
 
 
 def test_nothing_is_journalled_before_it_is_synced(llama, tmp_path, monkeypatch):
