@@ -193,8 +193,15 @@ def run_conversion(
 def _prove(plan: Conversion, proof: Proof, tell: Listener, stop: StopFlag | None, ranks: Ranks) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails."""
     tell(Phase(f"checking {proof.claim}"))
-    place, threads = beside(plan.destination, "proof").parent, plan.job.threads
-    crew = Crew(plan.command, plan.job.fingerprint, threads=threads, ranks=ranks, scratch=place, listener=tell, stop=stop)
+    crew = Crew(
+        f"{plan.command} proof",
+        plan.job.fingerprint,
+        threads=plan.job.threads,
+        ranks=ranks,
+        destination=plan.destination,
+        listener=tell,
+        stop=stop,
+    )
     with crew:
         if crew.leads:
             tell(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))

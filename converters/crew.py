@@ -18,6 +18,7 @@ import hashlib
 import os
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -83,6 +84,7 @@ class Crew:
         threads: Workers in this process.
         ranks: This process among those that were started together; by default it is alone.
         scratch: Where ranks meet.
+        destination: What is going to be written, where they meet beside that: whoever writes it tidies up after a kill.
         listener: Told about progress of all ranks, on rank 0.
         stop: Polled by whoever asks `should_stop`.
 
@@ -99,6 +101,7 @@ class Crew:
         threads: int = 2,
         ranks: Ranks | None = None,
         scratch: Path | None = None,
+        destination: Path | None = None,
         listener: Listener | None = None,
         stop: StopFlag | None = None,
     ) -> None:
@@ -114,7 +117,8 @@ class Crew:
         if ranks.world > 1:
             # the folder's name is this job's; what it is about need not be known before the ranks have met
             name = hashlib.sha256(f"{command} {ranks.launch}".encode()).hexdigest()[:12]
-            place = (scratch or scratch_folder(None)) / f"{command}-{name}"
+            place = destination or (scratch or scratch_folder(None)) / f"{command}-{name}"
+            ranks = replace(ranks, launch=f"{command} {ranks.launch}")  # its own folder, also beside a destination
             self._team = Team(ranks, place, fingerprint, self._listener, stop)
             self._team.progress = self._progress
 

@@ -257,10 +257,7 @@ class Gatherer:
 
     def _reader(self, path: Path) -> Callable[[int, int], bytes]:
         def read(offset: int, length: int) -> bytes:
-            try:
-                return read_at(self._files.get(path), offset, length)
-            except OSError as error:
-                raise _unreadable(path, error) from error
+            return read_at(self._files.get(path), offset, length)
 
         return read
 

@@ -89,12 +89,18 @@ def listed_files(folder: Path) -> dict[str, int]:
     for place, folders, names in os.walk(folder, onerror=_raise):
         folders.sort()
         for name in names:
+            if name in (_temporary(MEGATRON), _temporary(OURS)):
+                continue  # left by a run that was killed
             path = Path(place) / name
             relative = str(PurePosixPath(path.relative_to(folder)))
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and relative not in (MEGATRON, OURS):
                 out[relative] = status.st_size
     return {name: out[name] for name in sorted(out)}
+
+
+def _temporary(name: str) -> str:
+    return f".{name}.distckpt-partial"
 
 
 def _raise(error: OSError) -> None:
@@ -113,7 +119,7 @@ def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:
         DestinationError: It cannot be written.
     """
     data = json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
-    path, temporary = folder / name, folder / f".{name}.distckpt-partial"
+    path, temporary = folder / name, folder / _temporary(name)
     try:
         try:
             temporary.unlink(missing_ok=True)  # left by a run that was killed

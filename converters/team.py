@@ -115,18 +115,23 @@ class Team:
     # ------------------------------------------------------------------ coming and going
 
     def __enter__(self) -> Team:
-        locked = self._board.arrive(self.ranks.timeout)
-        self._said = {
-            "nonce": secrets.token_hex(8),
-            "fingerprint": self.fingerprint,
-            "host": socket.gethostname(),
-            "machine": machine(),
-            "locked": locked,
-            "beat": 0,
-            "state": "here",
-            "error": None,
-        }
-        self.say()
+        try:
+            locked = self._board.arrive(self.ranks.timeout)
+            self._said = {
+                "nonce": secrets.token_hex(8),
+                "fingerprint": self.fingerprint,
+                "host": socket.gethostname(),
+                "machine": machine(),
+                "locked": locked,
+                "beat": 0,
+                "state": "here",
+                "error": None,
+            }
+            self.say()
+        except DestinationError as error:
+            self._board.close()
+            error.shown_here = True  # type: ignore[attr-defined]  # nobody else will ever hear of it
+            raise
         self._thread.start()
         return self
 
@@ -158,7 +163,7 @@ class Team:
             return
         heard = bool(self._peers[0].said)
         if error is not None:
-            lost = error is self.trouble and not self._peers[0].said.get("error")
+            lost = self._late or (error is self.trouble and not self._peers[0].said.get("error"))
             # what rank 0 knows, rank 0 shows; if it is lost, one of the others has to
             error.shown_here = self.ranks.rank == 1 if lost else (False if heard else None)  # type: ignore[attr-defined]
             self.say(state="failed", error=packed(error))
@@ -329,6 +334,7 @@ class Team:
             leader = self._peers[0].said
             if not leader:
                 if time.monotonic() - begin > limit:
+                    self._late = True
                     raise Interrupted(signal.SIGTERM, f"rank 0 did not come within {limit:g} s", hint=AGAIN)
                 if not self._board.read(f"rank-{self.ranks.rank}"):
                     self.say()  # rank 0 came after us and took it for something old
@@ -345,8 +351,13 @@ class Team:
 
     def hand_over(self, left: dict[str, Any]) -> None:
         """Others: the share is done and on disk; tells rank 0 what it has to go on with."""
-        self._board.write(f"left-{self.ranks.rank}", left)
-        self.say(state="done")
+        try:
+            self._board.write(f"left-{self.ranks.rank}", left)
+            self.say(state="done")
+        except DestinationError:
+            self.look()
+            self.check()  # the folder is gone because the run is over: that is what to say
+            raise
 
     def collect(self) -> list[dict[str, Any]]:
         """Rank 0: waits until the others are done; what they handed over."""

@@ -12,9 +12,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from typing import TYPE_CHECKING
 
+from converters.errors import Interrupted
+from converters.ranks import listed
+from distckpt_cli.console import Console
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["launch"]
 
 _PR_SET_PDEATHSIG = 1
+_GRACE = 10.0  # seconds that ranks get to learn from each other that one has failed
 
 
 def launch(workers: int, args: Sequence[str]) -> int:
@@ -52,13 +57,41 @@ def launch(workers: int, args: Sequence[str]) -> int:
                 ranks.append(
                     subprocess.Popen(command, env={**os.environ, **own, **world}, preexec_fn=follow_the_parent)  # noqa: PLW1509
                 )
-            codes = [process.wait() for process in ranks]
+            failed = _watch(ranks)
     finally:
         for process in ranks:
             with contextlib.suppress(ProcessLookupError):
                 if process.poll() is None:
                     process.kill()
-    return _verdict(codes)
+    return _verdict([process.returncode for process in ([ranks[rank] for rank in failed] or ranks)])
+
+
+def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Waits for all. Where some fail and the others do not hear of it, these are stopped; returns who failed then.
+
+    Ranks that have met tell each other. One that is killed before, while it plans, is known only here.
+    """
+    deadline = None
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+        if failed and deadline is None:
+            deadline = time.monotonic() + _GRACE
+        if deadline is not None and time.monotonic() > deadline:
+            what = f"{listed(failed)} ended with {', '.join(_ending(ranks[rank].returncode) for rank in failed)}"
+            message = f"{what}, and the others had not met {'it' if len(failed) == 1 else 'them'}"
+            Console().error(Interrupted(signal.SIGTERM, message), word="stopped")
+            for process in ranks:
+                if process.poll() is None:
+                    process.terminate()
+            for process in ranks:
+                process.wait()
+            return failed
+        time.sleep(0.02)
+    return []
+
+
+def _ending(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def _verdict(codes: Sequence[int]) -> int:

@@ -48,12 +48,13 @@ class SourceFile:
     Attributes:
         fd: Descriptor; `base` is the offset there of this file's first byte.
         size: Bytes.
+        name: Its name, for errors.
     """
 
-    __slots__ = ("base", "fd", "size")
+    __slots__ = ("base", "fd", "name", "size")
 
-    def __init__(self, fd: int, base: int, size: int) -> None:
-        self.fd, self.base, self.size = fd, base, size
+    def __init__(self, fd: int, base: int, size: int, name: str) -> None:
+        self.fd, self.base, self.size, self.name = fd, base, size, name
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills `view` from an offset on; returns how many bytes came, less than asked for at the end or any time."""
@@ -133,7 +134,7 @@ def open_source(path: Path) -> SourceFile:
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise FormatError(f"{printable(str(path))} is not a regular file")
-    return SourceFile(fd, 0, found.st_size)
+    return SourceFile(fd, 0, found.st_size, path.name)
 
 
 def read_small(path: Path, limit: int = _SMALL) -> bytes:
@@ -147,17 +148,22 @@ def read_small(path: Path, limit: int = _SMALL) -> bytes:
         if source.size > limit:
             raise FormatError(f"{printable(path.name)} is {source.size} bytes, more than the {limit} it may have")
         return read_at(source, 0, source.size)
-    except OSError as error:
-        raise FormatError(f"reading {printable(str(path))} failed: {error.strerror}") from error
     finally:
         close_source(source)
 
 
 def read_at(source: SourceFile, offset: int, length: int) -> bytes:
-    """`length` bytes at `offset`, fewer only at the end of the file: network file systems may return them in pieces."""
+    """`length` bytes at `offset`, fewer only at the end of the file: network file systems may return them in pieces.
+
+    Raises:
+        FormatError: Reading failed.
+    """
     pieces, left = [], min(length, source.size - offset)
     while left > 0:
-        piece = os.pread(source.fd, left, source.base + offset)
+        try:
+            piece = os.pread(source.fd, left, source.base + offset)
+        except OSError as error:
+            raise FormatError(f"reading {printable(source.name)} failed: {error.strerror or error}") from error
         if not piece:
             break
         pieces.append(piece)
@@ -322,7 +328,7 @@ def _open_member(path: Path) -> SourceFile:
     member = place.member() if place is not None else None
     if place is None or member is None:
         raise _missing(path)
-    return SourceFile(open_source(place.tar).fd, member.offset, member.size)
+    return SourceFile(open_source(place.tar).fd, member.offset, member.size, path.name)
 
 
 def _missing(path: Path) -> FormatError:

@@ -13,6 +13,7 @@ Sources: POSIX.1-2001 pax interchange format; GNU tar manual, "Basic Tar Format"
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,12 +77,18 @@ def read_tree(path: Path, identity: tuple[int, ...]) -> Tree | None:
         FormatError: Cut short, or with members that are refused; the message names the member.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(at: int, length: int) -> bytes:
+        data = os.pread(fd, length, at)
+        while len(data) < length and (more := os.pread(fd, length - len(data), at + len(data))):
+            data += more  # network file systems may return it in pieces
+        return data
+
     try:
-        if not is_tar(os.pread(fd, _BLOCK, 0)):
-            return None
-        return _Scan(lambda at, n: os.pread(fd, n, at), os.fstat(fd).st_size, printable(path.name)).tree()
+        return _Scan(read, os.fstat(fd).st_size, printable(path.name)).tree() if is_tar(read(0, _BLOCK)) else None
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # nothing was written
+            os.close(fd)
 
 
 @dataclass

@@ -1,9 +1,15 @@
-"""Runs `distckpt` command lines in forked children of one warm process, each with one fault armed.
+"""Runs `distckpt` command lines in forked children of one warm process, and disturbs them on request.
 
-Started with fault.so in LD_PRELOAD. Reads one JSON request per line and answers with one JSON line:
+Started with fault.so in LD_PRELOAD where system calls shall fail. Reads one JSON request per line, answers with one line:
 
-    {"argv": [...], "call": "pwrite", "nth": 3, "action": "EIO", "path": "/out", "log": "/tmp/stderr"}
-    {"status": 5, "counts": {"pwrite": 12}}            status is negative for a signal
+    {"runs": [{"argv": [...], "log": "/tmp/0", "env": {"RANK": "0"}, "fault": ["pwrite", 3, "EIO", "/out"],
+               "phase": ["working", "KILL"], "limits": {"NOFILE": 40}, "safe_point": 0.01}],
+     "kill": [0.25, 9], "seconds": 60}
+    {"runs": [{"status": 5, "counts": {"pwrite": 12}, "read": 1234}], "late": false}
+
+All runs of a request are started together. Only `argv` and `log` must be given. `status` is negative for a signal; `kill`
+sends a signal to all after so many seconds; `read` are the bytes a run has read. A run that was stopped is let go on when
+the others have ended, and one that takes longer than `seconds` is killed (`late`).
 """
 
 import ctypes
@@ -11,33 +17,109 @@ import importlib
 import json
 import os
 import pkgutil
+import resource
+import signal
 import sys
+import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import phases
 
 import converters
 import distckpt_cli
+from converters import engine
 from distckpt_cli.app import main as distckpt
 
 CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "close")
 CALLS += ("fallocate", "unlink", "rmdir")  # as in fault.c
 
 
-def child(request, answer):
-    shim = ctypes.CDLL(None)
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+def child(run, answer):
+    log = os.open(run["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    text = [request[key].encode() for key in ("call", "action", "path")]
-    shim.fault_arm(text[0], request["nth"], text[1], text[2])
-    code = distckpt(request["argv"])
-    counts = {call: shim.fault_count(call.encode()) for call in CALLS}
-    shim.fault_arm(b"", 0, b"NONE", b"")
+    os.environ.update(run.get("env", {}))
+    engine._SAFE_POINT_SECONDS = run.get("safe_point", engine._SAFE_POINT_SECONDS)
+    for name, most in run.get("limits", {}).items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+    if "phase" in run:
+        phases.disturb(*run["phase"])
+    fault = run.get("fault")
+    if fault:
+        shim = ctypes.CDLL(None)
+        call, nth, action, path = fault
+        shim.fault_arm(call.encode(), nth, action.encode(), path.encode())
+    code = distckpt(run["argv"])
+    counts = {}
+    if fault:
+        counts = {call: shim.fault_count(call.encode()) for call in CALLS}
+        shim.fault_arm(b"", 0, b"NONE", b"")
+    for name in run.get("limits", {}):
+        if name == "NOFILE":
+            os.closerange(3, answer)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.write(answer, json.dumps(counts).encode())
+    os.write(answer, json.dumps({"counts": counts, "read": bytes_read()}).encode())
     os._exit(code)
+
+
+def bytes_read():
+    try:
+        return int(Path("/proc/self/io").read_text().split()[1])
+    except OSError:  # no more open files allowed
+        return 0
+
+
+def start(run):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            os.close(reading)
+            child(run, writing)
+        finally:
+            os._exit(99)
+    os.close(writing)
+    return pid, os.fdopen(reading, "rb")
+
+
+def serve(request):
+    begin = time.monotonic()
+    started = [start(run) for run in request["runs"]]
+    running, stopped, codes, late = {pid for pid, _ in started}, set(), {}, False
+    kill_at, number = request.get("kill") or (None, 0)
+    while running:
+        for pid in list(running):
+            found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if found and os.WIFSTOPPED(status):
+                stopped.add(pid)
+            elif found:
+                running.discard(pid)
+                stopped.discard(pid)
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        now = time.monotonic() - begin
+        if kill_at is not None and now >= kill_at:
+            kill_at = None
+            for pid in running:
+                os.kill(pid, number)
+        if running and running == stopped:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+            stopped.clear()
+        if now > request.get("seconds", 60):
+            late = True
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.001)
+    answers = []
+    for pid, pipe in started:
+        with pipe:
+            said = json.loads(pipe.read() or b'{"counts": {}, "read": 0}')
+        answers.append({"status": codes[pid], **said})
+    return {"runs": answers, "late": late}
 
 
 def main():
@@ -49,22 +131,7 @@ def main():
     assert warm == 0
     print("ready", flush=True)
     for line in sys.stdin:
-        request = json.loads(line)
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if not pid:
-            try:
-                os.close(reading)
-                child(request, writing)
-            finally:
-                os._exit(99)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            counts = pipe.read()
-        _, status = os.waitpid(pid, 0)
-        print(
-            json.dumps({"status": os.waitstatus_to_exitcode(status), "counts": json.loads(counts or "{}")}), flush=True
-        )
+        print(json.dumps(serve(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""A process that is killed or stopped, or only waits, when it comes to a certain phase of a command.
+
+planning    before the source is opened
+proof       while a writing command looks at the source's data for what it has to be sure of
+looking     at the first bytes that verify or diff have looked at
+answering   before rank 0 says what verify or diff found; others: before they wait for it
+working     at the first bytes that are written
+checking    when the rank's share is done, before the checksums of output records are put together
+publishing  rank 0: before the result appears; others: before they wait for that
+"""
+
+import os
+import signal
+import time
+
+import converters.conversion as conversion
+import converters.crew as crew
+import converters.engine as engine
+import converters.formats as formats
+import converters.publish as publish
+import converters.team as team
+import converters.worker as worker
+
+PLACES = {
+    "planning": ((formats, "open_checkpoint"),),
+    "proof": ((conversion._Prover, "do"),),
+    "looking": ((crew.Crew, "moved"),),
+    "answering": ((crew.Crew, "agree"),),
+    "working": ((worker.Worker, "do"),),
+    "checking": ((engine, "seal"),),
+    "publishing": ((publish.Staging, "publish"), (team.TeamStaging, "close")),
+}
+ACTIONS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
+
+
+def disturb(phase, action):
+    """Arms this process: `KILL`, `STOP`, or seconds to wait each time."""
+    for owner, name in PLACES[phase]:
+        setattr(owner, name, _before(getattr(owner, name), action))
+
+
+def _before(original, action):
+    done = []
+
+    def disturbed(*args, **kwargs):
+        if action not in ACTIONS:
+            time.sleep(action)
+        elif not done:
+            done.append(True)
+            os.kill(os.getpid(), ACTIONS[action])
+        return original(*args, **kwargs)
+
+    return disturbed
