@@ -51,7 +51,8 @@ class ExportOptions(WriteOptions):
         dtype: Element type of the weights; None keeps what is stored.
         vocab_size: Rows of the vocabulary to keep; None takes it from the checkpoint or `hf_config`.
         mtp: "keep", "drop" or "auto" (keep where the architecture has a place) for multi-token-prediction layers.
-        hf_config: A Hugging Face folder whose config.json, tokenizer and code files are taken over, after a cross-check.
+        hf_config: A Hugging Face folder whose config.json and tokenizer are taken over, after a cross-check.
+        copy_code: Its code, too: `.py` files and what names them (`auto_map`). Else nothing that could run is taken over.
         max_shard_bytes: Largest shard.
     """
 
@@ -60,6 +61,7 @@ class ExportOptions(WriteOptions):
     vocab_size: int | None = None
     mtp: str = "auto"
     hf_config: Path | None = None
+    copy_code: bool = False
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
 
 
@@ -257,6 +259,9 @@ def _read_reference(folder: Path | None) -> Mapping[str, Any]:
 
 # weights in any form, and what describes their files: never taken over from the reference folder
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json")
+# what Python could run, by itself or with trust_remote_code, and the settings that make transformers look for it
+_CODE = (".py", ".pyc", ".so", ".pkl", ".pickle")
+_CODE_KEYS = ("auto_map", "trust_remote_code")
 
 
 def _extra_files(
@@ -278,18 +283,64 @@ def _extra_files(
             )
         own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
         config = dict(reference) | own
-        code = []
-        for path in sorted(options.hf_config.iterdir()):
-            if path.is_file() and path.name != "config.json" and not path.name.endswith(_NOT_COPIED):
-                files[path.name] = path
-                code += [path.name] if path.suffix == ".py" else []
-        if code:
-            notes.append(f"code files were copied along and run only with trust_remote_code: {', '.join(code)}")
+        files |= _companions(options.hf_config, options.copy_code, config, notes)
     files["config.json"] = _json(config)
     files.setdefault("generation_config.json", _json(mapping.generation_config))
     if layout.index is not None:
         files["model.safetensors.index.json"] = layout.index
     return files
+
+
+def _companions(folder: Path, copy_code: bool, config: dict[str, Any], notes: list[str]) -> dict[str, ExtraFile]:
+    """Tokenizer and other small files beside `config.json`. Code, and what names it, only if it is asked for."""
+    files: dict[str, ExtraFile] = {}
+    code, foreign = [], []
+    for path in sorted(folder.iterdir()):
+        if path.name == "config.json" or path.name.endswith(_NOT_COPIED) or not path.is_file():
+            continue
+        if not _lies_in(path, folder):
+            foreign.append(path.name)
+            continue
+        if path.name.endswith(_CODE):
+            code.append(path.name)
+            if not copy_code:
+                continue
+        files[path.name] = path
+        if path.suffix == ".json" and not copy_code and (plain := _without_code(path)) is not None:
+            files[path.name] = plain
+            code.append(f"auto_map in {path.name}")
+    if any(key in config for key in _CODE_KEYS):
+        code.append("auto_map in config.json")
+        for key in () if copy_code else _CODE_KEYS:
+            config.pop(key, None)
+    named = printable(", ".join(code))
+    if code and copy_code:
+        notes.append(f"code was copied along and runs only with trust_remote_code: {named}")
+    elif code:
+        notes.append(f"code of --hf-config was left out: {named}; --copy-code copies it")
+    if foreign:
+        notes.append(f"links to outside of --hf-config were left out: {printable(', '.join(foreign))}")
+    return files
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether a file is the folder's own: links lead nowhere else, or to where the Hub's cache keeps its files."""
+    home, real = folder.resolve(), path.resolve()
+    return home in real.parents or home.parent.parent / "blobs" in real.parents
+
+
+def _without_code(path: Path) -> bytes | None:
+    """A JSON file without what names code; None if it names none."""
+    if path.stat().st_size > 64 << 20:  # a tokenizer; what names code is small
+        return None
+    raw = read_small(path)
+    try:
+        document = json.loads(raw) if any(key.encode() in raw for key in _CODE_KEYS) else None
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or not any(key in document for key in _CODE_KEYS):
+        return None
+    return _json({key: value for key, value in document.items() if key not in _CODE_KEYS})
 
 
 def _json(document: Any) -> bytes:

@@ -17,6 +17,7 @@ from converters.formats import open_checkpoint
 from converters.formats.safetensors import plan_shards
 from converters.models import rules
 from converters.plan import Copy, Op
+from distckpt_cli.app import main
 
 TOLERANCE = 1e-5
 LN1P = {"llama_ln1p_weights_tp2pp2"}  # gamma - 1 is stored; gamma itself needs the width of fp32
@@ -444,7 +445,7 @@ def reference(tmp_path):
 def test_hf_config_is_taken_over(reference, tmp_path):
     plan = export(GOLDEN / "llama_adam_tp2pp2", tmp_path / "out", hf_config=reference)
     out = tmp_path / "out"
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "modeling_x.py"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (reference / name).read_bytes()
     config = json.loads((out / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
@@ -452,8 +453,51 @@ def test_hf_config_is_taken_over(reference, tmp_path):
     assert not (out / "pytorch_model.bin").exists()
     assert not (out / "model.safetensors.index.json").exists()
     assert (out / "model.safetensors").stat().st_size > 40_000
-    assert any("modeling_x.py" in note for note in plan.notes)
+    assert not (out / "modeling_x.py").exists()
+    assert any("left out: modeling_x.py; --copy-code" in note for note in plan.notes)
     assert logit_difference(out, "llama") <= TOLERANCE
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_code_is_copied_only_when_it_is_asked_for(asked, reference, tmp_path):
+    """Neither .py files nor the settings that make transformers run them; and it is said in both cases."""
+    from transformers import AutoConfig
+
+    auto_map = {"AutoConfig": "modeling_x.X", "AutoModelForCausalLM": "someone/repository--modeling_x.X"}
+    for name in ("config.json", "tokenizer_config.json"):
+        document = json.loads((reference / name).read_text())
+        (reference / name).write_text(json.dumps(document | {"auto_map": auto_map}))
+    (reference / "secret").symlink_to("/etc/hostname")
+    (reference / "tokenizer.pkl").write_bytes(b"x")
+    plan = export(GOLDEN / "llama_adam_tp2pp2", tmp_path / "out", hf_config=reference, copy_code=asked)
+    out, (first, second) = tmp_path / "out", plan.notes[-2:]
+    for name in ("modeling_x.py", "tokenizer.pkl"):
+        assert (out / name).exists() == asked
+        assert name in first
+    for name in ("config.json", "tokenizer_config.json"):
+        assert ("auto_map" in json.loads((out / name).read_text())) == asked
+    assert ("runs only with trust_remote_code" if asked else "--copy-code copies it") in first
+    assert not (out / "secret").exists()
+    assert "links to outside" in second
+    if not asked:
+        assert type(AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__ == "LlamaConfig"
+
+
+def test_code_of_what_is_not_given(capsys, tmp_path):
+    assert main(["export-hf", str(GOLDEN / "llama_adam_tp2pp2"), str(tmp_path / "out"), "--copy-code"]) == 2
+    assert "--hf-config" in capsys.readouterr().err
+
+
+def test_a_folder_of_the_hubs_cache_is_copied(reference, tmp_path):
+    """Its files are links to `blobs`, two folders above."""
+    cache = tmp_path / "cache" / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    for number, path in enumerate(p for p in sorted(reference.iterdir()) if p.is_file()):
+        path.rename(cache / "blobs" / str(number))
+        (cache / "snapshots" / "abc" / path.name).symlink_to(f"../../blobs/{number}")
+    export(GOLDEN / "llama_adam_tp2pp2", tmp_path / "out", hf_config=cache / "snapshots" / "abc")
+    assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
 CONTRADICTIONS = {

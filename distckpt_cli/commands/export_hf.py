@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distckpt_cli.console import named
+from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.options import Ckpt, check_choice, shard_bytes, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
@@ -30,10 +30,18 @@ class Asked:
         str | None,
         typer.Option(
             metavar="DIR",
-            help="Take config.json, tokenizer and code files from this Hugging Face folder, after a cross-check.",
+            help="Take config.json and tokenizer from this Hugging Face folder, after a cross-check.",
             rich_help_panel=_MODEL,
         ),
     ] = None
+    copy_code: Annotated[
+        bool,
+        typer.Option(
+            "--copy-code",
+            help="Take its code, too: .py files, auto_map. It runs only with trust_remote_code.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False
     dtype: Annotated[
         str | None,
         typer.Option(metavar="TYPE", help="bf16, fp16 or fp32; by default as stored.", rich_help_panel=_MODEL),
@@ -55,6 +63,8 @@ class Asked:
         from converters.dtypes import from_option
         from converters.export import ExportOptions
 
+        if self.copy_code and not self.hf_config:
+            raise UsageProblem("--copy-code copies from --hf-config, which was not given", hint="add --hf-config DIR")
         check_choice("--mtp", self.mtp, ("keep", "drop", "auto"))
         return ExportOptions(
             arch=self.arch,
@@ -62,6 +72,7 @@ class Asked:
             vocab_size=self.vocab_size,
             mtp=self.mtp,
             hf_config=Path(self.hf_config).expanduser() if self.hf_config else None,
+            copy_code=self.copy_code,
             max_shard_bytes=shard_bytes(self.max_shard_size),
             **writing.options,
         )
