@@ -270,6 +270,9 @@ def _block(
         np.maximum(np.abs(a, out=larger), np.abs(b, out=other), out=larger)
         usual = bool(np.isfinite(larger.max()))
         equal = distance == 0 if usual else (a == b) | (np.isnan(a) & np.isnan(b))
+        if same_kind and kind_a.itemsize == 8 and not kind_a.floating and a.dtype.kind == "f":
+            equal = bits_a == bits_b  # of integers beyond 2^53 fp64 does not know the last digits
+            distance[~equal & (distance == 0)] = 1
         finite = None if usual else np.isfinite(a) & np.isfinite(b)
         out = Difference(
             elements=size,

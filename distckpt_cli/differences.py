@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.diff_pairs import Side
 from converters.diff_trees import ABSENT
-from converters.names import fold, matcher, printable
+from converters.errors import RequestError
+from converters.names import any_of, fold, matcher, printable
 from distckpt_cli.console import format_size, table
 from distckpt_cli.difference_document import fact_document
 from distckpt_cli.exits import ExitCode
@@ -389,7 +390,9 @@ def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:
     return out
 
 
-def show_arguments(console: Console, a: Reader, b: Reader, pattern: str, *, flat: bool) -> int:
+def show_arguments(
+    console: Console, a: Reader, b: Reader, pattern: str, ignore: Sequence[str] = (), *, flat: bool
+) -> int:
     """Prints which arguments are not the same; 1 if some are not.
 
     Args:
@@ -397,13 +400,25 @@ def show_arguments(console: Console, a: Reader, b: Reader, pattern: str, *, flat
         a: The first checkpoint.
         b: The second.
         pattern: Of the arguments' names.
+        ignore: Patterns of what is left out: `args.lr`.
         flat: Also those that only one side has.
+
+    Raises:
+        RequestError: There is nothing to compare: one side has none, or both have them in words of their own.
     """
     from converters.diff_facts import compare_arguments
 
-    wanted = matcher(pattern)
+    wanted, unwanted = matcher(pattern), any_of(ignore)
     sides = (Side("A", a, {}), Side("B", b, {}))
-    found = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2])]
+    silent = [side.label for side in sides if not side.catalog.args and not side.catalog.config]
+    if silent:
+        raise RequestError(f"{' and '.join(silent)} hold{'s' if len(silent) == 1 else ''} no arguments to be compared")
+    if sides[0].is_hf != sides[1].is_hf:
+        raise RequestError(
+            "--args compares Megatron's arguments with Megatron's, or config.json with config.json",
+            hint="without --args, the arguments are compared with config.json through the model's table",
+        )
+    found = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2]) and not unwanted(f.name)]
     both = [f for f in found if f.a is not ABSENT and f.b is not ABSENT]
     single = [[f for f in found if f.a is not ABSENT and f.b is ABSENT], [f for f in found if f.a is ABSENT]]
     if console.json_asked:

@@ -131,6 +131,7 @@ def test_arguments_alone(capsys, monkeypatch):
     assert "make_vocab_size_divisible_by" not in out
     flat = run(capsys, A, "v014_llama_modelspace_tp2pp2dp2", "--args", "--flat")[1]
     assert len(flat.splitlines()) == len(out.splitlines()) + 180
+    assert run(capsys, A, B, "--args", "--ignore", "args")[:2] == (ExitCode.OK, "no argument differs\n")
     document = json.loads(run(capsys, A, B, "--args", "--json")[1])
     (found,) = (f for f in document["arguments"] if f["name"] == "args.pipeline_model_parallel_size")
     assert (found["a"], found["b"], found["counts"]) == (2, 1, False)
@@ -145,6 +146,9 @@ def test_arguments_alone(capsys, monkeypatch):
         ((A, B, "--rtol", "inf"), ExitCode.USAGE, "--rtol and --atol are numbers"),
         ((A, B, "--quick", "--atol", "1"), ExitCode.USAGE, "--quick looks at no values"),
         ((A, B, "--args", "--quick"), ExitCode.USAGE, "--args compares arguments only"),
+        ((A, B, "--args", "--vocab-size", "9"), ExitCode.USAGE, "--args compares arguments only"),
+        ((A, "hf_llama_safetensors", "--args"), ExitCode.REQUEST, "config.json with config.json"),
+        ((A, "dcp_plain", "--args"), ExitCode.REQUEST, "B holds no arguments"),
         ((A, B, "--tensors", "no.such.*"), ExitCode.REQUEST, "no tensor matches no.such.*"),
         ((A, B, "--max-memory", "1MiB"), ExitCode.REQUEST, "too small"),
         ((A, B, "--max-memory", "8G"), ExitCode.USAGE, "--max-memory"),

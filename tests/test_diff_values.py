@@ -119,6 +119,13 @@ def test_large_integers_differ_although_doubles_cannot_tell():
     assert (found.differing, found.first) == (1, ((0,), 1 << 60, (1 << 60) + 1))
 
 
+@pytest.mark.parametrize(("atol", "differing"), [(0.0, 1), (0.5, 1), (1.0, 0)])
+def test_a_tolerance_does_not_make_large_integers_equal(atol, differing):
+    a, b = np.array([1 << 60, 7], "<i8"), np.array([(1 << 60) + 1, 7], "<i8")
+    found = compare(a.view("<u8"), b.view("<u8"), dtype("int64"), dtype("int64"), Tolerance(atol=atol))
+    assert (found.differing, found.unequal, found.max_abs) == (differing, 1, 1.0)
+
+
 def test_float8_and_complex():
     kind = dtype("float8_e4m3fn")
     found = compare(np.array([0x38, 0x40], "u1"), np.array([0x38, 0x38], "u1"), kind, kind)

@@ -92,8 +92,9 @@ def diff(
     from distckpt_cli.signals import stop_on_signals
 
     mode = choose_mode(progress, quiet=quiet)
-    if args and (tensors or quick or rtol is not None or atol is not None):
-        raise UsageProblem("--args compares arguments only", hint="leave out --tensors, --quick, --rtol and --atol")
+    if args and (tensors or quick or arch or not (rtol is atol is vocab_size is None)):
+        hint = "leave out --tensors, --quick, --rtol, --atol, --arch and --vocab-size"
+        raise UsageProblem("--args compares arguments only", hint=hint)
     if not math.isfinite((rtol or 0) + (atol or 0)):
         raise UsageProblem("--rtol and --atol are numbers", hint="nothing differs by more than infinity")
     if quick and (rtol is not None or atol is not None):
@@ -109,7 +110,7 @@ def diff(
     names = shlex.quote(a), shlex.quote(b)
     readers = open_checkpoint(a), open_checkpoint(b)
     if args:
-        return differences.show_arguments(console, *readers, args, flat=flat)
+        return differences.show_arguments(console, *readers, args, options.ignore, flat=flat)
     plan = plan_diff(*readers, options)
     ranks = Ranks.from_environment(timeout=rank_timeout)
     with stop_on_signals() as stop, Progress(console, mode) as listener:
