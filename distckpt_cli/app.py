@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from converters.ranks import Ranks
 from distckpt_cli.console import Console, UsageProblem, drop_stdout
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup
+from distckpt_cli.signals import Signalled, raise_on_signals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             if Ranks.from_environment().rank:  # the answer is rank 0's to give
                 stack.enter_context(contextlib.redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+            stack.enter_context(raise_on_signals())
             code = _run(args)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -118,6 +121,8 @@ def _run(args: list[str]) -> int:
         return _fail(error, asked)
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
+    except Signalled as error:
+        return _fail(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}"), asked)
     except _Misuse as error:
         return _fail(_as_usage(error), asked)
     except BrokenPipeError:

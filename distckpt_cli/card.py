@@ -35,7 +35,7 @@ def describe_layout(layout: SavedLayout) -> str:
             continue  # it follows tp unless asked otherwise, and means nothing without experts
         shown.append(f"{name} {size}")
     text = "  ".join(shown) or "unknown"
-    return text + (f" ({layout.ranks} ranks)" if layout.ranks else "")
+    return text + (f" ({layout.ranks} rank{'s' if layout.ranks != 1 else ''})" if layout.ranks else "")
 
 
 def find_architecture(catalog: Catalog, identity: Identity) -> tuple[Model | None, list[str]]:

@@ -26,6 +26,7 @@ CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_w
 _ENVIRONMENT = [
     ("DISTCKPT_PROGRESS", "auto, bar, log or off; what --progress says otherwise"),
     ("DISTCKPT_PLAN_CACHE", "folder where plans are kept for the next iteration; see reshard --plan-cache"),
+    ("DISTCKPT_SCRATCH", "folder where ranks of verify and diff meet; see --scratch"),
     ("DISTCKPT_RANK_TIMEOUT", "seconds after which a silent rank counts as lost; see --rank-timeout"),
     ("DISTCKPT_DEBUG", "1 shows the traceback of an internal error"),
     ("NO_COLOR, FORCE_COLOR", "never colours; colours even when nobody watches"),

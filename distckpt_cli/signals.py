@@ -1,7 +1,8 @@
 """Ctrl-C and SIGTERM: the first one asks the operation to stop where it can be resumed, the second one ends it at once.
 
 A launcher passes on what its processes have got already, and a job manager sends it to both: among several ranks, what
-comes within two seconds of the first signal is the same request.
+comes within two seconds of the first signal is the same request. Where nothing is polled, while a command looks and
+plans, both end it with an exception.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.events import StopFlag
 from converters.ranks import Ranks
@@ -21,9 +22,42 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["stop_on_signals"]
+__all__ = ["Signalled", "raise_on_signals", "stop_on_signals"]
 
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+class Signalled(BaseException):
+    """SIGINT or SIGTERM came where nothing polls a flag.
+
+    Args:
+        signum: Which.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Lets SIGINT and SIGTERM raise `Signalled` while the block runs, where they would end the process without a word."""
+    usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    in_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number, handler in usual.items() if in_main and signal.getsignal(number) == handler]
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)  # the second one ends it at once
+        raise Signalled(signum)
+
+    for number in taken:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, usual[number])
 
 
 @contextmanager

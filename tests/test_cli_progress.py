@@ -227,6 +227,26 @@ def test_the_second_signal_ends_it(numbers):
     assert "stopped 3 of 9" not in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_nothing_polls_ends_it_with_a_word(number):
+    code = LOOP.replace("with stop_on_signals() as flag:", "if True:").replace(
+        "not flag.wait(0.01) or STUBBORN", "True"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err.strip()) == (128 + number, "", f"stopped by {number.name}")
+
+
 def test_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with stop_on_signals():

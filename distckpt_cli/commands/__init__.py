@@ -26,7 +26,9 @@ COMMANDS = {
     "verify": Entry("verify:verify", "Look", "Check structure, records, checksums, optimizer, values; exit 1 if bad"),
     "diff": Entry("diff:diff", "Look", "Compare two checkpoints of any format and layout; exit 1 if they differ"),
     "reshard": Entry("reshard:reshard", "Change", "Rewrite for another parallel layout, optimizer state included"),
-    "convert": Entry("convert:convert", "Change", "Write in another storage format: torch_dist, torch, safetensors"),
+    "convert": Entry(
+        "convert:convert", "Change", "Write as torch_dist, legacy, torch or safetensors, from any format read"
+    ),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
     "formats": Entry("about:formats", "About", "List the storage formats that are read and written"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that can be exported"),
