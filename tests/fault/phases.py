@@ -12,6 +12,7 @@ publishing  rank 0: before the result appears; others: before they wait for that
 import os
 import signal
 import time
+from pathlib import Path
 
 import converters.conversion as conversion
 import converters.crew as crew
@@ -30,11 +31,15 @@ PLACES = {
     "checking": ((engine, "seal"),),
     "publishing": ((publish.Staging, "publish"), (team.TeamStaging, "close")),
 }
-ACTIONS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP}
 
 
 def disturb(phase, action):
-    """Arms this process: `KILL`, `STOP`, or seconds to wait each time."""
+    """Arms this process.
+
+    Args:
+        phase: When.
+        action: `KILL`, `STOP`, seconds to wait each time, or `[how, path]`: what happens to a file once.
+    """
     for owner, name in PLACES[phase]:
         setattr(owner, name, _before(getattr(owner, name), action))
 
@@ -43,11 +48,26 @@ def _before(original, action):
     done = []
 
     def disturbed(*args, **kwargs):
-        if action not in ACTIONS:
+        if isinstance(action, float):
             time.sleep(action)
         elif not done:
             done.append(True)
-            os.kill(os.getpid(), ACTIONS[action])
+            ACTIONS[action]() if isinstance(action, str) else CHANGES[action[0]](Path(action[1]))
         return original(*args, **kwargs)
 
     return disturbed
+
+
+def _replace(path):
+    other = path.with_suffix(".new")
+    other.write_bytes(path.read_bytes()[::-1])
+    other.replace(path)
+
+
+ACTIONS = {"KILL": lambda: os.kill(os.getpid(), signal.SIGKILL), "STOP": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
+CHANGES = {
+    "touched": os.utime,
+    "replaced": _replace,
+    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "removed": os.unlink,
+}
