@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
-from distckpt_cli.console import UsageProblem, parse_size
+from distckpt_cli.console import Console, UsageProblem, parse_size
 
 __all__ = [
     "Ckpt",
     "Json",
+    "Looking",
     "MaxMemory",
-    "ProgressMode",
-    "Quiet",
-    "RankTimeout",
-    "Scratch",
-    "Threads",
+    "Running",
     "Verbose",
     "check_choice",
     "given",
@@ -72,17 +70,63 @@ RankTimeout = Annotated[
         rich_help_panel="Resources",
     ),
 ]
-Scratch = Annotated[
-    str | None,
-    typer.Option(
-        "--scratch",
-        metavar="DIR",
-        envvar="DISTCKPT_SCRATCH",
-        help="Under torchrun or srun: where ranks meet, shared by all machines; by default the temporary folder, on "
-        "several machines the working directory.",
-        rich_help_panel="Resources",
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Running:
+    """The options of every command that takes its time."""
+
+    as_json: Json = False
+    quiet: Quiet = False
+    verbose: Verbose = 0
+    progress: ProgressMode = "auto"
+    threads: Threads = None
+    rank_timeout: RankTimeout = 60.0
+
+    def __post_init__(self) -> None:
+        from distckpt_cli.progress import choose_mode
+
+        choose_mode(self.progress)
+
+    @property
+    def console(self) -> Console:
+        """Where the answer goes."""
+        return Console(json_asked=self.as_json, quiet=self.quiet, verbose=self.verbose)
+
+    @contextmanager
+    def watched(self, console: Console) -> Iterator[dict[str, Any]]:
+        """What the library takes while it works: who listens, what stops it, and the ranks that were started together."""
+        from converters.ranks import Ranks
+        from distckpt_cli.progress import Progress, choose_mode
+        from distckpt_cli.signals import stop_on_signals
+
+        with stop_on_signals() as stop, Progress(console, choose_mode(self.progress, quiet=self.quiet)) as listener:
+            yield {"listener": listener, "stop": stop, "ranks": Ranks.from_environment(timeout=self.rank_timeout)}
+
+
+@dataclass(frozen=True)
+class Looking(Running):
+    """The options of a command that reads everything and writes nothing."""
+
+    scratch: Annotated[
+        str | None,
+        typer.Option(
+            "--scratch",
+            metavar="DIR",
+            envvar="DISTCKPT_SCRATCH",
+            help="Under torchrun or srun: where ranks meet, shared by all machines; by default the temporary folder, on "
+            "several machines the working directory.",
+            rich_help_panel="Resources",
+        ),
+    ] = None
+
+    @contextmanager
+    def watched(self, console: Console) -> Iterator[dict[str, Any]]:
+        """See `Running`; and where the ranks meet."""
+        from converters.crew import scratch_folder
+
+        with super().watched(console) as given:
+            yield {**given, "scratch": scratch_folder(self.scratch)}
 
 
 def spread(command: _Command) -> _Command:
@@ -98,9 +142,10 @@ def spread(command: _Command) -> _Command:
             parameters.append(parameter.replace(annotation=hints[name]))
             continue
         own = get_type_hints(groups[name], include_extras=True)
+        inherited = {f.name for f in fields(groups[name])} - vars(groups[name])["__annotations__"].keys()
         parameters += [
             inspect.Parameter(f.name, _KEYWORD, default=_default(f), annotation=own[f.name])
-            for f in fields(groups[name])
+            for f in sorted(fields(groups[name]), key=lambda f: f.name in inherited)
         ]
 
     @functools.wraps(command)

@@ -7,24 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.console import Console, format_size, parse_size
+from distckpt_cli.console import format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import (
-    Json,
-    MaxMemory,
-    ProgressMode,
-    Quiet,
-    RankTimeout,
-    Threads,
-    Verbose,
-    workers,
-)
+from distckpt_cli.options import MaxMemory, Running, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from converters.conversion import Conversion
     from converters.engine import Stats
+    from distckpt_cli.console import Console
 
 __all__ = ["Target", "Writing", "carry_out"]
 
@@ -33,7 +25,7 @@ Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to make; 
 
 
 @dataclass(frozen=True)
-class Writing:
+class Writing(Running):
     """The options of every command that writes."""
 
     overwrite: Annotated[
@@ -42,12 +34,7 @@ class Writing:
     dry_run: Annotated[
         bool, typer.Option("-n", "--dry-run", help="Print the plan, write nothing.", rich_help_panel=_OUTPUT)
     ] = False
-    as_json: Json = False
-    quiet: Quiet = False
-    verbose: Verbose = 0
-    progress: ProgressMode = "auto"
     max_memory: MaxMemory = "64MiB"
-    threads: Threads = None
     device: Annotated[
         str,
         typer.Option(
@@ -56,7 +43,6 @@ class Writing:
             rich_help_panel=_RESOURCES,
         ),
     ] = "auto"
-    rank_timeout: RankTimeout = 60.0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -80,21 +66,15 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
     Returns:
         The exit code.
     """
-    from distckpt_cli.progress import Progress, choose_mode
-    from distckpt_cli.signals import stop_on_signals
-
-    mode = choose_mode(writing.progress, quiet=writing.quiet)
-    console = Console(json_asked=writing.as_json, quiet=writing.quiet, verbose=writing.verbose)
     from converters.conversion import run_conversion
-    from converters.ranks import Ranks
 
+    console = writing.console
     made = plan(console)
     if writing.dry_run:
         _show_plan(console, schema, made)
         return ExitCode.OK
-    ranks = Ranks.from_environment(timeout=writing.rank_timeout)
-    with stop_on_signals() as stop, Progress(console, mode) as listener:
-        stats = run_conversion(made, listener=listener, stop=stop, ranks=ranks)
+    with writing.watched(console) as watched:
+        stats = run_conversion(made, **watched)
     _show_result(console, schema, made, stats)
     return ExitCode.OK
 

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from distckpt_cli.console import Console, UsageProblem, parse_size
+from distckpt_cli.console import UsageProblem, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import (
-    Json,
-    MaxMemory,
-    ProgressMode,
-    Quiet,
-    RankTimeout,
-    Scratch,
-    Threads,
-    Verbose,
-    workers,
-)
-
-if TYPE_CHECKING:
-    from converters.diff import DiffOptions
+from distckpt_cli.options import Looking, MaxMemory, spread, workers
 
 _WHAT = "What to compare"
 
 
+@spread
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, in any format and layout.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one; also a Hugging Face folder of the same model.")],
+    *,
     tensors: Annotated[
         list[str] | None,
         typer.Option(
@@ -72,14 +61,8 @@ def diff(
         ),
     ] = None,
     flat: Annotated[bool, typer.Option("--flat", help="One row for each tensor.", rich_help_panel="Output")] = False,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = 0,
-    progress: ProgressMode = "auto",
     max_memory: MaxMemory = "64MiB",
-    threads: Threads = None,
-    scratch: Scratch = None,
-    rank_timeout: RankTimeout = 60.0,
+    looking: Looking,
 ) -> int:
     """Compare two checkpoints: tensors, arguments, state, then every value. Exit code 0: the same, 1: different.
 
@@ -88,10 +71,6 @@ def diff(
     atol + rtol * max(|a|, |b|) of each other will do. How the jobs were laid out and where they kept files is shown,
     but does not count.
     """
-    from distckpt_cli.progress import Progress, choose_mode
-    from distckpt_cli.signals import stop_on_signals
-
-    mode = choose_mode(progress, quiet=quiet)
     if args and (tensors or quick or arch or not (rtol is atol is vocab_size is None)):
         hint = "leave out --tensors, --quick, --rtol, --atol, --arch and --vocab-size"
         raise UsageProblem("--args compares arguments only", hint=hint)
@@ -99,44 +78,13 @@ def diff(
         raise UsageProblem("--rtol and --atol are numbers", hint="nothing differs by more than infinity")
     if quick and (rtol is not None or atol is not None):
         raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
-    options = _options(tensors, ignore, rtol, atol, quick or bool(args), arch, vocab_size, max_memory, threads)
-    console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
-    from converters.crew import scratch_folder
-    from converters.diff import plan_diff, run_diff
+    console = looking.console
+    from converters.diff import DiffOptions, plan_diff, run_diff
+    from converters.diff_values import Tolerance
     from converters.formats import open_checkpoint
-    from converters.ranks import Ranks
     from distckpt_cli import difference_document, differences
 
-    names = shlex.quote(a), shlex.quote(b)
-    readers = open_checkpoint(a), open_checkpoint(b)
-    if args:
-        return differences.show_arguments(console, *readers, args, options.ignore, flat=flat)
-    plan = plan_diff(*readers, options)
-    ranks = Ranks.from_environment(timeout=rank_timeout)
-    with stop_on_signals() as stop, Progress(console, mode) as listener:
-        report = run_diff(plan, listener=listener, stop=stop, ranks=ranks, scratch=scratch_folder(scratch))
-    if as_json:
-        console.document("distckpt.diff/1", difference_document.document(report, every=flat))
-    else:
-        differences.show(console, report, names, flat=flat)
-    return ExitCode.OK if report.identical else ExitCode.NO
-
-
-def _options(
-    tensors: list[str] | None,
-    ignore: list[str] | None,
-    rtol: float | None,
-    atol: float | None,
-    quick: bool,
-    arch: str | None,
-    vocab_size: int | None,
-    max_memory: str,
-    threads: int | None,
-) -> DiffOptions:
-    from converters.diff import DiffOptions
-    from converters.diff_values import Tolerance
-
-    return DiffOptions(
+    options = DiffOptions(
         tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
         tensors=tuple(tensors or ()),
         ignore=tuple(ignore or ()),
@@ -144,5 +92,17 @@ def _options(
         arch=arch,
         vocab_size=vocab_size,
         max_memory=parse_size(max_memory, "--max-memory"),
-        threads=workers(threads, 4),
+        threads=workers(looking.threads, 4),
     )
+    names = shlex.quote(a), shlex.quote(b)
+    readers = open_checkpoint(a), open_checkpoint(b)
+    if args:
+        return differences.show_arguments(console, *readers, args, options.ignore, flat=flat)
+    plan = plan_diff(*readers, options)
+    with looking.watched(console) as watched:
+        report = run_diff(plan, **watched)
+    if looking.as_json:
+        console.document("distckpt.diff/1", difference_document.document(report, every=flat))
+    else:
+        differences.show(console, report, names, flat=flat)
+    return ExitCode.OK if report.identical else ExitCode.NO

@@ -9,17 +9,7 @@ import typer
 
 from distckpt_cli.console import Console, UsageProblem, format_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import (
-    Ckpt,
-    Json,
-    ProgressMode,
-    Quiet,
-    RankTimeout,
-    Scratch,
-    Threads,
-    Verbose,
-    workers,
-)
+from distckpt_cli.options import Ckpt, Looking, spread, workers
 
 if TYPE_CHECKING:
     from converters.verify_report import Check, Report
@@ -34,8 +24,10 @@ _WORDS = {
 }
 
 
+@spread
 def verify(
     ckpt: Ckpt,
+    *,
     quick: Annotated[
         bool, typer.Option("--quick", help="Structure only; reads no payload.", rich_help_panel=_PANEL)
     ] = False,
@@ -55,13 +47,7 @@ def verify(
             rich_help_panel=_PANEL,
         ),
     ] = False,
-    threads: Threads = None,
-    scratch: Scratch = None,
-    rank_timeout: RankTimeout = 60.0,
-    progress: ProgressMode = "auto",
-    quiet: Quiet = False,
-    as_json: Json = False,
-    verbose: Verbose = 0,
+    looking: Looking,
 ) -> int:
     """Check a checkpoint: structure, every record and checksum, optimizer against weights.
 
@@ -72,29 +58,18 @@ def verify(
     that is constant where that of other layers is not; one 1,000 times as large as in other layers, or as small. Worth a
     look: 10 times.
     """
-    from distckpt_cli.progress import Progress, choose_mode
-    from distckpt_cli.signals import stop_on_signals
-
-    mode = choose_mode(progress, quiet=quiet)
     if quick and (values or write_manifest):
         raise UsageProblem(f"--quick reads no payload, {'--values' if values else '--write-manifest'} reads all")
-    console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
-    from converters.crew import scratch_folder
+    console = looking.console
     from converters.formats import open_checkpoint
-    from converters.ranks import Ranks
     from converters.verify import VerifyOptions, verify
 
-    options = VerifyOptions(
-        quick=quick,
-        values=values,
-        write_manifest=write_manifest,
-        threads=workers(threads, 8),
-    )
-    ranks = Ranks.from_environment(timeout=rank_timeout)
+    threads = workers(looking.threads, 8)
+    options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=threads)
     reader = open_checkpoint(ckpt)
-    with stop_on_signals() as stop, Progress(console, mode) as listener:
-        report = verify(reader, options, listener=listener, stop=stop, ranks=ranks, scratch=scratch_folder(scratch))
-    if as_json:
+    with looking.watched(console) as watched:
+        report = verify(reader, options, **watched)
+    if looking.as_json:
         console.document("distckpt.verify/1", report.document())
     else:
         _show(console, report, ckpt)
