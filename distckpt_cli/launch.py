@@ -72,8 +72,8 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     Ranks that have met tell each other. One that is killed before, while it plans, is known only here.
     """
     deadline = None
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.returncode]
+    while None in (codes := [process.poll() for process in ranks]):
+        failed = [rank for rank, code in enumerate(codes) if code]
         if failed and deadline is None:
             deadline = time.monotonic() + _GRACE
         if deadline is not None and time.monotonic() > deadline:

@@ -7,15 +7,21 @@ import sys
 import time
 
 import pytest
-from checkpoints import golden, run_cli, tree
+from checkpoints import golden, tree
 from cli_support import environment
+
+from distckpt_cli import launch
+from distckpt_cli.app import main
 
 SOURCE = golden("llama_adam_tp2pp2")
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
-# loaded by every process of a run: each write waits, and says who it is
+RESHARD = ("--tp", 4, "--max-memory", "256KiB", "--threads", 1)
+# loaded by every process of a run: each write waits, and says who it is; one may end before it does anything
 SLOW = """
 import os, sys, time, pathlib
 if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
+    if os.environ.get("DIES") == os.environ["RANK"]:
+        os.kill(os.getpid(), 9)
     from converters.worker import Worker
     original = Worker._scatter
     def scatter(self, *arguments):
@@ -41,18 +47,29 @@ def finish(process):
     return process.returncode, out, err
 
 
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """What one process makes."""
+    into = tmp_path_factory.mktemp("one") / "out"
+    assert main([*map(str, ("reshard", SOURCE, into, *RESHARD)), "-q"]) == 0
+    return tree(into)
+
+
 @pytest.fixture
-def slow(tmp_path):
-    """A run that takes long enough to be disturbed, and where its ranks leave their process ids."""
+def path(tmp_path):
+    """An import path on which the ranks are slow."""
     (tmp_path / "path").mkdir()
-    (tmp_path / "pids").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(SLOW)
-    earlier = environment().get("PYTHONPATH", "")
-    path = os.pathsep.join(filter(None, [str(tmp_path / "path"), earlier]))
-    env = {"PYTHONPATH": path, "PIDS": str(tmp_path / "pids"), "DISTCKPT_RANK_TIMEOUT": "5"}
-    args = ("--workers", 2, "reshard", SOURCE, tmp_path / "out", "--tp", 4, "--max-memory", "256KiB", "--threads", 1)
-    process = distckpt(*args, **env)
+    return os.pathsep.join(filter(None, [str(tmp_path / "path"), environment().get("PYTHONPATH", "")]))
+
+
+@pytest.fixture
+def slow(tmp_path, path):
+    """A run that takes long enough to be disturbed, and where its ranks leave their process ids."""
     pids = tmp_path / "pids"
+    pids.mkdir()
+    env = {"PYTHONPATH": path, "PIDS": str(pids), "DISTCKPT_RANK_TIMEOUT": "5"}
+    process = distckpt("--workers", 2, "reshard", SOURCE, tmp_path / "out", *RESHARD, **env)
     deadline = time.monotonic() + 30
     while len(list(pids.iterdir())) < 2:
         assert process.poll() is None, finish(process)
@@ -63,46 +80,66 @@ def slow(tmp_path):
     process.communicate()
 
 
-def test_the_result_is_that_of_one_process(tmp_path):
-    code, out, err = finish(distckpt("--workers", 3, "reshard", SOURCE, tmp_path / "three", "--tp", 4))
-    assert code == 0, err
-    assert out.count("wrote ") == 1
-    assert run_cli("reshard", SOURCE, tmp_path / "one", "--tp", "4").returncode == 0
-    assert tree(tmp_path / "three") == tree(tmp_path / "one")
+WRONG = {
+    "impossible": (("reshard", SOURCE, "DST", "--tp", 3), 4, "4 attention heads cannot be split"),
+    "missing": (("reshard", "missing", "DST"), 3, "missing does not exist"),
+    "full": (("reshard", SOURCE, "FULL"), 5, "already exists"),
+    "usage": (("reshard", SOURCE), 2, "missing argument"),
+}
 
 
-@pytest.mark.parametrize(
-    ("args", "code", "message"),
-    [
-        (("reshard", SOURCE, "DST", "--tp", 3), 4, "4 attention heads cannot be split"),
-        (("reshard", "missing", "DST"), 3, "missing does not exist"),
-        (("reshard", SOURCE, "FULL"), 5, "already exists"),
-        (("reshard", SOURCE), 2, "missing argument"),
-    ],
-)
-def test_exit_codes_are_precise_and_errors_shown_once(tmp_path, args, code, message):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").touch()
-    places = {"DST": tmp_path / "dst", "FULL": tmp_path / "full"}
-    found, out, err = finish(distckpt("--workers", 2, *(places.get(word, word) for word in args)))
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory):
+    """How runs end that cannot succeed; started all at once."""
+    root = tmp_path_factory.mktemp("wrong")
+    (root / "full").mkdir()
+    (root / "full" / "file").touch()
+    places = {"DST": root / "dst", "FULL": root / "full"}
+    started = {
+        name: distckpt("--workers", 2, *(places.get(word, word) for word in args)) for name, (args, *_) in WRONG.items()
+    }
+    return {name: finish(process) for name, process in started.items()}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_exit_codes_are_precise_and_errors_shown_once(wrong, name):
+    (_, code, message), (found, out, err) = WRONG[name], wrong[name]
     assert found == code
     assert err.count("error:") == 1
     assert message in err
     assert not out
 
 
-def test_a_signal_stops_all_ranks_and_the_same_command_continues(slow, tmp_path):
+def test_a_signal_stops_all_ranks_and_the_same_command_continues(slow, tmp_path, expected):
     process, pids = slow
     process.send_signal(signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 143, err
     assert not any(alive(pid) for pid in pids)
     assert not (tmp_path / "out").exists()
-    args = ("--workers", 2, "reshard", SOURCE, tmp_path / "out", "--tp", 4, "--max-memory", "256KiB", "--threads", 1)
-    code, _, err = finish(distckpt(*args))
+    code, out, err = finish(distckpt("--workers", 3, "reshard", SOURCE, tmp_path / "out", *RESHARD))
     assert code == 0, err
-    assert run_cli("reshard", SOURCE, tmp_path / "one", "--tp", "4").returncode == 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "one")
+    assert out.count("wrote ") == 1
+    assert tree(tmp_path / "out") == expected
+
+
+def test_a_rank_that_the_others_never_meet(tmp_path, path, expected, monkeypatch, capfd):
+    """It is killed while it plans: only the launcher knows, and need not wait for five times the timeout."""
+    monkeypatch.setattr(launch, "_GRACE", 1.0)
+    for name in HIDDEN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("PYTHONPATH", path), ("DIES", "1")):
+        monkeypatch.setenv(name, value)
+    begin = time.monotonic()
+    command = [*map(str, ("reshard", SOURCE, tmp_path / "out", *RESHARD))]
+    assert launch.launch(2, command) == 128 + signal.SIGKILL
+    assert time.monotonic() - begin < 30
+    assert "stopped rank 1 ended with SIGKILL, and the others had not met it" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+    monkeypatch.delenv("DIES")
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    assert launch.launch(2, command) == 0
+    assert tree(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -125,13 +162,13 @@ def test_ranks_do_not_outlive_their_launcher(slow, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_where_it_does_not_belong():
-    code, _, err = finish(distckpt("inspect", SOURCE, "--workers", 2))
-    assert code == 2
-    assert "distckpt --workers N inspect" in err
-    code, _, err = finish(distckpt("--workers", 2, "inspect", SOURCE, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0"))
-    assert code == 2
-    assert "the ranks are there already" in err
+def test_where_it_does_not_belong(monkeypatch, capsys):
+    assert main(["inspect", str(SOURCE), "--workers", "2"]) == 2
+    assert "distckpt --workers N inspect" in capsys.readouterr().err
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    assert main(["--workers", "2", "inspect", str(SOURCE)]) == 2
+    assert "the ranks are there already" in capsys.readouterr().err
 
 
 def alive(pid):
