@@ -34,6 +34,7 @@ from converters.conversion import Conversion, WriteOptions
 from converters.damage import refuse_damage
 from converters.export import ExportOptions, plan_export
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
+from converters.formats.base import fingerprint_of
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.job import CopyRoutes, Job
 from converters.optim import Masters, OptimizerState
@@ -125,7 +126,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         sources,
         output.routes,
         output.files,
-        source_fingerprint=reader.fingerprint(),
+        source_fingerprint=fingerprint_of(reader),
         max_memory=options.max_memory,
         threads=options.threads,
         seals=output,
@@ -182,7 +183,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         content.sources,
         CopyRoutes.of([copy for t in content.tensors for copy in t.copies], boxed, layout.places),
         layout.files,
-        source_fingerprint=reader.fingerprint(),
+        source_fingerprint=fingerprint_of(reader),
         max_memory=options.max_memory,
         threads=options.threads,
     )

@@ -19,6 +19,7 @@ from converters.diff_pairs import Side, match
 from converters.diff_run import blaming, read_values, stretches, tile_size
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
+from converters.formats.base import fingerprint_of
 from converters.names import any_of
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class DiffPlan:
         work: What there is to read, in parts.
         tile_bytes: Bytes of a tile.
         threads: Workers that fit into the memory allowed.
+        prints: Digests of both as they were when planning began; they must be the same in the end.
     """
 
     sides: tuple[Side, Side]
@@ -89,6 +91,7 @@ class DiffPlan:
     work: Sequence[Stretch]
     tile_bytes: int
     threads: int
+    prints: tuple[str, str]
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +101,8 @@ class DiffPlan:
     @property
     def fingerprint(self) -> str:
         """Changes when anything about the work changes."""
-        parts = [self.sides[0].reader.fingerprint(), self.sides[1].reader.fingerprint(), repr(self.options)]
-        return hashlib.sha256(f"{parts}:{self.tile_bytes}:{len(self.work)}:{self.nbytes}".encode()).hexdigest()
+        parts = self.prints, self.options, self.tile_bytes, len(self.work), self.nbytes
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
     """
     options = options or DiffOptions()
     tile, threads = tile_size(options.max_memory, options.threads)
+    prints = fingerprint_of(a), fingerprint_of(b)
     sides = Side.both(a, b)
     wanted, unwanted = any_of(options.tensors), any_of(options.ignore)
 
@@ -212,7 +216,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
         facts = compare_facts(*sides, keep)
         notes += facts.notes
     work = () if options.quick else stretches(matching, sides)
-    return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads)
+    return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, prints)
 
 
 def _refuse_damage(side: Side, names: set[str]) -> None:
@@ -254,7 +258,6 @@ def run_diff(
     if plan.options.quick:
         tensors = tuple(_report(plan, pair) for pair in plan.matching.pairs)
         return DiffReport(plan, tensors, _same(plan, tensors), seconds=time.monotonic() - begin)
-    prints = [side.reader.fingerprint() for side in plan.sides]
     crew = Crew(
         "diff", plan.fingerprint, threads=plan.threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop
     )
@@ -272,8 +275,8 @@ def run_diff(
             tile_bytes=plan.tile_bytes,
             tolerance=plan.options.tolerance,
         )
-        for side, before in zip(plan.sides, prints, strict=True):
-            if side.reader.fingerprint() != before:
+        for side, before in zip(plan.sides, plan.prints, strict=True):
+            if fingerprint_of(side.reader) != before:
                 raise IntegrityError(
                     f"{side.label} changed while it was read", hint="wait until nobody writes to it, then compare again"
                 )

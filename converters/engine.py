@@ -14,8 +14,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
-from converters.errors import FormatError, IntegrityError, Interrupted
+from converters.errors import IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
+from converters.formats.base import fingerprint_of
 from converters.gather import Gatherer, Sources
 from converters.publish import os_trouble
 from converters.sealing import seal
@@ -213,11 +214,7 @@ class _Run:
                 setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
 
     def _same_source(self) -> None:
-        try:
-            found = self.reader.fingerprint()
-        except OSError as error:
-            raise FormatError(f"reading the source failed: {error.strerror or error}") from error
-        if found != self.job.source_fingerprint:
+        if fingerprint_of(self.reader) != self.job.source_fingerprint:
             raise IntegrityError(
                 "the source changed after it was opened; nothing was published",
                 hint="wait until nobody writes to it, then run the same command again",

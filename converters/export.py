@@ -17,6 +17,7 @@ from converters import __version__
 from converters.conversion import Conversion, ExtraFile, WriteOptions, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.errors import FormatError, RequestError
+from converters.formats.base import fingerprint_of
 from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.job import CopyRoutes, Job
@@ -154,7 +155,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         sources,
         CopyRoutes.of(mapping.copies, mapping.targets, layout.places),
         layout.files,
-        source_fingerprint=reader.fingerprint(),
+        source_fingerprint=fingerprint_of(reader),
         max_memory=options.max_memory,
         threads=options.threads,
     )

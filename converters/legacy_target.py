@@ -29,7 +29,7 @@ from converters.damage import refuse_contradictions, refuse_damage, refuse_forei
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput
-from converters.formats.base import CommonReader
+from converters.formats.base import CommonReader, fingerprint_of
 from converters.formats.common_state import Archive
 from converters.formats.legacy import LegacyReader
 from converters.formats.legacy_chains import Chains
@@ -139,7 +139,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         {name: sources[name] for name in output.routes.sources()},
         output.routes,
         output.files,
-        source_fingerprint=reader.fingerprint(),
+        source_fingerprint=fingerprint_of(reader),
         max_memory=options.max_memory,
         threads=options.threads,
         seals=output,

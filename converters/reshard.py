@@ -15,6 +15,7 @@ from converters.companions import companions, keeps_framework
 from converters.conversion import Conversion, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.errors import RequestError
+from converters.formats.base import fingerprint_of
 from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
 from converters.layout_check import check as check_layout
@@ -106,7 +107,7 @@ def plan_reshard(
         draft.sources,
         output,
         _in_folder(output, folder),
-        source_fingerprint=reader.fingerprint(),
+        source_fingerprint=fingerprint_of(reader),
         max_memory=options.max_memory,
         threads=options.threads,
         seals=output,

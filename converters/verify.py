@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from converters.crew import Crew
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Phase, PlanReady
+from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, status
 from converters.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.names import fold, printable
@@ -113,7 +114,7 @@ class _Verification:
             raise RequestError("a manifest lists the files of a folder; this checkpoint is a single file")
         fingerprint = ""
         if not self.options.quick:
-            fingerprint = self._reading(self.reader.fingerprint)
+            fingerprint = fingerprint_of(self.reader)
             self._plan()
         else:
             ranks = None  # nothing to share: every rank finds the same
@@ -254,8 +255,8 @@ class _Verification:
 
     def _changed(self, fingerprint: str) -> bool:
         try:
-            return self.reader.fingerprint() != fingerprint
-        except OSError:
+            return fingerprint_of(self.reader) != fingerprint
+        except FormatError:
             return True
 
     def _conclude_files(self, scans: list[dict[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """What people do wrong, on the command line: one sentence, the facts, a hint, the exit code, and nothing left behind."""
 
 import copy
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 from checkpoints import copy_golden, edit_metadata, flip, payloads, run_cli, tree
 from support import GOLDEN
 
+from converters.formats import dcp
 from converters.pickles import fields, set_field
 from distckpt_cli.app import main
 
@@ -367,3 +369,19 @@ def test_the_destination_may_not_lie_in_the_training_root_that_was_named(place, 
     (root / "latest_checkpointed_iteration.txt").write_text("10")
     refused(capsys, 5, "inside the source", root, root / "hf")
     assert not (root / "hf").exists()
+
+
+@pytest.mark.parametrize("command", ["diff", "verify", "reshard", "export-hf"])
+def test_a_disk_that_fails_while_a_source_is_looked_at_is_no_bug_of_ours(command, tmp_path, monkeypatch, capsys):
+    source = str(GOLDEN / "llama_adam_tp2pp2")
+    words = {"diff": [source, source], "verify": [source]}.get(command, [source, str(tmp_path / "out")])
+    real = dcp.status
+
+    def status(path):
+        if path.suffix == ".distcp":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path)
+
+    monkeypatch.setattr(dcp, "status", status)
+    assert main([command, *words]) == 3
+    assert "__0_0.distcp failed: Input/output error" in capsys.readouterr().err

@@ -371,6 +371,14 @@ def test_a_checkpoint_that_changes_meanwhile_is_no_answer(pair, tmp_path):
         run_diff(plan, listener=touch)
 
 
+def test_a_checkpoint_that_changes_after_planning_is_no_answer(pair, tmp_path):
+    shutil.copytree(pair[0], tmp_path / "a")
+    plan = plan_diff(open_checkpoint(tmp_path / "a"), open_checkpoint(pair[1]))
+    next((tmp_path / "a").glob("*.distcp")).touch()
+    with pytest.raises(IntegrityError, match="A changed while it was read"):
+        run_diff(plan)
+
+
 def test_too_little_memory_is_refused(pair):
     with pytest.raises(RequestError, match="too small"):
         diff(*pair, max_memory=1 << 20)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
 
+from converters.errors import FormatError
+from converters.names import printable
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from converters.formats.common_state import Archive
     from converters.records import Payload
 
-__all__ = ["ArchiveReader", "CommonReader", "Reader", "StoredArchive"]
+__all__ = ["ArchiveReader", "CommonReader", "Reader", "StoredArchive", "fingerprint_of"]
 
 
 class Reader(Protocol):
@@ -122,3 +125,16 @@ class Read(Protocol):
     """Reads `length` bytes at `offset` of a file already chosen; fewer only at the file's end."""
 
     def __call__(self, offset: int, length: int, /) -> bytes: ...
+
+
+def fingerprint_of(reader: Reader) -> str:
+    """`reader.fingerprint()` of a checkpoint whose disk may fail.
+
+    Raises:
+        FormatError: A file cannot be asked for its size and time.
+    """
+    try:
+        return reader.fingerprint()
+    except OSError as error:
+        what = printable(str(error.filename or reader.catalog.path))
+        raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
