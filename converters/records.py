@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import DType, dtype, from_storage
 from converters.errors import FormatError, IntegrityError
+from converters.names import printable
 from converters.pickles import Global, Obj, PersId, parse
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _TAIL = 2048  # a record with one tensor has a directory of about 700 bytes
 _HEAD = 1024  # and its elements begin at byte 704 or before
 _MAX_DIRECTORY = 256 << 20
+_MOST_AXES = 32  # of numpy 1, and of every tensor there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,18 +265,38 @@ def read_pickle(read: Read, start: int, length: int, what: str, *, limit: int = 
     return parse(raw, what=f"{what}: data.pkl")
 
 
+# of torch._utils, torch._tensor: sparse, quantized, nested, meta, subclasses; TransformerEngine's FP8 tensors
+_OTHER_TENSOR = re.compile(r"_rebuild_\w+|_make_\w+_in_reduce_ex")
+
+
 def tensor_ref(node: Any, what: str) -> TensorRef | None:
-    """The tensor that an inert node stands for, or None if it is something else."""
+    """The tensor that an inert node stands for, or None if it is something else.
+
+    Raises:
+        FormatError: It makes no sense, or is a tensor whose values are not those of its storage: sparse, quantized, FP8
+            with a scale, without data, or marked as conjugate or negative.
+    """
     if not isinstance(node, Obj):
         return None
     func, args = f"{node.func.module}.{node.func.name}", node.args
-    if func == "torch._utils._rebuild_parameter" and args:
+    if func in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state") and args:
         return tensor_ref(args[0], what)
     if func == "torch._tensor._rebuild_from_type_v2" and len(args) == 4 and isinstance(args[0], Global):
         # a tensor with Python attributes: (rebuild function, type, its arguments, the attributes)
         return tensor_ref(Obj(args[0], args[2]), what) if isinstance(args[2], tuple) else None
     if func not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
-        return None
+        if not _OTHER_TENSOR.match(node.func.name):
+            return None
+        raise FormatError(
+            f"{what} is a tensor of a kind that cannot be read ({printable(func)})",
+            hint="save it once more as a plain, dense tensor, or without it",
+        )
+    marks = args[7 if func.endswith("3") else 6 :]
+    if marks and isinstance(marks[0], dict) and (marks[0].get("conj") or marks[0].get("neg")):
+        raise FormatError(
+            f"{what} is a view that is marked as the conjugate or the negative of what is stored",
+            hint="save it once more as tensor.resolve_conj().resolve_neg()",
+        )
     try:
         storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
         tag, kind, key, location, numel = storage.value if isinstance(storage, PersId) else (None,) * 5
@@ -288,8 +311,9 @@ def tensor_ref(node: Any, what: str) -> TensorRef | None:
     if kind_type is None or not isinstance(numel, int):
         raise FormatError(f"{what} describes a tensor of unknown type {kind.module}.{kind.name}")
     numbers = (numel, offset, *shape, *strides)
-    if len(shape) != len(strides) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        raise FormatError(f"{what} describes a tensor with impossible sizes {shape}, strides {strides}")
+    possible = len(shape) == len(strides) <= _MOST_AXES and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
+    if not possible:
+        raise FormatError(f"{what} describes a tensor with impossible sizes {shape!s:.200}, strides {strides!s:.200}")
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else offset - 1
     if last >= numel:
         raise FormatError(f"{what} describes a tensor of {list(shape)} beyond its storage of {numel} elements")

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import tarfile
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -349,6 +350,48 @@ def test_no_tensor_is_forgotten(tmp_path):
     assert reader.catalog.tensors["ema.a"].kind == "other"
     with pytest.raises(FormatError, match="which is no name"):
         catalog_of(tmp_path, {"model": {("a", 1): torch.ones(2)}})
+
+
+def test_tensors_in_any_dictionary_or_list(tmp_path):
+    """The state of a moving average is an OrderedDict; two models may lie beside each other."""
+    one, two, three = torch.ones(2), torch.zeros(3), torch.full((4,), 2.0)
+    state = {"model": OrderedDict(w=one, rest=[two]), "ema": OrderedDict(w=two, more=(three,))}
+    wanted = {"w": one, "rest.0": two, "ema.w": two, "ema.more.0": three}
+    check(catalog_of(tmp_path, state), wanted)
+    check(catalog_of(tmp_path, {"model0": {"w": one}, "model1": {"w": two}}), {"model0.w": one, "model1.w": two})
+    check(catalog_of(tmp_path, {"w": torch.nn.Parameter(one)}), {"w": one})
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        {"a": {"b": torch.zeros(2)}, "a.b": torch.ones(2)},
+        {"model": {1: torch.zeros(2), "1": torch.ones(2)}},
+        {"model": {"ema.w": torch.zeros(2)}, "ema": {"w": torch.ones(2)}},
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(saved, tmp_path):
+    with pytest.raises(FormatError, match="two tensors that are both"):
+        catalog_of(tmp_path, saved)
+
+
+_COMPLEX = torch.tensor([1 + 2j, 3 + 4j])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (_COMPLEX.conj(), "marked as the conjugate"),
+        (_COMPLEX.conj().imag, "marked as the conjugate or the negative"),
+        (torch.eye(3).to_sparse(), "_rebuild_sparse_tensor"),
+        (torch.ones(3, device="meta"), "_rebuild_meta_tensor"),
+    ],
+)
+def test_tensors_whose_values_are_not_what_is_stored(tensor, message, tmp_path):
+    with pytest.raises(FormatError, match=message):
+        catalog_of(tmp_path, {"w": tensor, "v": torch.ones(2)})
+    with pytest.raises(FormatError, match=message):
+        catalog_of(tmp_path, {"model": {"v": torch.ones(2)}, "other": [tensor]})
 
 
 def test_what_has_tensors_is_no_common_state(tmp_path, capsys):

@@ -26,7 +26,7 @@ from converters.formats.legacy_optim import DEEPEST, Collected, Owned
 from converters.layout import Layout
 from converters.model_args import ModelArgs
 from converters.names import natural_key, parse_key, printable
-from converters.pickles import PickleFormatError, pairs
+from converters.pickles import Obj, PickleFormatError, pairs
 from converters.records import tensor_ref
 from converters.registration import trainable
 from converters.split import Outline, shards, split_rule
@@ -274,6 +274,8 @@ class LegacyModel:
                 if key.endswith(_EXTRA):
                     self._extra_state(key, offset, ep * experts, rank, node)
                 ref = refs.get(key)
+                if ref is None and isinstance(node, Obj) and not key.endswith(_EXTRA):
+                    raise FormatError(f"{file.name}: {printable(key)} is a {printable(node.func.name)}, not a tensor")
                 if ref is None:
                     continue
                 parts = pieces(key, ref.shape, refs, offset=offset, first_expert=ep * experts, experts=experts)

@@ -18,7 +18,7 @@ from converters.catalog import Problem
 from converters.errors import FormatError
 from converters.formats.folder import exists, is_folder
 from converters.formats.legacy_files import PtFile
-from converters.formats.whole import Shards, WholeReader, read_index
+from converters.formats.whole import Shards, WholeReader, distinct, entries, read_index
 from converters.names import printable
 from converters.pickles import Obj, PickleFormatError, pairs, references
 from converters.records import tensor_ref
@@ -64,7 +64,7 @@ class TorchFileReader(WholeReader):
         problems: list[Problem] = []
         for file in files:
             _number(file)
-            held = dict(_flattened(file.tree, file.name))
+            held = distinct(_flattened(file.tree, file.name), file.name)
             lacking = [name for name in wanted[file.name] if name not in held]
             if lacking:
                 raise FormatError(
@@ -91,48 +91,44 @@ def _number(file: PtFile) -> None:
 def _split(tree: Node, what: str) -> tuple[dict[str, dict[str, Node]], dict[Any, Node]]:
     """The model's tensors, chunk by chunk, and everything else in a file."""
     try:
-        entries = dict(pairs(tree))
+        top = dict(pairs(tree))
     except (PickleFormatError, TypeError):
         ref = tensor_ref(tree, what)
         found = "one tensor" if ref is not None else f"a {type(tree).__name__}"
         raise FormatError(f"{what} holds {found}, not a dictionary of tensors") from None
-    chunks = {key: value for key, value in entries.items() if isinstance(key, str) and _CHUNK.fullmatch(key)}
-    key = next((key for key in _MODEL if key in entries and tensor_ref(entries[key], what) is None), None)
+    chunks = {key: value for key, value in top.items() if isinstance(key, str) and _CHUNK.fullmatch(key)}
+    key = next((key for key in _MODEL if key in top and tensor_ref(top[key], what) is None), None)
     if key is not None or chunks:
-        held = chunks or {"model": entries[key]}
-        model = {name: dict(_flattened(value, what)) for name, value in held.items()}
-        state = {name: value for name, value in entries.items() if name not in (chunks or {key})}
+        held = chunks or {"model": top[key]}
+        model = {name: distinct(_flattened(value, what), what) for name, value in held.items()}
+        state = {name: value for name, value in top.items() if name not in (chunks or {key})}
     else:
-        flat = dict(_flattened(tree, what))
+        flat = distinct(_flattened(tree, what), what)
         model = {"model": flat}
         tops = {name.partition(".")[0] for name in flat} | flat.keys()
-        state = {name: value for name, value in entries.items() if name not in tops}
+        state = {name: value for name, value in top.items() if name not in tops}
     if not any(model.values()):
         raise FormatError(
             f"{what} holds no tensors under names",
-            details=[f"found: {', '.join(printable(str(key)) for key in list(entries)[:6])}"],
+            details=[f"found: {', '.join(printable(str(key)) for key in list(top)[:6])}"],
         )
     return model, state
 
 
 def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Node]]:
-    """The tensors in dictionaries in one another, names joined by dots; everything else is passed over.
+    """The tensors in dictionaries and lists in one another, names joined by dots; everything else is passed over.
 
     Raises:
         FormatError: A tensor has no name.
     """
     if depth > _DEEPEST:
         raise FormatError(f"{what}: its dictionaries lie in one another more than {_DEEPEST} deep")
-    try:
-        entries = pairs(node)
-    except PickleFormatError:
-        return
-    for key, value in entries:
+    for key, value in entries(node):
         if not isinstance(key, str | int):
             if tensor_ref(value, what) is not None:
                 raise FormatError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is no name")
             continue
         if tensor_ref(value, f"{what}: {printable(str(key))}") is not None:
             yield f"{prefix}{key}", value
-        elif isinstance(value, dict | Obj):
+        elif isinstance(value, dict | list | tuple | Obj):
             yield from _flattened(value, what, f"{prefix}{key}.", depth + 1)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
@@ -26,19 +26,20 @@ from converters.formats.legacy_optim import tensors_in
 from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
 from converters.names import natural_key, printable
-from converters.pickles import Global, Obj
+from converters.pickles import Global, Obj, PickleFormatError, pairs
 from converters.records import tensor_ref
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from converters.formats.base import Read
     from converters.pickles import Node
     from converters.records import Payload, TensorRef
 
-__all__ = ["Shards", "WholeReader", "read_index"]
+__all__ = ["Shards", "WholeReader", "distinct", "entries", "read_index"]
 
+_V = TypeVar("_V")
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
 _BEFORE_CORE = re.compile(
     r"language_model\.(?:encoder|transformer)\.|\.layers\.\d+\..*\.(?:query_key_value|dense_h_to_4h)\."
@@ -189,7 +190,8 @@ class WholeReader:
         megatron = old or any(_MEGATRON.search(n) for n in names)
         args = _arguments(self._state.get("args"))
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
-        tensors |= self._optimizer(args, tensors, megatron=megatron) | self._others()
+        tensors |= self._optimizer(args, tensors, megatron=megatron)
+        tensors = distinct((*tensors.items(), *self._others().items()), self._storages.joined.name)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
         own = "NeMo 1" if config and not args else "Megatron-LM"
         flavour = own if megatron else "Hugging Face" if hugging else "torch"
@@ -227,10 +229,11 @@ class WholeReader:
 
     def _as_they_are(self, chunks: Mapping[str, Mapping[str, Node]]) -> dict[str, TensorInfo]:
         out = {}
-        for chunk in chunks.values():
+        for number, chunk in chunks.items():
+            prefix = f"{number}." if len(chunks) > 1 else ""
             wrapper = next((w for w in _WRAPPERS if chunk and all(name.startswith(w) for name in chunk)), "")
             for key, node in chunk.items():
-                name = key.removeprefix(wrapper)
+                name = prefix + key.removeprefix(wrapper)
                 if (ref := tensor_ref(node, printable(key))) is not None:
                     out[name] = self._tensor(name, ref, "weight")
         return out
@@ -249,7 +252,8 @@ class WholeReader:
             if found and "rng_" in key:
                 self._details["random states"] = "not looked at"
             else:
-                out |= {name: self._tensor(name, ref, "other") for name, ref in found}
+                named = distinct(found, self._storages.joined.name)
+                out |= {name: self._tensor(name, ref, "other") for name, ref in named.items()}
         return out
 
     def _optimizer(
@@ -313,13 +317,39 @@ class WholeReader:
         return tuple(out)
 
 
+def entries(node: Node) -> list[tuple[Node, Node]]:
+    """Keys and values of a dictionary, of whatever kind, or positions and items of a list; none of anything else."""
+    if isinstance(node, list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, Obj) and node.items:
+        return list(enumerate(node.items))
+    try:
+        return pairs(node)
+    except PickleFormatError:
+        return []
+
+
+def distinct(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
+    """A dictionary of names that must be different.
+
+    Raises:
+        FormatError: Two of them are the same.
+    """
+    out: dict[str, _V] = {}
+    for name, value in named:
+        if name in out:
+            raise FormatError(f"{what} holds two tensors that are both {printable(name)}", tensor=name)
+        out[name] = value
+    return out
+
+
 def _found(node: Node, name: str, depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
     """Every tensor in a tree of dictionaries and lists, by the way to it."""
     ref = tensor_ref(node, name)
     if ref is not None:
         yield name, ref
-    elif depth < 64 and isinstance(node, Mapping | list | tuple):
-        for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+    elif depth < 64:
+        for key, value in entries(node):
             yield from _found(value, f"{name}.{key if isinstance(key, str | int) else '?'}", depth + 1)
 
 
