@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from converters.diff_pairs import Side
 from converters.diff_trees import ABSENT
 from converters.errors import RequestError
-from converters.names import any_of, fold, matcher, printable
-from distckpt_cli.console import format_size, table
+from converters.names import any_of, fold, matcher
 from distckpt_cli.difference_document import fact_document
+from distckpt_cli.difference_values import show_lines, show_values
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show", "show_arguments"]
 
-_ROWS = 20  # of tensors that differ
-_LINES = 8  # of anything else
 _CUT = 60  # characters of an argument's value
-_NARROW = 60
 
 
 def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: bool) -> None:
@@ -48,7 +45,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
     _show_structure(console, report)
     _show_facts(console, "arguments", plan.arguments, _arguments(report), names)
     _show_facts(console, "state", plan.facts.found, _agreeing(report), names)
-    _show_values(console, report, flat=flat)
+    show_values(console, report, flat=flat)
     if report.identical:
         how = "but for what is not counted" if _uncounted(report) else "in everything"
         if plan.options.quick:
@@ -85,15 +82,15 @@ def _show_structure(console: Console, report: DiffReport) -> None:
     text = f"{both:,} in both" + ("" if trouble else ", with the same shapes and types")
     console.fact("tensors", text if both else "none in both")
     for number, side in enumerate(report.plan.sides):
-        _list(console, f"only in {side.label}", _only(report, number), style="error")
+        show_lines(console, f"only in {side.label}", _only(report, number), style="error")
     lines = []
     for (a, b), names in _grouped((shapes, name) for name, shapes in matching.shapes.items()).items():
         lines += [f"{text}  {_shape(a)} in A, {_shape(b)} in B" for text, _ in fold(names)]
-    _list(console, "shapes", lines, style="error")
-    _list(console, "types", types, style=None if report.plan.options.tolerance else "error")
-    _list(console, "padding", _padding(report))
+    show_lines(console, "shapes", lines, style="error")
+    show_lines(console, "types", types, style=None if report.plan.options.tolerance else "error")
+    show_lines(console, "padding", _padding(report))
     reasons = _grouped((reason, name) for name, reason in matching.skipped.items())
-    _list(console, "left out", [f"{reason} ({_count(names)})" for reason, names in reasons.items()])
+    show_lines(console, "left out", [f"{reason} ({_count(names)})" for reason, names in reasons.items()])
 
 
 def _only(report: DiffReport, number: int) -> list[str]:
@@ -158,14 +155,6 @@ def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
     return out
 
 
-def _list(console: Console, label: str, lines: Sequence[str], *, style: str | None = None) -> None:
-    shown = lines if console.verbose else lines[:_LINES]
-    for number, line in enumerate(shown):
-        console.fact(label if not number else "", line, style=style if not number else None)
-    if len(lines) > len(shown):
-        console.fact("", f"and {len(lines) - len(shown):,} more (-v)")
-
-
 # ---------------------------------------------------------------------- arguments and state
 
 
@@ -175,7 +164,7 @@ def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: s
     if not counted and not agreeing:
         return
     if counted:
-        _list(console, label, _folded(counted), style="error")
+        show_lines(console, label, _folded(counted), style="error")
     else:
         console.fact(label, agreeing)
     if others and label == "arguments":
@@ -226,116 +215,6 @@ def _agreeing(report: DiffReport) -> str:
     compared = report.plan.facts.compared
     one = len(compared) == 1 and not compared[0].endswith("s")
     return f"{', '.join(compared)} agree{'s' if one else ''}" if compared else ""
-
-
-# ---------------------------------------------------------------------- values
-
-
-def _show_values(console: Console, report: DiffReport, *, flat: bool) -> None:
-    plan = report.plan
-    _list(console, "config", plan.matching.config, style="error")
-    if plan.options.quick:
-        console.fact("values", "not compared (--quick)")
-        return
-    if not report.tensors:
-        return
-    bad = [t for t in report.tensors if t.status == "different"]
-    near = [t for t in report.tensors if t.status == "tolerated"]
-    number = len(report.tensors)
-    tolerance = plan.options.tolerance
-    how = "bit for bit" if tolerance is None else f"rtol {tolerance.rtol:g}, atol {tolerance.atol:g}"
-    if bad:
-        text = f"{len(bad):,} of {number:,} tensors differ"
-    elif near:
-        text = f"{number - len(near):,} of {number:,} tensors identical, {len(near):,} within tolerance"
-    else:
-        text = f"of all {number:,} tensors identical" if number > 1 else "identical"
-    console.fact("values", f"{text} ({how})", style="error" if bad else None)
-    if bad or near:
-        _table(console, bad or near, flat=flat)
-        _worst(console, bad or near)
-    rate = f", {format_size(sum(report.bytes_read) / report.seconds)}/s" if report.seconds > 0.05 else ""
-    checked = f"; {report.records_checked:,} records match their checksums" if report.records_checked else ""
-    sizes = " and ".join(f"{format_size(n)} of {s.label}" for n, s in zip(report.bytes_read, plan.sides, strict=True))
-    console.fact("read", f"{sizes}, {report.seconds:.1f} s{rate}{checked}")
-
-
-def _rows(tensors: Sequence[TensorReport], *, flat: bool) -> list[tuple[str, list[TensorReport]]]:
-    """Tensors that differ, folded, those with the largest difference first."""
-    named = {t.name: t for t in tensors}
-    folded = [(name, [name]) for name in named] if flat else fold(named)
-    rows = [(text, [named[name] for name in members]) for text, members in folded]
-    return sorted(rows, key=lambda row: max(map(_severity, row[1])), reverse=True)
-
-
-def _severity(tensor: TensorReport) -> tuple[int, float, float, int]:
-    found = tensor.values
-    assert found is not None
-    return min(1, found.nan_a + found.nan_b), found.max_rel, found.max_abs, found.differing
-
-
-def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> None:
-    rows = _rows(tensors, flat=flat)
-    shown = rows if flat or console.verbose else rows[:_ROWS]
-    narrow = console.width is not None and console.width < _NARROW
-    columns = [
-        ">MAX ABS",
-        *([] if narrow else [">MAX REL"]),
-        ">COSINE",
-        ">DIFFERING",
-        *([] if narrow else ["FIRST AT"]),
-    ]
-    lines = []
-    for text, members in shown:
-        found = [t.values for t in members if t.values is not None]
-        count, total = sum(v.differing or v.unequal for v in found), sum(v.elements for v in found)
-        nan = " NaN" if any(v.nan_a or v.nan_b for v in found) else ""
-        first = next((v.first for v in found if v.first), None)
-        furthest = max(v.max_abs for v in found)
-        cells = [
-            "NaN" if nan and not furthest else _number(furthest) + nan,
-            _number(max(v.max_rel for v in found)),
-            _cosine(min(v.cosine for v in found)),
-            f"{count:,} of {total:,}",
-            _index(first[0]) if first and len(members) == 1 else "-",
-        ]
-        lines.append([*(cells[:1] + cells[2:4] if narrow else cells), printable(text)])
-    wide = console.width is None or all(len(line) <= console.width for line in table([*columns, "TENSOR"], lines))
-    header, *body = table([*columns, "TENSOR"], lines, None if wide else 1)
-    console.out(console.style(header, "bold"))
-    console.lines(body)
-    if len(rows) > len(shown):
-        console.out(f"and {len(rows) - len(shown):,} more rows (-v; --flat: one for each tensor)")
-
-
-def _worst(console: Console, tensors: Sequence[TensorReport]) -> None:
-    """Where the first one differs, and where the difference is largest, with both values."""
-    worst = max(tensors, key=_severity)
-    found = worst.values
-    assert found is not None
-    spots = [("first", found.first), ("largest", found.worst)]
-    if found.first and found.worst and found.first[0] == found.worst[0]:
-        spots = [("first", found.first)]
-    for label, spot in spots:
-        if spot is not None:
-            index, a, b = spot
-            console.fact(label, f"{worst.name} {_index(index)}: {_element(a)} in A, {_element(b)} in B")
-
-
-def _index(index: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, index))}]"
-
-
-def _element(value: Any) -> str:
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def _cosine(value: float) -> str:
-    return f"{value:.7f}" if value < 1 - 1e-7 else f"1-{1 - value:.0e}" if value < 1 - 1e-14 else "1"
 
 
 # ---------------------------------------------------------------------- the end
