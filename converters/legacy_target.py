@@ -390,6 +390,13 @@ class _Writer:
             overlap = f"with --overlap-grad-reduce, the same --ddp-bucket-size and --dp {self._layout.dp}"
             cut = overlap if self._args.get("overlap_grad_reduce") is True else "without --overlap-grad-reduce"
             out.append(f"distrib_optim.pt fits only a job that cuts the same buckets: {cut}")
+        if (
+            self._options.extra_state != "drop"
+            and self._order.experts != "sequential"
+            and self._catalog.args.get("fp8")
+            and any(".experts." in name for name in self._objects)
+        ):
+            out.append("FP8 state of grouped experts: each rank's first expert speaks for all of them")
         return out
 
     def flags(self, root: Path) -> str:

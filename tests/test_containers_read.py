@@ -352,6 +352,15 @@ def test_no_tensor_is_forgotten(tmp_path):
         catalog_of(tmp_path, {"model": {("a", 1): torch.ones(2)}})
 
 
+def test_a_folder_with_one_file_is_that_file(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    torch.save({"w": torch.ones(2)}, tmp_path / "run" / "model.pt")
+    check(open_checkpoint(tmp_path / "run"), {"w": torch.ones(2)})
+    torch.save({"w": torch.ones(2)}, tmp_path / "run" / "other.pt")  # which of them is meant is not to be told
+    assert main(["inspect", str(tmp_path / "run")]) == 3
+    assert "not a checkpoint that distckpt knows" in capsys.readouterr().err
+
+
 def test_tensors_in_any_dictionary_or_list(tmp_path):
     """The state of a moving average is an OrderedDict; two models may lie beside each other."""
     one, two, three = torch.ones(2), torch.zeros(3), torch.full((4,), 2.0)

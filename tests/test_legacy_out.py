@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from collections import OrderedDict
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -303,3 +304,14 @@ def test_facts_for_a_program(tmp_path):
     facts = json.loads(json.dumps(plan.facts))
     assert facts["optimizer"] == "plain"
     assert facts["changed_args"]["ckpt_format"] == {"from": "torch_dist", "to": "torch"}
+
+
+def test_fp8_state_of_grouped_experts_is_the_first_ones(tmp_path):
+    def said(**args):
+        reader = open_checkpoint(golden("mixtral_adam_ep2tp2"))
+        reader.catalog = replace(reader.catalog, args={**reader.catalog.args, **args})
+        return any("first expert speaks for all" in note for note in plan_legacy(reader, tmp_path / "o", layout).notes)
+
+    layout = Layout(ep=2, dp=2)
+    assert said(fp8="e4m3", moe_grouped_gemm=True)
+    assert not said(fp8=None)

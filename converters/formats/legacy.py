@@ -16,7 +16,6 @@ Sources: megatron/training/checkpointing.py (`save_checkpoint`, `get_checkpoint_
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -26,8 +25,8 @@ from converters.buffers import Misfit
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
-from converters.formats.folder import exists, status, walk
-from converters.formats.legacy_files import MODEL, OPTIMIZER, PtFile, Storages, find_grid, rank_folders
+from converters.formats.folder import exists, walk
+from converters.formats.legacy_files import MODEL, OPTIMIZER, PtFile, StorageReader, Storages, find_grid, rank_folders
 from converters.formats.legacy_model import LegacyModel, Rank, model_chunks
 from converters.formats.legacy_optim import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
 from converters.formats.megatron import common_facts, find_flavour
@@ -39,15 +38,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from converters.formats.base import Read
     from converters.formats.legacy_files import Grid
     from converters.pickles import Node
-    from converters.records import Payload
 
 __all__ = ["LegacyReader"]
 
 
-class LegacyReader:
+class LegacyReader(StorageReader):
     """An open legacy checkpoint."""
 
     name: ClassVar[str] = "legacy"
@@ -86,23 +83,6 @@ class LegacyReader:
             return cls(folder, grid, files, flat)
         except RequestError as error:  # what a layout cannot be is a request elsewhere; here a file says it
             raise FormatError(error.message, details=error.details, hint=error.hint, tensor=error.tensor) from error
-
-    def file_of(self, record: int) -> int:
-        """Position in `files` of the file that holds a record."""
-        return self._storages.file[record]
-
-    def locate(self, record: int, read: Read) -> Payload:
-        """Where in its file the elements of a storage lie."""
-        return self._storages.locate(record, read)
-
-    def fingerprint(self) -> str:
-        """Digest of the size and time of every file."""
-        digest = hashlib.sha256()
-        for file, path in zip(self._storages.files, self.files, strict=True):
-            found = status(path)
-            sums = "".join(f"{m.crc:08x}" for m in file.members.values())
-            digest.update(f"{file.name}:{found and found[2:]}:{sums};".encode())
-        return digest.hexdigest()
 
     def object_record(self, key: str) -> bytes:
         """The record of an object as torch_dist stores it: a `torch.save` archive of a list of one."""
@@ -154,10 +134,7 @@ class LegacyReader:
         return sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
-        out = []
-        for file in self._storages.files:
-            sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
-            out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
+        out = self._stored_files()
         known = {file.name for file in self._storages.files}
         for name, found in walk(self._folder):
             if name not in known:

@@ -14,27 +14,38 @@ Source: megatron/training/checkpointing.py (`get_checkpoint_name`), Megatron-LM 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.catalog import StoredArray
+from converters.catalog import FileInfo, StoredArray
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at, scan
+from converters.formats.folder import close_source, open_source, read_at, scan, status
 from converters.names import printable
 from converters.pickles import PickleFormatError, parse, parse_stream
 from converters.records import Member, Payload, member_offset, read_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from converters.formats.base import Read
     from converters.records import TensorRef
 
-__all__ = ["MODEL", "OPTIMIZER", "Grid", "PtFile", "Storages", "find_grid", "rank_folder", "rank_folders"]
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "Grid",
+    "PtFile",
+    "StorageReader",
+    "Storages",
+    "find_grid",
+    "rank_folder",
+    "rank_folders",
+]
 
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -166,6 +177,37 @@ class Storages:
         # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
         crc = member.crc if member.crc or file.members["data.pkl"].crc else None
         return Payload(begin, member.size, crc, begin, member.size)
+
+
+class StorageReader:
+    """What the readers of such files have in common: they have `_storages`, and `files` as those lie in them."""
+
+    _storages: Storages
+    files: Sequence[Path]
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        return self._storages.file[record]
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in its file the elements of a storage lie."""
+        return self._storages.locate(record, read)
+
+    def fingerprint(self) -> str:
+        """Digest of names, sizes and times of the files, and of the checksums in their directories."""
+        digest = hashlib.sha256()
+        for file, path in zip(self._storages.files, self.files, strict=True):
+            found = status(path)
+            sums = "".join(f"{m.crc:08x}" for m in file.members.values())
+            digest.update(f"{file.name}:{found and found[2:]}:{sums};".encode())
+        return digest.hexdigest()
+
+    def _stored_files(self) -> list[FileInfo]:
+        out = []
+        for file in self._storages.files:
+            sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
+            out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
+        return out
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,7 @@ REGISTRY: tuple[Format, ...] = (
         "legacy:LegacyReader",
         _legacy,
         read="Megatron-Core 0.12.0, 0.16.1",
-        written="loaded by Megatron-LM 0.16.1, 0.19.1",
+        written="loaded by Megatron-LM 0.16.1",
     ),
     Format(
         "fsdp_dtensor",

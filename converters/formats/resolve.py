@@ -128,6 +128,9 @@ def _descend(folder: Path) -> Path:
         return _descend(found[0])
     if names:
         return folder / names[0]
+    inside = listing(folder)
+    if len(inside) == 1 and is_file(folder / inside[0]) and detect(folder / inside[0]):  # nothing but model.pt
+        return folder / inside[0]
     raise _unknown(folder, found)
 
 

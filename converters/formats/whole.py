@@ -6,7 +6,6 @@ become canonical, exactly as those of the only rank of a legacy checkpoint would
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import re
@@ -20,7 +19,7 @@ from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
 from converters.formats.folder import exists, listing, status
-from converters.formats.legacy_files import Grid, PtFile, Storages
+from converters.formats.legacy_files import Grid, PtFile, StorageReader, Storages
 from converters.formats.legacy_model import LegacyModel
 from converters.formats.legacy_optim import tensors_in
 from converters.formats.megatron import common_facts
@@ -33,9 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from converters.formats.base import Read
     from converters.pickles import Node
-    from converters.records import Payload, TensorRef
+    from converters.records import TensorRef
 
 __all__ = ["Shards", "WholeReader", "distinct", "entries", "read_index"]
 
@@ -108,7 +106,7 @@ def _runs(ref: TensorRef, what: str) -> Iterator[tuple[Box, int]]:
         yield Box((*index, *(0,) * (len(ref.shape) - outer)), (*(1,) * outer, *ref.shape[outer:])), start
 
 
-class WholeReader:
+class WholeReader(StorageReader):
     """An open container.
 
     Args:
@@ -123,6 +121,7 @@ class WholeReader:
     """
 
     name: ClassVar[str] = ""
+    _storages: Shards
 
     def __init__(
         self,
@@ -139,24 +138,6 @@ class WholeReader:
         self.files = [self._folder / file.name for file in storages.files]
         self.optimizer_doubt: str | None = None
         self.catalog = self._catalog(tensors)
-
-    def file_of(self, record: int) -> int:
-        """Position in `files` of the file that holds a record."""
-        return self._storages.file[record]
-
-    def locate(self, record: int, read: Read) -> Payload:
-        """Where in its file the elements of a storage lie."""
-        return self._storages.locate(record, read)
-
-    def fingerprint(self) -> str:
-        """Digest of names, sizes and times of the files, and of what was read of them."""
-        digest = hashlib.sha256()
-        for file, path in zip(self._storages.files, self.files, strict=True):
-            found = status(path)
-            size, time = (found.size, found.mtime_ns) if found is not None else (-1, -1)
-            sums = "".join(f"{m.crc:08x}" for m in file.members.values())
-            digest.update(f"{file.name}:{size}:{time}:{sums};".encode())
-        return digest.hexdigest()
 
     def object_record(self, key: str) -> bytes:
         """There are no objects in such a container."""
@@ -303,11 +284,8 @@ class WholeReader:
         return {}
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
-        out, known = [], set()
-        for file in self._storages.files:
-            sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
-            out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
-            known.add(file.name)
+        out = self._stored_files()
+        known = {file.name for file in self._storages.files}
         if self._place == self._folder:
             for name in listing(self._folder):
                 found = status(self._folder / name)
