@@ -58,8 +58,9 @@ class Disk:
         def take():
             for number in range(copies):
                 time.sleep(0.02)
-                told.append(self.acknowledged)
-                (self.snapshots / str(number)).write_bytes(self.at_one_moment())
+                acknowledged, found = self.at_one_moment()
+                told.append(acknowledged)
+                (self.snapshots / str(number)).write_bytes(found)
             stop.set()
 
         thread = threading.Thread(target=take)
@@ -77,11 +78,11 @@ class Disk:
         return told
 
     def at_one_moment(self):
-        """What the disk holds: between two readings that are equal nothing has changed."""
-        found = self.image.read_bytes()
-        while (again := self.image.read_bytes()) != found:
-            found = again
-        return found
+        """How many results had been acknowledged, and what the disk held right after: in two readings alike."""
+        while True:
+            acknowledged, found = self.acknowledged, self.image.read_bytes()
+            if self.image.read_bytes() == found:
+                return acknowledged, found
 
     def look(self, number, acknowledged):
         """What a copy holds: results that are right, broken ones, and acknowledged ones that are lost."""
