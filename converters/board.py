@@ -102,7 +102,8 @@ class Board:
     def close(self) -> None:
         """Gives up this rank's place."""
         if self._lock >= 0:
-            os.close(self._lock)
+            with contextlib.suppress(OSError):  # the lock is free in any case
+                os.close(self._lock)
             self._lock = -1
 
     def remove(self) -> None:

@@ -139,8 +139,10 @@ def is_held(path: Path) -> bool:
     """Whether a living process holds the lock that `claim` gives."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True  # passing trouble with a disk is not a death; a rank that is really gone falls silent
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -148,7 +150,8 @@ def is_held(path: Path) -> bool:
     except OSError:
         return False
     finally:
-        os.close(fd)
+        with contextlib.suppress(OSError):  # nothing was written
+            os.close(fd)
     return False
 
 

@@ -404,4 +404,5 @@ class TeamStaging:
 
     def close(self) -> None:
         """Closes the journal; every line of it was synced."""
-        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
