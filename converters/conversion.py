@@ -19,7 +19,7 @@ from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady
 from converters.formats.folder import Status, read_small, status
 from converters.names import printable
-from converters.publish import Staging, beside, free_bytes, os_trouble
+from converters.publish import Staging, beside, free_bytes, os_trouble, replaced
 from converters.ranks import Ranks
 from converters.team import Team, TeamStaging
 
@@ -128,6 +128,12 @@ class Conversion:
     single: bool = False
     proof: Proof | None = None
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and what `overwrite` deletes: to be read before it begins."""
+        gone = replaced(self.destination) if self.overwrite else None
+        return (*self.notes, gone) if gone else self.notes
+
 
 def run_conversion(
     plan: Conversion,
@@ -159,7 +165,7 @@ def run_conversion(
             return _follow(job, plan.reader, destination, stop, team, device)
         _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
         tell(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
-        for text in (*plan.notes, *([said] if said else [])):
+        for text in (*plan.remarks, *([said] if said else [])):
             tell(Note(text))
         if team is not None:
             team.assemble()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from converters.job import OutputFile, Slice
 
-__all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "sync_folder", "write_at"]
+__all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "replaced", "sync_folder", "write_at"]
 
 
 def check_destination(source: Path, destination: Path, *, overwrite: bool = False, file: bool = False) -> None:
@@ -86,11 +86,27 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
                 details=[f"it holds {', '.join(printable(e.name) for e in sorted(destination.iterdir())[:4])}"],
                 hint="choose another directory",
             )
+        elif overwrite and len(several := sorted(path.name for path in destination.glob("iter_*"))) > 1:
+            raise DestinationError(
+                f"{shown} is a training run with {len(several)} iterations: --overwrite does not delete them all",
+                details=[f"it holds {', '.join(printable(name) for name in several[:4])}"],
+                hint="choose another directory",
+            )
     ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
     if not ancestor.is_dir():
         raise DestinationError(f"{printable(str(ancestor))} is not a directory")
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
+
+
+def replaced(destination: Path) -> str | None:
+    """What --overwrite would delete, as a sentence; None if there is nothing."""
+    if not destination.is_dir():
+        return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
+    names = sorted(entry.name for entry in destination.iterdir())
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    listed = ", ".join(printable(name) for name in names[:6])
+    return f"{printable(str(destination))} is replaced after success, with all in it: {listed}{more}" if names else None
 
 
 def _check_file(destination: Path, overwrite: bool) -> None:

@@ -21,10 +21,11 @@ from converters import __version__
 from converters.errors import DistckptError, Interrupted
 from converters.names import printable
 from converters.ranks import Ranks
-from distckpt_cli.console import Console, UsageProblem, drop_stdout
+from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup
 from distckpt_cli.signals import Signalled, raise_on_signals
+from distckpt_cli.streams import careful_streams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,9 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # a stream that a test or a notebook put there
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    with careful_streams():
+        return _main(args)
+
+
+def _main(args: list[str]) -> int:
     try:
         with contextlib.ExitStack() as stack:
             if Ranks.from_environment().rank:  # the answer is rank 0's to give
@@ -101,8 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        drop_stdout()
-        code = ExitCode.BROKEN_PIPE
+        return ExitCode.BROKEN_PIPE
+    except DistckptError as error:  # the last of the answer
+        return _fail(error, _Asked.of(args))
     return code
 
 

@@ -16,8 +16,6 @@ import textwrap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-import typer
-
 from converters.errors import DistckptError
 from converters.names import printable
 from converters.ranks import Ranks
@@ -231,13 +229,4 @@ class Console:
         print(text, file=sys.stderr)
 
     def _write(self, text: str) -> None:
-        try:
-            print(text)
-        except BrokenPipeError:
-            drop_stdout()
-            raise typer.Exit(ExitCode.BROKEN_PIPE) from None
-
-
-def drop_stdout() -> None:
-    """Sends what is left for stdout nowhere: its reader is gone, and Python would complain when it exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text)

@@ -129,7 +129,7 @@ def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
     from converters.publish import beside, free_bytes
 
     job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)
-    notes = list(plan.notes)
+    notes = list(plan.remarks)
     if plan.proof is not None:
         size = format_size(plan.proof.nbytes)
         notes.append(f"not checked with --dry-run: {plan.proof.claim} ({size} are read for it)")

@@ -1,0 +1,74 @@
+"""stdout and stderr that may be closed, full, or have no reader: the exit code still says what it is there to say.
+
+An answer that cannot be written is an error of its own, never "the answer is no". What cannot be said on stderr is not said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import DestinationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["careful_streams", "drop"]
+
+
+@contextlib.contextmanager
+def careful_streams() -> Iterator[None]:
+    """While it lasts, stdout and stderr are as described above; a closed one is as good as /dev/null."""
+    with contextlib.ExitStack() as stack:
+        for redirect, stream, required in (
+            (contextlib.redirect_stdout, sys.stdout, True),
+            (contextlib.redirect_stderr, sys.stderr, False),
+        ):
+            there: Any = stream if stream is not None else stack.enter_context(open(os.devnull, "w"))
+            with contextlib.suppress(AttributeError, ValueError):  # a stream that a test or a notebook put there
+                there.reconfigure(errors="backslashreplace")
+            stack.enter_context(redirect(_Careful(there, required)))
+        yield
+
+
+class _Careful:
+    """A text stream whose failures to write are ours to judge."""
+
+    def __init__(self, stream: Any, required: bool) -> None:
+        self._stream, self._required = stream, required
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As the stream's.
+
+        Raises:
+            BrokenPipeError: Nobody reads the answer.
+            DestinationError: The answer cannot be written.
+        """
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream's; raises as `write`."""
+        self._try(self._stream.flush)
+
+    def _try(self, call: Any, *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except OSError as error:
+            drop(self._stream)
+            if not self._required:
+                return
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise DestinationError(f"the answer cannot be written to stdout: {error.strerror or error}") from error
+
+
+def drop(stream: Any) -> None:
+    """Sends what is left for a stream nowhere: Python would complain of it when it exits."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
