@@ -50,20 +50,22 @@ def load_common(path: str | Path) -> dict[str, Any]:
         RequestError: It has no common state.
     """
     archive, tree = open_common(open_checkpoint(path))
-    return {name: _plain(value, archive, 0) for name, value in tree.items()}
+    return {name: _plain(value, archive, 0, [_MOST_VALUES]) for name, value in tree.items()}
 
 
 _MOST_NESTED = 100
+_MOST_VALUES = 1_000_000  # a list that holds one list ten times, which holds another ten times, ... is a small file
 _MAPPINGS = ("collections.OrderedDict", "collections.defaultdict", "collections.Counter")
 
 
-def _plain(node: Any, archive: Archive, depth: int) -> Any:
-    """An inert tree as plain Python."""
-    if depth > _MOST_NESTED:
-        raise FormatError("the common state is nested too deeply")
+def _plain(node: Any, archive: Archive, depth: int, left: list[int]) -> Any:
+    """An inert tree as plain Python; `left` counts down the values that it may still have."""
+    left[0] -= 1
+    if depth > _MOST_NESTED or left[0] < 0:
+        raise FormatError(f"the common state is nested too deeply, or holds more than {_MOST_VALUES:,} values")
 
     def inner(value: Any) -> Any:
-        return _plain(value, archive, depth + 1)
+        return _plain(value, archive, depth + 1, left)
 
     if isinstance(node, dict):
         return {_key(key): inner(value) for key, value in node.items()}

@@ -362,9 +362,12 @@ def _read_window(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
         facts.put("window_size", int(window[0]) + 1, f"{label}.window_size")
 
 
+_MOST_LAYERS = 100_000  # more are no model, but a way to fill the memory
+
+
 def _moe_layers(freq: Any, layers: int) -> tuple[bool, ...] | None:
     """Which layers have experts: every `freq`-th, or as a list of 0 and 1 (also written `([0]*1+[1]*26)`)."""
-    if isinstance(freq, int) and freq > 0:
+    if isinstance(freq, int) and freq > 0 and layers <= _MOST_LAYERS:
         return tuple(i % freq == 0 for i in range(layers))
     if isinstance(freq, str) and re.fullmatch(r"[\[\]()\d,*+ ]+", freq):
         freq = _expand(freq)
@@ -380,5 +383,8 @@ def _expand(text: str) -> list[int] | None:
         found = re.fullmatch(r"\[([\d,]*)\](?:\*(\d+))?", term)
         if not found:
             return None
-        out += [int(n) for n in found[1].split(",") if n] * int(found[2] or 1)
+        numbers, times = [n for n in found[1].split(",") if n], found[2] or "1"
+        if max(map(len, (times, *numbers))) > 6 or len(out) + len(numbers) * int(times) > _MOST_LAYERS:
+            return None
+        out += [int(n) for n in numbers] * int(times)
     return out

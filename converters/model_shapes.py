@@ -34,9 +34,10 @@ class Measured:
     evidence: str
 
 
-_LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d+)\.(.*)", re.DOTALL)
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.")
-_MTP = re.compile(r"mtp\.layers\.(\d+)\.")
+# five digits: a stranger's layer 10^12 shall not cost a list of all the layers before it
+_LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d{1,5})\.(.*)", re.DOTALL)
+_EXPERT = re.compile(r"mlp\.experts\.(\d{1,5})\.")
+_MTP = re.compile(r"mtp\.layers\.(\d{1,5})\.")
 
 
 class _Layers:

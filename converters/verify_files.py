@@ -305,6 +305,8 @@ class FileWorker:
         if not archives and not bare and blocks.look(0, 4) == _ZIP:
             archives = [StoredArchive(0, task.nbytes, -1, "")]
             inside, located = {payload.crc_offset: record for payload, record in located}, []
+        elif not archives and not located and self._holds_objects(task.name):
+            out.note("records", f"{printable(task.name)} is not a file that torch.save wrote")
         parts: list[StoredArchive | tuple[Payload, int]] = [*archives, *located]
         for part in sorted(parts, key=lambda p: p.start if isinstance(p, StoredArchive) else p[0].crc_offset):
             if isinstance(part, StoredArchive):
@@ -313,6 +315,11 @@ class FileWorker:
                 payload, record = part
                 size, crc = payload.crc_nbytes, payload.crc
                 self._sum(task, payload.crc_offset, size, crc, "its elements", record, blocks, out)
+
+    def _holds_objects(self, name: str) -> bool:
+        """Whether a file is an object of the checkpoint, and nothing else."""
+        catalog = self._reader.catalog
+        return any(item.file == name and not item.wrapped for item in catalog.objects.values())
 
     def _located(self, task: FileRead, known: set[int], blocks: _Blocks, out: Scan) -> list[tuple[Payload, int]]:
         """Records that are in none of the archives that the reader knows of."""

@@ -26,6 +26,8 @@ __all__ = ["check_structure", "is_tied"]
 
 _INDEXED = re.compile(r"(.*?\.?(?:layers|layer|blocks|h))\.(\d+)\.(.*)", re.DOTALL)
 _FATAL = ("metadata.json is missing", "common.pt is missing")  # Megatron opens no checkpoint without them
+_NUMBER = re.compile(r"\.(\d+)\.")
+_DIGITS = 6
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)", re.DOTALL)
 
 
@@ -123,6 +125,9 @@ def _check_census(check: Check, catalog: Catalog) -> None:
     experts: dict[str, set[int]] = defaultdict(set)
     for name in catalog.weights:
         expert = _EXPERT.fullmatch(name)
+        if any(len(number) > _DIGITS for number in _NUMBER.findall(name)):
+            check.error(f"{printable(name)[:200]}: no model has so many layers or experts", tensors=(name,))
+            continue
         if expert:
             experts[f"{expert[1]}.*.{expert[3]}"].add(int(expert[2]))
             name = f"{expert[1]}.*.{expert[3]}"

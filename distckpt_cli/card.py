@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.names import fold
+from converters.pickles import describe
 from distckpt_cli.console import format_count, format_size
 
 if TYPE_CHECKING:
@@ -146,6 +147,7 @@ def _print_problems(console: Console, identity: Identity) -> None:
 def card_document(catalog: Catalog, identity: Identity) -> dict[str, Any]:
     """The card for programs: bytes as integers, null where nothing is known."""
     model = {f.name: getattr(identity.model, f.name) for f in fields(identity.model) if f.name != "source"}
+    model["extras"] = {name: describe(value) for name, value in identity.model.extras.items()}
     producer = {"version": catalog.producer[0], "reason": catalog.producer[1]} if catalog.producer else None
     architecture, reasons = find_architecture(catalog, identity)
     found = {"name": architecture.name, "class": architecture.architecture} if architecture else None

@@ -19,7 +19,7 @@ import numpy as np
 from converters.errors import FormatError
 from converters.formats.dcp_rows import OBJECT, Chunks, Ints, Points, Records, match
 from converters.formats.dcp_stored import DcpMetadata, StoredObject, StoredTensor
-from converters.pickles import Global, Node, Obj, fields
+from converters.pickles import Global, Node, Obj, describe, fields
 from converters.pickles.columns import Bail, Batch, Columns
 from converters.pickles.nodes import Run, Slot
 
@@ -59,7 +59,7 @@ class Schema:
     def read(self, root: Node) -> DcpMetadata:
         """The whole file."""
         if type(root) is not Obj or not root.func.name.endswith("Metadata"):
-            raise self.fail(f"it holds {root!r:.200}, not a Metadata object")
+            raise self.fail(f"it holds {_brief(root)}, not a Metadata object")
         top = fields(root)
         state, stored = top.pop("state_dict_metadata", None), top.pop("storage_data", None)
         if type(state) is not dict or type(stored) is not dict:
@@ -356,4 +356,4 @@ def _fields_of(tree: Node) -> dict[str, Node]:
 
 
 def _brief(node: Node) -> str:
-    return f"{node!r:.200}"
+    return f"{describe(node, max_depth=2, max_nodes=16)!r:.200}"  # repr() itself knows no bounds

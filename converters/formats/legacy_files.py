@@ -273,6 +273,8 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     pp, ep = pp or (sizes[1] if fields == 3 else 1), ep or (sizes[2] if fields == 3 else 1)
     if fields != 1 + (pp > 1) + (ep > 1):
         raise _contradiction(names, tp, pp, ep)
+    if tp * pp * ep > _MOST_RANKS:
+        raise _contradiction(names, tp, pp, ep)
     ranks = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp)]
     folders = {rank: rank_folder(*rank, pp, ep) for rank in ranks}
     missing = [name for name in folders.values() if name not in names]
@@ -291,6 +293,9 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
             hint="move the folders of the other save away",
         )
     return Grid(tp, pp, ep, folders, tuple(notes))
+
+
+_MOST_RANKS = 1_000_000
 
 
 def _contradiction(names: list[str], tp: int, pp: int, ep: int) -> FormatError:

@@ -37,12 +37,19 @@ class PlainLoader(yaml.SafeLoader):
     """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node of the document; counts aliases."""
+        """A node of the document; counts aliases, and refuses one inside of what it stands for."""
         if self.check_event(yaml.AliasEvent):
             self._aliases = getattr(self, "_aliases", 0) + 1
             if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes
                 raise yaml.YAMLError("too many aliases")
-        return super().compose_node(parent, index)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        within: list[str] = self.__dict__.setdefault("_within", [])
+        if isinstance(event, yaml.AliasEvent) and event.anchor in within:
+            raise yaml.YAMLError(f"{event.anchor} holds itself")
+        within.append("" if isinstance(event, yaml.AliasEvent) else event.anchor or "")
+        node = super().compose_node(parent, index)
+        within.pop()
+        return node
 
 
 def _ignore_tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
@@ -53,5 +60,15 @@ def _ignore_tag(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
     return suffix or node.value
 
 
+def _short_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    """A number; text if it is longer than any. `1:59:59...` is one to the base 60, at a cost that is quadratic."""
+    if len(node.value) > 400:
+        return node.value
+    integer = node.tag == "tag:yaml.org,2002:int"
+    return loader.construct_yaml_int(node) if integer else loader.construct_yaml_float(node)
+
+
+for _tag in ("int", "float"):
+    PlainLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _short_number)
 PlainLoader.add_multi_constructor("tag:yaml.org,2002:python/", _ignore_tag)
 PlainLoader.add_multi_constructor("!", _ignore_tag)

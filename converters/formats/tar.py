@@ -31,6 +31,7 @@ __all__ = ["Member", "Tree", "is_tar", "read_tree"]
 _BLOCK: Final = 512
 _LONGEST_EXTENSION = 1 << 20  # a long name or a list of pax attributes
 _MOST_MEMBERS = 1 << 22
+_DEEPEST = 256
 _REFUSED = {
     b"1": "a hard link",
     b"2": "a symbolic link",
@@ -186,6 +187,8 @@ class _Scan:
                 f"{self._what}: {printable(text)} would lie outside the folder that it is unpacked into",
                 hint="no checkpoint has such a member: do not unpack this file",
             )
+        if len(parts) > _DEEPEST:
+            raise FormatError(f"{self._what}: {printable(text)[:100]}... lies {len(parts):,} folders deep")
         folder = ""
         for depth, part in enumerate(parts):
             inner = self._tree.setdefault(folder, {})

@@ -56,7 +56,12 @@ class VeScaleReader(TorchDcpReader):
                 f"{printable(str(folder))} has no model/.metadata: the save was not finished, or not copied"
             )
         stages = [int(name.split("_")[1].rstrip("/")) for name in inner if "/pp_" in name]
-        missing = sorted(set(range(max(stages, default=-1) + 1)) - set(stages))
+        most = max(stages, default=-1) + 1
+        if most > 100_000:
+            raise FormatError(
+                f"{printable(str(folder))} has a folder optimizer/pp_{most - 1:,}: no job has so many stages"
+            )
+        missing = sorted(set(range(most)) - set(stages))
         if missing:
             shown = ", ".join(f"optimizer/pp_{number}" for number in missing)
             raise FormatError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.pickles import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -70,7 +71,8 @@ class Model:
     def unexpressible(self, args: ModelArgs) -> list[str]:
         """What of a model this architecture cannot express, as sentences; empty if it fits."""
         out = [text for name, allowed in self.needs.items() if (text := _misfit(name, getattr(args, name), allowed))]
-        out += [f"{name} = {value!r} changes the forward pass" for name, value in args.extras.items()]
+        extras = ((name, describe(value, max_depth=2, max_nodes=16)) for name, value in args.extras.items())
+        out += [f"{name} = {value!r:.200} changes the forward pass" for name, value in extras]
         if args.rope_scaling == "yarn" and args.rope_original_max_position_embeddings is None:
             out.append("the length that yarn extends (original_max_position_embeddings) is not known")
         return out if out else self.misfits(args)
