@@ -18,6 +18,7 @@ files are, of plain data, so that `weights_only` takes it:
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.formats.base import fingerprint_of
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.job import CopyRoutes, Job
+from converters.names import quoted
 from converters.optim import Masters, OptimizerState
 from converters.optim_groups import read_param_groups
 from converters.plan import Target
@@ -131,7 +133,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         threads=options.threads,
         seals=output,
     )
-    where = json.dumps(str(destination))
+    code = f"import torch; print(torch.load({json.dumps(str(destination))}, weights_only=True, mmap=True).keys())"
     hint = "transformers wants it as pytorch_model.bin with a config.json beside it; export-hf makes a whole folder"
     return Conversion(
         command="convert",
@@ -143,7 +145,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         summary=content.summary,
         facts=content.facts,
         advice=(hint,) if content.names == "hf" else (),
-        next_step=f"python -c 'import torch; print(torch.load({where}, weights_only=True, mmap=True).keys())'",
+        next_step=f"python -c {shlex.quote(code)}",
         overwrite=options.overwrite,
         device=options.device,
         single=True,
@@ -202,7 +204,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         notes=content.notes,
         summary=content.summary,
         facts=content.facts,
-        next_step=f"distckpt inspect {destination}",
+        next_step=f"distckpt inspect {quoted(destination)}",
         overwrite=options.overwrite,
         device=options.device,
     )

@@ -21,7 +21,7 @@ from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Moved
 from converters.gather import Gatherer, Sources
 from converters.job import landing
-from converters.names import printable
+from converters.names import quoted
 from converters.plan import Op, reversed_copy
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def blaming(side: Side) -> Iterator[None]:
         raise type(error)(
             f"{side.label} {'is damaged' if damaged else 'cannot be read'}: {error.message}",
             details=error.details,
-            hint=f"distckpt verify {printable(str(side.catalog.root))} says what else is" if damaged else error.hint,
+            hint=f"distckpt verify {quoted(side.catalog.root)} says what else is" if damaged else error.hint,
             tensor=error.tensor,
         ) from error
 

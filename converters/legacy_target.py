@@ -39,7 +39,7 @@ from converters.job import Job
 from converters.layout_check import check as check_layout
 from converters.local import LocalModel, likely_order, with_extra_states
 from converters.model_args import ModelArgs
-from converters.names import fold, parse_key
+from converters.names import fold, parse_key, quoted
 from converters.optim import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Obj, fields, set_field
 from converters.publish import check_destination
@@ -157,7 +157,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         summary=summary,
         facts=facts,
         advice=(f"start the job with {writer.flags(destination)}",),
-        next_step=f"distckpt inspect {destination}",
+        next_step=f"distckpt inspect {quoted(destination)}",
         overwrite=options.overwrite,
         device=options.device,
         proof=Masters.needed(reader, found.tensors if found.doubt else {}),

@@ -11,6 +11,7 @@ A canonical name counts layers and experts through the whole model and contains 
 from __future__ import annotations
 
 import re
+import shlex
 from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
@@ -29,6 +30,7 @@ __all__ = [
     "natural_key",
     "parse_key",
     "printable",
+    "quoted",
     "stored_key",
 ]
 
@@ -186,6 +188,11 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+def quoted(path: object) -> str:
+    """A path as it is typed in a shell, in commands that are suggested."""
+    return shlex.quote(printable(str(path)))
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -20,6 +20,7 @@ from converters.formats.torch_dist_out import TorchDistOutput
 from converters.job import Job
 from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
+from converters.names import quoted
 from converters.optim import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
@@ -134,7 +135,7 @@ def plan_reshard(
         summary=summary,
         facts={**facts, "objects": len(state.objects)},
         advice=(around.advice or f"start the job with {_flags(destination, layout, options)}",),
-        next_step=f"distckpt inspect {destination}",
+        next_step=f"distckpt inspect {quoted(destination)}",
         overwrite=options.overwrite,
         device=options.device,
         proof=Masters.needed(reader, masters),

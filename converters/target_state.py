@@ -14,6 +14,7 @@ from converters.formats.folder import exists
 from converters.layout import Layout
 from converters.megatron_args import megatron_arguments
 from converters.model_args import ModelArgs
+from converters.names import quoted
 from converters.pickles import Global, Obj, fields, set_field
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def describe(
 
 def job_flags(root: Path, layout: Layout, *more: str) -> str:
     """What Megatron-LM has to be told to load a training root at a layout."""
-    words = [f"--load {root}", f"--tensor-model-parallel-size {layout.tp}"]
+    words = [f"--load {quoted(root)}", f"--tensor-model-parallel-size {layout.tp}"]
     words.append(f"--pipeline-model-parallel-size {layout.pp}")
     words += [f"--expert-model-parallel-size {layout.ep}"] if layout.ep > 1 else []
     return " ".join([*words, *more])

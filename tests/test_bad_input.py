@@ -76,7 +76,7 @@ def test_an_empty_folder(place, capsys):
 
 def test_a_file_instead_of_a_folder(place, capsys):
     (place / "model.bin").write_bytes(b"\0" * 1000)
-    refused(capsys, 3, "is a file, not a checkpoint folder", place / "model.bin", place / "dst" / "o")
+    refused(capsys, 3, "is not a checkpoint", place / "model.bin", place / "dst" / "o", hint=False)
     assert nothing_left(place / "dst")
 
 

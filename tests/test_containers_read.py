@@ -358,7 +358,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path, capsys):
     check(open_checkpoint(tmp_path / "run"), {"w": torch.ones(2)})
     torch.save({"w": torch.ones(2)}, tmp_path / "run" / "other.pt")  # which of them is meant is not to be told
     assert main(["inspect", str(tmp_path / "run")]) == 3
-    assert "not a checkpoint that distckpt knows" in capsys.readouterr().err
+    assert "holds 2 checkpoints" in capsys.readouterr().err
 
 
 def test_tensors_in_any_dictionary_or_list(tmp_path):

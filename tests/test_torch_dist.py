@@ -135,7 +135,7 @@ def test_paths_that_lead_nowhere(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "is empty" in refused(tmp_path / "empty").message
     (tmp_path / "file").write_bytes(b"x" * 100)
-    assert "is a file" in refused(tmp_path / "file").message
+    assert "is not a checkpoint" in refused(tmp_path / "file").message
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("x")
     assert "not a checkpoint" in refused(tmp_path / "other").message

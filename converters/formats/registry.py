@@ -140,15 +140,34 @@ def backend_of(folder: Path) -> str | None:
     return str(backend)
 
 
+def _has_file(path: Path) -> bool:
+    """Whether there is a regular file; what may not be looked at, a loop of links or a broken tar file, holds none."""
+    try:
+        return is_file(path)
+    except (OSError, FormatError):
+        return False
+
+
 def dcp_folders(folder: Path) -> list[str]:
-    """Inner folders that hold the DCP files of one checkpoint, each with a slash at its end: `model/`, `optimizer/pp_0/`."""
+    """Inner folders that hold the DCP files of one checkpoint, each with a slash at its end: `model/`, `optimizer/pp_0/`.
+
+    Raises:
+        OSError: There are some, and another that cannot be read.
+        FormatError: Likewise, of a tar file that is refused.
+    """
     found: list[str] = []
+    trouble: Exception | None = None
     for name in ("model", "optimizer", "optim"):
-        if is_file(folder / name / ".metadata"):
-            found.append(f"{name}/")
-        elif name != "model" and is_folder(folder / name):
-            stages = [stage for stage in listing(folder / name) if re.fullmatch(r"pp_\d+", stage)]
-            found += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key)]
+        try:
+            if is_file(folder / name / ".metadata"):
+                found.append(f"{name}/")
+            elif name != "model" and is_folder(folder / name):
+                stages = [stage for stage in listing(folder / name) if re.fullmatch(r"pp_\d+", stage)]
+                found += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key)]
+        except (OSError, FormatError) as error:
+            trouble = trouble or error
+    if found and trouble is not None:
+        raise trouble
     return found
 
 
@@ -192,7 +211,7 @@ def _zarr(seen: Seen) -> bool:
     """`metadata.json` names the backend or, if it is lost, a folder holds a `.zarray`."""
     if seen.backend is not None:
         return seen.backend == "zarr"
-    return any(is_file(seen.path / name / ".zarray") for name in seen.names if not name.endswith(".sync"))
+    return any(_has_file(seen.path / name / ".zarray") for name in seen.names if not name.endswith(".sync"))
 
 
 def _legacy(seen: Seen) -> bool:

@@ -10,17 +10,23 @@ import contextlib
 import difflib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
 from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
 from converters.formats.registry import Seen, detect
-from converters.names import printable
+from converters.names import printable, quoted
+
+if TYPE_CHECKING:
+    from converters.formats.folder import Entry
 
 __all__ = ["TRACKER", "iterations", "resolve"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
 _ALONE = ("safetensors", "torch")  # formats whose checkpoint may be one file
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".nemo", ".tar")
+_LOOKED_AT = 1000
 _PART = re.compile(r"model\.safetensors|pytorch_model\.bin|.*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 _OF_A_RANK = re.compile(r"mp_rank_\d+|tp_rank_\d+_pp_rank_\d+")
 _PARTS_FILE = "model_weights.ckpt"
@@ -31,7 +37,7 @@ _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28
 def iterations(root: Path) -> list[str]:
     """Names of the iteration folders in a training root, oldest first."""
     with scan(root) as entries:
-        found = [entry.name for entry in entries if _ITERATION.fullmatch(entry.name) and entry.is_dir()]
+        found = [entry.name for entry in entries if _ITERATION.fullmatch(entry.name) and _is_dir(entry)]
     return sorted(found, key=lambda name: (name == "release", len(name), name))
 
 
@@ -57,19 +63,22 @@ def resolve(path: str | Path) -> Path:
     if found is None:
         raise _nowhere(given)
     rank = given if found.folder else given.parent
+    if found.folder:
+        _refuse_closed(given)
     _refuse_parts(rank)
     if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
         return rank.parent
     if not is_folder(given):
-        if _is_data_folder(given.parent) and not _stands_alone(given):
+        around = _is_data_folder(given.parent)
+        if around and not _stands_alone(given):
             _refuse_unfinished(given.parent)
             return given.parent
         if detect(given):
             return given
         _refuse_compressed(given)
+        hint = f"distckpt inspect {quoted(given.parent)}" if given.name == TRACKER else None
         raise FormatError(
-            f"{printable(str(given))} is a file, not a checkpoint folder",
-            hint=f"distckpt inspect {printable(str(given.parent))}",
+            f"{printable(str(given))} is {'not a checkpoint' if found.size else 'empty (0 bytes)'}", hint=hint
         )
     try:
         if found.file and len(inner := listing(given)) == 1 and is_folder(given / inner[0]):  # tar -cf it.tar folder
@@ -89,7 +98,7 @@ def _stands_alone(file: Path) -> bool:
 
 def _refuse_parts(folder: Path) -> None:
     """NeMo 1 before its distributed checkpoints: one of these files alone would look like a small, whole model."""
-    names = [f"{name}/{_PARTS_FILE}" for name in listing(folder) if _OF_A_RANK.fullmatch(name)]
+    names = [f"{name}/{_PARTS_FILE}" for name in _names(folder) if _OF_A_RANK.fullmatch(name)]
     names += [_PARTS_FILE] if _OF_A_RANK.fullmatch(folder.name) else []
     found = next((name for name in names if exists(folder / name)), None)
     if found is not None:
@@ -116,22 +125,59 @@ def _descend(folder: Path) -> Path:
         raise FormatError(
             f"{printable(str(folder))} holds {len(names)} iterations and no {TRACKER}",
             details=[f"from {names[0]} to {names[-1]}"],
-            hint=f"name one: {printable(str(folder / names[-1]))}",
+            hint=f"name one: {quoted(folder / names[-1])}",
         )
     candidates = [folder / name for name in names] or _folders(folder)
-    found = [
-        inner
-        for inner in candidates
-        if _is_data_folder(inner) or any(_is_data_folder(inner / d) for d in _DATA_FOLDERS)
-    ]
+    found, closed = list[Path](), list[Path]()
+    for inner in candidates:
+        try:
+            if _is_data_folder(inner) or any(_is_data_folder(inner / d) for d in _DATA_FOLDERS):
+                found.append(inner)
+        except FormatError:  # one, but broken: whoever opens it says how
+            found.append(inner)
+        except OSError:
+            closed.append(inner)
     if len(found) == 1:
         return _descend(found[0])
     if names:
+        _refuse_closed(folder / names[0])
         return folder / names[0]
-    inside = listing(folder)
-    if len(inside) == 1 and is_file(folder / inside[0]) and detect(folder / inside[0]):  # nothing but model.pt
-        return folder / inside[0]
-    raise _unknown(folder, found)
+    files = [] if found else _files(folder)
+    if len(files) == 1:  # nothing but model.pt
+        return _descend(files[0]) if is_folder(files[0]) else files[0]
+    if len(closed) == len(candidates) == 1 and not files:
+        _refuse_closed(closed[0])
+    raise _unknown(folder, found or files)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Files that are checkpoints of their own: `model.pt`, `model.nemo`."""
+    inside, out = listing(folder), []
+    for name in inside[:_LOOKED_AT]:
+        if len(inside) == 1 or name.endswith(_FILES):
+            with contextlib.suppress(OSError, FormatError):  # what is broken is said when it is named
+                path = folder / name
+                if is_file(path) and (_is_data_folder(path) or detect(path)):
+                    out.append(path)
+    return out
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return listing(folder)
+    except OSError:  # a file in it may be read all the same
+        return []
+
+
+def _refuse_closed(folder: Path) -> None:
+    """A folder that may not be listed or entered is said to be that, not what was looked for in it."""
+    try:
+        for name in listing(folder)[:1]:
+            (folder / name).lstat()
+    except PermissionError as error:
+        raise FormatError(f"{printable(str(folder))} cannot be read: {error.strerror}") from error
+    except OSError:  # a tar file, or said by who reads it
+        return
 
 
 def _is_data_folder(folder: Path) -> bool:
@@ -143,7 +189,14 @@ def _is_data_folder(folder: Path) -> bool:
 
 def _folders(folder: Path) -> list[Path]:
     with scan(folder) as entries:
-        return sorted(folder / entry.name for entry in entries if entry.is_dir())
+        return sorted(folder / entry.name for entry in entries if _is_dir(entry))
+
+
+def _is_dir(entry: Entry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # links that lead in a circle
+        return False
 
 
 def _by_tracker(root: Path) -> Path:
@@ -153,7 +206,7 @@ def _by_tracker(root: Path) -> Path:
         raise FormatError(
             f"{TRACKER} says {printable(text)!r}, which is neither a number nor 'release'",
             details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
-            hint=f"name the iteration: {printable(str(root / names[-1]))}" if names else None,
+            hint=f"name the iteration: {quoted(root / names[-1])}" if names else None,
         )
     folder = root / ("release" if text == "release" else f"iter_{int(text):07d}")
     if text.isdigit() and not is_folder(folder) and is_folder(root / f"global_step_{int(text)}"):
@@ -162,7 +215,7 @@ def _by_tracker(root: Path) -> Path:
         raise FormatError(
             f"{TRACKER} names iteration {text}, but there is no {folder.name}",
             details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
-            hint=f"name the iteration: {printable(str(root / names[-1]))}" if names else None,
+            hint=f"name the iteration: {quoted(root / names[-1])}" if names else None,
         )
     return folder
 
@@ -182,10 +235,9 @@ def _refuse_compressed(path: Path) -> None:
     head = Seen(path).head
     found = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if found is not None:
-        shown = printable(str(path))
         raise FormatError(
-            f"{shown} is compressed with {found}, so nothing in it can be found without unpacking all of it",
-            hint=f"mkdir unpacked && tar -xf {shown} -C unpacked && distckpt inspect unpacked",
+            f"{printable(str(path))} is compressed with {found}, so nothing in it can be found without unpacking all of it",
+            hint=f"mkdir unpacked && tar -xf {quoted(path)} -C unpacked && distckpt inspect unpacked",
         )
 
 
@@ -194,7 +246,7 @@ def _nowhere(path: Path) -> FormatError:
     near: list[str] = []
     with contextlib.suppress(OSError):
         near = difflib.get_close_matches(path.name, listing(parent), n=1)
-    hint = f"did you mean {printable(str(parent / near[0]))}?" if near else None
+    hint = f"did you mean {quoted(parent / near[0])}?" if near else None
     return FormatError(f"{printable(str(path))} does not exist", hint=hint)
 
 
@@ -205,7 +257,7 @@ def _unknown(folder: Path, found: list[Path]) -> FormatError:
     if found:
         return FormatError(
             f"{printable(str(folder))} holds {len(found)} checkpoints",
-            hint=f"name one: {printable(str(found[0]))}",
+            hint=f"name one: {quoted(found[0])}",
         )
     shown = ", ".join(printable(name) for name in names[:6]) + (", ..." if len(names) > 6 else "")
     return FormatError(

@@ -1,0 +1,100 @@
+"""Which checkpoint a typed path means, whatever else lies beside it, and what is said where it means none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import pytest
+import torch
+
+from converters.errors import FormatError
+from converters.formats import open_checkpoint
+from converters.formats.resolve import resolve
+from converters.names import quoted
+
+
+@pytest.fixture
+def models(tmp_path):
+    folder = tmp_path / "models"
+    folder.mkdir()
+    torch.save({"w": torch.ones(2, 2)}, folder / "model.pt")
+    return folder
+
+
+def refusal(path):
+    with pytest.raises(FormatError) as caught:
+        open_checkpoint(path)
+    return caught.value
+
+
+@contextlib.contextmanager
+def nobody():
+    """For a while, permissions bind this process."""
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+    else:
+        yield
+
+
+def open_up(path):
+    """Lets everybody reach a folder below pytest's own."""
+    for folder in (path, *path.parents):
+        if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o077 == 0:
+            folder.chmod(0o755)
+
+
+def test_neighbours_do_not_matter(models):
+    (models / "loop").symlink_to("loop")
+    (models / "model").symlink_to("model")
+    (models / "bad.nemo").write_bytes(bytes(257) + b"ustar\0" + bytes(20000))
+    (models / "readme.txt").write_text("hello")
+    (models / "zero.pt").touch()
+    assert resolve(models / "model.pt") == models / "model.pt"
+    assert resolve(models) == models / "model.pt"  # the only one that can be read
+    for name, words in (("readme.txt", "is not a checkpoint"), ("zero.pt", "is empty (0 bytes)")):
+        error = refusal(models / name)
+        assert words in error.message
+        assert name in error.message
+        assert "bad.nemo" not in str(error)
+        assert error.hint is None
+    assert "bad.nemo" in refusal(models / "bad.nemo").message
+
+
+def test_folders_that_may_not_be_read(models):
+    (models / "private").mkdir(mode=0o000)
+    (models / "shut").mkdir()
+    (models / "shut" / "iter_0000001").mkdir(mode=0o000)
+    open_up(models)
+    open_checkpoint(models / "model.pt")  # its reader is imported
+    with nobody():
+        assert open_checkpoint(models / "model.pt").catalog.format == "torch"
+        assert open_checkpoint(models).catalog.format == "torch"
+        for path, closed in (("private", "private"), ("shut", "shut/iter_0000001")):
+            assert refusal(models / path).message == f"{models / closed} cannot be read: Permission denied"
+
+
+def test_several_files_are_not_chosen_among(models):
+    torch.save({"w": torch.ones(1)}, models / "other file.pt")
+    assert "2 checkpoints" in refusal(models).message
+    (models / "model.pt").unlink()
+    torch.save({"w": torch.ones(1)}, models / "third file.pt")
+    assert refusal(models).hint == f"name one: '{models / 'other file.pt'}'"
+
+
+def test_a_part_that_cannot_be_read_is_not_left_out(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / ".metadata").write_bytes(b"x")
+    (tmp_path / "optimizer").symlink_to("optimizer")
+    with pytest.raises((FormatError, OSError), match=r"optimizer|links"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_path_is_quoted_for_the_shell():
+    assert quoted("a b/c") == "'a b/c'"
+    assert quoted("plain/path.pt") == "plain/path.pt"
+    assert quoted("a;rm\x1b") == "'a;rm\\x1b'"
