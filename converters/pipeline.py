@@ -21,6 +21,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -118,7 +119,7 @@ class Pipeline:
         """
         found = _PLACE.match(name)
         if found is None:
-            raise RequestError(f"no pipeline stage is known to hold {name}", tensor=name)
+            raise RequestError(f"no pipeline stage is known to hold {printable(name)}", tensor=name)
         if found["layer"]:
             return (self._at(self._layers, int(found["layer"]), "layers"),)
         if found["mtp"]:

@@ -1,0 +1,189 @@
+"""What is done with every hostile checkpoint, and what must be true afterwards."""
+
+# ruff: noqa: PTH112, PTH113, PTH114, PTH118
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hostile.corpus import GOOD, Case, fired
+from support import GOLDEN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["COMMANDS", "Server", "Tally", "attack"]
+
+MEMORY = 400 << 20
+"""Bytes beyond those of the warm process: buffers are 64 MiB, and no file here is larger than 20 MB."""
+_BAD = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufffe\uffff]")
+_TO = ("torch_dist", "legacy", "torch", "safetensors")
+
+COMMANDS: dict[str, list[str]] = {
+    "inspect": ["inspect", "SRC"],
+    "inspect all": ["inspect", "SRC", "--tensors", "*", "--args", "*", "--objects", "*", "--flat", "--json"],
+    "verify": ["verify", "SRC", "--values", "-v"],
+    "inspect tensors": ["inspect", "SRC", "--tensors", "*", "--flat"],
+    "inspect files": ["inspect", "SRC", "--files"],
+    "inspect args": ["inspect", "SRC", "--args", "*"],
+    "inspect objects": ["inspect", "SRC", "--objects", "*", "--flat"],
+    "inspect names": ["inspect", "SRC", "-q"],
+    "verify quick": ["verify", "SRC", "--quick"],
+    "verify json": ["verify", "SRC", "--json"],
+    "verify manifest": ["verify", "SRC", "--write-manifest"],
+    "diff": ["diff", "SRC", "GOOD", "--args"],
+    "diff json": ["diff", "GOOD", "SRC", "--json"],
+    "reshard plan": ["reshard", "SRC", "DST", "--tp", "2", "-n"],
+    "reshard": ["reshard", "SRC", "DST", "--tp", "1", "--pp", "2", "--no-plan-cache"],
+    "reshard weights": ["reshard", "SRC", "DST", "--optimizer", "none", "--no-plan-cache"],
+    **{f"convert to {to}": ["convert", "SRC", "DST", "--to", to] for to in _TO},
+    "convert to hf names": ["convert", "SRC", "DST", "--to", "safetensors", "--names", "hf"],
+    "export-hf": ["export-hf", "SRC", "DST"],
+    "export-hf reference": ["export-hf", "GOOD", "DST", "--hf-config", "SRC"],
+    "load": ["load", "SRC"],
+}
+
+
+class Server:
+    """The warm process that forks for every run."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(Path(__file__).with_name("server.py"))]
+        environment = {
+            **os.environ,
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "DISTCKPT_PROGRESS": "log",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def run(self, **request: Any) -> dict[str, Any]:
+        """One run: see `server`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request, default=str) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self._process.stdin is not None
+        self._process.communicate(timeout=30)
+
+
+@dataclass
+class Tally:
+    """What came of many runs."""
+
+    runs: int = 0
+    codes: dict[int, int] = field(default_factory=dict)
+    slowest: tuple[float, str] = (0.0, "")
+    largest: tuple[int, str] = (0, "")
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, title: str, outcome: dict[str, Any], wrong: list[str]) -> None:
+        """Counts one run."""
+        self.runs += 1
+        self.codes[outcome["status"]] = self.codes.get(outcome["status"], 0) + 1
+        self.slowest = max(self.slowest, (outcome["cpu"], title))
+        self.largest = max(self.largest, (outcome["peak"], title))
+        self.wrong += [f"{title}: {text}" for text in wrong]
+
+
+def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, tally: Tally) -> None:
+    """Runs commands on one hostile checkpoint and notes whatever must not be."""
+    outside, marker = folder / "outside", folder / "marker"
+    outside.mkdir(parents=True)
+    for name in ("secret", "secret.safetensors"):
+        (outside / name).write_bytes(b"secret")
+    source = case.make(folder, marker)
+    before = _state(folder)
+    for command in commands:
+        destination = folder / "out" / ("model.pt" if command == "convert to torch" else "result")
+        destination.parent.mkdir()
+        scratch = folder / "scratch"
+        scratch.mkdir()
+        manifest = command == "verify manifest"
+        words = {"SRC": str(source), "GOOD": str(GOLDEN / GOOD), "DST": str(destination)}
+        log = folder / "log"
+        outcome = server.run(
+            argv=[words.get(word, word) for word in COMMANDS[command]],
+            log=log,
+            writable=[destination.parent, scratch, log, *([folder / "ckpt"] if manifest else [])],
+            forbidden=[outside],
+            env={"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch), "HOME": str(scratch), "NO_COLOR": "1"},
+        )
+        text = log.read_bytes().decode("utf-8", "replace")
+        log.unlink()
+        for made in (destination.parent, scratch):
+            shutil.rmtree(made)
+        wrong = list(_complaints(outcome, text, command, case))
+        after = _state(folder)
+        for name in after.keys() - before.keys() if manifest else ():
+            if name.endswith((".json", ".sha256")):
+                (folder / name).unlink(missing_ok=True)
+                after.pop(name)
+        if fired(marker):
+            wrong.append("the payload ran")
+            shutil.rmtree(marker, ignore_errors=True)
+        elif after != before:
+            changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+            wrong.append(f"changed {sorted(changed)[:3]!r}")
+            before = after
+        tally.add(f"{case.title} | {command}", outcome, wrong)
+
+
+def _complaints(outcome: dict[str, Any], text: str, command: str, case: Case) -> Iterable[str]:
+    status = outcome["status"]
+    if outcome["seen"]:
+        yield f"did {outcome['seen']}"
+    if status not in (0, 1, 3, 4, 5):
+        yield f"exit {status}: {text[-600:]}"
+    if "Traceback" in text or "internal error" in text:
+        yield f"traceback: {text[-600:]}"
+    if outcome["cpu"] > 5 and command != "load":  # which counts for itself
+        yield f"took {outcome['cpu']:.1f} s"
+    if outcome["peak"] > MEMORY:
+        yield f"took {outcome['peak'] >> 20} MiB"
+    if bad := _BAD.search(text.replace("\ufffd", "?")):
+        yield f"wrote {bad[0]!r} to the terminal: {text[max(0, bad.start() - 80) : bad.end() + 20]!r}"
+    if re.search(r"^\s*INJECTED", text, re.MULTILINE):
+        yield f"let a name make a line: {text[-300:]!r}"
+    if len(text) > 64 << 20:
+        yield f"wrote {len(text)} characters"
+    if "--json" in COMMANDS[command] and status in (0, 1):
+        lines = [line for line in text.splitlines() if line.startswith(("{", "}", " ", "["))]
+        try:
+            json.loads("\n".join(lines))
+        except ValueError as error:
+            yield f"printed no JSON: {error}; {text[:200]!r}"
+    if case.refused and command == "verify" and status == 0:
+        yield f"verify found nothing: {text[-700:]}"
+
+
+def _state(folder: Path) -> dict[str, str]:
+    """Every file and folder below one: kind, time, digest of the contents."""
+    out: dict[str, str] = {}
+    for root, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = os.path.join(root, name)
+            found = os.lstat(path)
+            digest = ""
+            if os.path.isfile(path) and not os.path.islink(path):
+                digest = hashlib.md5(Path(path).read_bytes()).hexdigest()
+            time = found.st_mtime_ns if not os.path.isdir(path) or os.path.islink(path) else 0
+            out[os.path.relpath(path, folder)] = f"{found.st_mode} {time} {digest}"
+    return out

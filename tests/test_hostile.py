@@ -1,0 +1,139 @@
+"""Several hundred hostile checkpoints through every command, watched: nothing runs, hangs, leaks, or reaches the terminal.
+
+A part of them here; with `--all` every input with every command, which takes about an hour on two cores:
+`pytest tests/test_hostile.py --all -s -k everything` prints the counts.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from hostile.corpus import Case, cases, copied, fired
+from hostile.runs import COMMANDS, Server, Tally, attack
+
+CASES = cases()
+READING = [name for name in COMMANDS if name.startswith(("inspect", "verify", "diff"))]
+SHARES = 4
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = Server()
+    yield made
+    made.close()
+
+
+def test_there_are_enough():
+    groups = {case.group for case in CASES}
+    assert len(CASES) >= 500
+    assert groups == {"pickle", "bomb", "zip", "tensor", "dcp", "safetensors", "tar", "zarr", "text", "tree", "name"}
+    assert len(COMMANDS) >= 20
+
+
+def chosen(case: Case) -> list[str]:
+    """One command for each case: over all cases, all of them in turn; `verify` for every second."""
+    number = zlib.crc32(case.title.encode())
+    return ["verify"] if number % 2 else [list(COMMANDS)[number // 2 % len(COMMANDS)]]
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_a_part_of_them(share, server, tmp_path):
+    """Every third input, so that no group is left out; the whole is `test_everything`."""
+    tally = Tally()
+    for number, case in enumerate(CASES):
+        if case.group != "bomb" and number % 3 == 0 and number // 3 % SHARES == share:
+            attack(server, case, chosen(case), tmp_path / str(number), tally)
+    assert tally.wrong == []
+    assert tally.runs > 40
+    assert tally.codes.get(3, 0) > tally.runs // 4  # they are refused, not overlooked
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+@pytest.mark.parametrize("group", sorted({case.group for case in CASES}))
+def test_everything(group, server, tmp_path):
+    tally = Tally()
+    for number, case in enumerate(c for c in CASES if c.group == group):
+        attack(server, case, COMMANDS, tmp_path / str(number), tally)
+    mine = [case for case in CASES if case.group == group]
+    print(
+        f"{group}: {len(mine)} inputs, {tally.runs} runs, codes {tally.codes}, slowest {tally.slowest}, {tally.largest}"
+    )
+    assert tally.wrong == []
+    assert tally.runs == len(mine) * len(COMMANDS)
+
+
+# ---------------------------------------------------------------------- controls: what is watched would be seen
+
+# torch DCP reads tensors with weights_only; of the common state only what the caller asks for
+SPARED = ("tensor in distcp", "common_state of 0.19")
+PAYLOADS = [c for c in CASES if c.group == "pickle" and c.rival and "posix.system alone" in c.name]
+PAYLOADS = [c for c in PAYLOADS if not c.name.endswith(SPARED)]
+
+
+@pytest.mark.parametrize("case", PAYLOADS, ids=lambda case: case.name)
+def test_payloads_fire_in_torch(case, server, tmp_path):
+    """The same files, opened as people open them: `torch.load` of a file, torch DCP of a folder."""
+    marker = tmp_path / "marker"
+    case.make(tmp_path, marker)
+    kind, where = case.rival
+    server.run(argv=["rival", kind, str(tmp_path / "ckpt" / where)], log=tmp_path / "log", writable=[], forbidden=[])
+    assert fired(marker), (tmp_path / "log").read_text()[-500:]
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "import os; os.system('true')",
+        "import subprocess; subprocess.run(['true'])",
+        "import socket; socket.socket()",
+        "import antigravity",
+        "import pickle; pickle.loads(b'cos\\ngetcwd\\n.')",
+        "exec(compile('1', 'x', 'exec'))",
+        "open(PLACE + '/evil', 'w')",
+        "open(PLACE + '/outside/secret')",
+        "import os; os.mkdir(PLACE + '/evil')",
+        "import os; os.symlink('a', PLACE + '/evil')",
+    ],
+)
+def test_the_watch_sees(evil, tmp_path):
+    """Each of these is refused; none would be found by looking at the files alone."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret").touch()
+    tests = str(Path(__file__).parent)
+    program = (
+        f"import sys, pickle, socket, subprocess; sys.path.insert(0, {tests!r})\n"
+        f"from pathlib import Path\nfrom hostile.watch import Violation, watch\nPLACE = {str(tmp_path)!r}\n"
+        f"def run():\n    {evil}\n"
+        f"seen, stop = watch([Path(PLACE) / 'fine'], [Path(PLACE) / 'outside'])\n"
+        "try:\n    run()\nexcept Violation:\n    stop()\n    print(seen[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert len(done.stdout) > 5, done.stdout + done.stderr
+    assert not (tmp_path / "evil").exists()
+
+
+def test_a_good_checkpoint_is_not_refused(server, tmp_path):
+    """Nothing in the above is refused for being watched, or for the frame around it."""
+    from hostile.corpus import GOOD
+
+    good = Case("good", "as it is", lambda folder, _: copied(GOOD, folder / "ckpt"), refused=False)
+    tally = Tally()
+    attack(
+        server, good, [name for name in COMMANDS if name not in ("export-hf reference", "load")], tmp_path / "a", tally
+    )
+    assert tally.wrong == []
+    assert tally.codes == {0: tally.runs}
+
+
+def test_a_tally_counts_what_is_wrong(server, tmp_path):
+    """A command that fails in a way that it must not, and a file that changes, are both counted."""
+    good = Case("good", "refused by mistake", lambda folder, _: copied("dcp_plain", folder / "ckpt"), refused=True)
+    tally = Tally()
+    attack(server, good, ["verify"], tmp_path / "a", tally)
+    assert any("verify found nothing" in text for text in tally.wrong)
