@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 __all__ = [
+    "DamagedFileError",
     "DestinationError",
     "DistckptError",
     "FormatError",
@@ -50,6 +51,19 @@ class FormatError(DistckptError):
 
     exit_code = 3
     kind = "source"
+
+
+class DamagedFileError(FormatError):
+    """A checkpoint's own description is damaged, so that it cannot be opened; to `verify` that is an answer.
+
+    Args:
+        folder: The folder with the checkpoint's data.
+        files: What is wrong with each file, in one sentence, by its name there.
+    """
+
+    def __init__(self, folder: str, files: dict[str, str], **more: Any) -> None:
+        super().__init__("; ".join(files.values()), **more)
+        self.folder, self.files = folder, files
 
 
 class IntegrityError(DistckptError):

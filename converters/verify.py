@@ -10,17 +10,19 @@ to be compared with each other (masters with weights, copies with their original
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.crew import Crew
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Phase, PlanReady
 from converters.formats.base import fingerprint_of
-from converters.formats.folder import is_folder, status
+from converters.formats.folder import is_folder, read_small, status
 from converters.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.names import fold, printable
 from converters.optim import optimizer_state
@@ -31,15 +33,15 @@ from converters.verify_values import TensorTask, TensorWorker, judge_values, til
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from converters.catalog import TensorInfo
+    from converters.errors import DamagedFileError
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.manifest import Manifest
     from converters.ranks import Ranks
 
-__all__ = ["VerifyOptions", "verify"]
+__all__ = ["VerifyOptions", "unopened", "verify"]
 
 _MASTER = "optimizer.state.param."
 
@@ -88,6 +90,32 @@ def verify(
     return _Verification(reader, options or VerifyOptions()).run(listener, stop, ranks, scratch)
 
 
+def unopened(error: DamagedFileError) -> Report:
+    """What can be said of a checkpoint that cannot be opened: which files that describe it are damaged.
+
+    Args:
+        error: What `open_checkpoint` ended with.
+    """
+    folder = Path(error.folder)
+    report = Report(error.folder, "unknown")
+    for name, text in error.files.items():
+        report.check("structure").error(text, file=name, hint=_RESTORE)
+    with contextlib.suppress(FormatError, OSError):
+        manifest = read_manifest(folder)
+        for name in error.files:
+            if manifest is None:
+                break
+            wanted, got = manifest.files.get(name), hashlib.sha256(read_small(folder / name)).hexdigest()
+            if wanted is not None and wanted != got:
+                text = f"{printable(name)} is not the file that {manifest.name} lists"
+                more = {"file": name, "needed": f"sha256 {wanted}", "found": f"sha256 {got}"}
+                report.check("manifest").error(text, **more)
+    for name in ("records", "checksums"):
+        check = report.check(name)
+        check.skipped, check.summary = True, "not read: the checkpoint cannot be opened"
+    return report
+
+
 class _Verification:
     """One run: the plan, which is the same on every rank, and what is made of the results."""
 
@@ -100,6 +128,7 @@ class _Verification:
         self.tensors: dict[str, TensorInfo] = dict(self.catalog.tensors)
         self.pairs: dict[str, tuple[str, str]] = {}
         self.named: Mapping[str, TensorInfo] = self.catalog.tensors  # flat buckets under the names of their parameters
+        self.shown: dict[str, str] = {}  # states under the names that they are stored under
         self.manifest: Manifest | None = None
         self.listed: dict[str, int] = {}
         self.index = RecordIndex(reader)
@@ -205,7 +234,12 @@ class _Verification:
             check.skipped, check.summary = True, f"not understood: {printable(error.message)}"
             return
         kept = {name: info for name, info in self.catalog.tensors.items() if name not in state.replaced}
-        self.named = {**kept, **state.tensors}
+        for older in ("fp32_param", "master_param"):
+            for name, info in state.tensors.items():
+                stored = name.replace(_MASTER, f"optimizer.state.{older}.", 1)
+                if stored != name and stored in kept and kept[stored].parts == info.parts:
+                    self.shown[name] = stored
+        self.named = {**kept, **{name: info for name, info in state.tensors.items() if name not in self.shown}}
         weights = self.catalog.weights
         for name, info in state.tensors.items():
             parameter = name.removeprefix(_MASTER)
@@ -247,11 +281,19 @@ class _Verification:
             )
         order = ["structure", "records", "checksums", "manifest", "copies", "optimizer", "values"]
         report.checks.sort(key=lambda check: order.index(check.name))
+        if self._damaged_weights():  # nothing that reads them all is of use
+            for check in report.checks:
+                check.findings = [replace(f, hint=_RESTORE) if f.hint == _SAVE else f for f in check.findings]
         if self._changed(fingerprint):
             text = "the checkpoint changed while it was read: what was found of it holds for no moment"
             report.check("structure").error(
                 text, hint="wait until nobody writes to it, then run the same command again"
             )
+
+    def _damaged_weights(self) -> int:
+        """Number of weights that something is wrong with."""
+        errors = (f for c in self.report.checks for f in c.findings if f.severity == "error")
+        return len({t for finding in errors for t in finding.tensors} & self.catalog.weights.keys())
 
     def _changed(self, fingerprint: str) -> bool:
         try:
@@ -288,7 +330,8 @@ class _Verification:
             sums.skipped = not checked
             before = "" if sums.skipped else f"{sums.summary}; "
             sums.summary = f"{before}not checkable: {self.catalog.format} stores none for {_size(unchecked)} of tensors"
-            sums.summary += ", sizes fit and all could be read"
+            if not any(self.report.check(name).count["error"] for name in ("structure", "records")):
+                sums.summary += ", sizes fit and all could be read"
 
     def _conclude_manifest(self, names: list[str], digests: Mapping[str, str]) -> None:
         manifest = self.manifest
@@ -314,7 +357,7 @@ class _Verification:
     def _conclude_pairs(self, results: Mapping[int, Any]) -> None:
         counted, failed = dict.fromkeys(("equal", "rounded", ""), 0), dict[str, list[tuple[str, str]]]()
         masters: list[str] = []
-        wrong: set[str] = set()
+        wrong: dict[str, str] = {}  # masters, by their parameter
         differing: list[tuple[TensorTask, Mapping[str, Any]]] = []
         for task in self.lookups:
             result, name, parameter = results[task.number], task.names[0], task.names[-1]
@@ -326,9 +369,9 @@ class _Verification:
             elif result["wrong"]:
                 differing.append((task, result))
             if task.compare == "rounded" and ("failed" in result or result["wrong"]):
-                wrong.add(parameter)
+                wrong[parameter] = self.shown.get(name, name)
         for how, found in failed.items():
-            names = [name for name, _ in found]
+            names = [self.shown.get(name, name) for name, _ in found]
             folded = [text for text, _ in fold(names)]
             listed = ", ".join(map(printable, folded[:3])) + (f" and {len(folded) - 3} more" if len(folded) > 3 else "")
             text = f"{len(found):,} tensors cannot be read: {listed}; {printable(found[0][1])}"
@@ -345,9 +388,11 @@ class _Verification:
         verb = "differ from" if task.compare == "equal" else "do not round to"
         share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
         text = f"{printable(name)}: {share}, {verb} {printable(other)}"
-        self.report.check(_CHECKS[task.compare]).error(text, tensors=(other,))
+        self.report.check(_CHECKS[task.compare]).error(
+            text, tensors=(other if task.compare == "equal" else self.shown.get(name, name),)
+        )
 
-    def _conclude_masters(self, masters: list[str], wrong: set[str]) -> None:
+    def _conclude_masters(self, masters: list[str], wrong: Mapping[str, str]) -> None:
         check = self.report.check("optimizer")
         check.summary = f"{len(masters):,} master weights round to the weights beside them"
         right = [name for name in masters if name not in wrong]
@@ -356,10 +401,8 @@ class _Verification:
         text = f"{len(wrong):,} of {len(masters):,} master weights do not round to the weights beside them"
         if self.catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
             text += "; Megatron-Core 0.15.0 to 0.19.0 saved optimizer state shifted when there were several buckets"
-        check.error(text, tensors=tuple(name for name in masters if name in wrong), hint=_SAVE)
-        elsewhere = (c for c in self.report.checks if c.name not in ("optimizer", "copies", "values"))
-        damaged = {t for c in elsewhere for f in c.findings if f.severity == "error" for t in f.tensors}
-        touched = len(damaged & self.catalog.weights.keys())
+        check.error(text, tensors=tuple(wrong.values()), hint=_SAVE)
+        touched = self._damaged_weights()
         weights = f"all weights but {touched:,}" if touched else "all weights"
         listed = ", ".join(text for text, _ in fold(right)[:4])
         state = f"the optimizer state of {len(right):,} of {len(masters):,} parameters"
@@ -385,6 +428,7 @@ class _Verification:
 
 
 _CHECKS = {"equal": "copies", "rounded": "optimizer", "": "values"}
+_RESTORE = "restore the damaged files from a copy, or use another iteration"
 _SAVE = "distckpt reshard CKPT OUT --optimizer none keeps the weights"
 _MEGATRONS = ("torch_dist", "zarr", "legacy", "fsdp_dtensor")
 

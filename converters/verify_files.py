@@ -278,6 +278,11 @@ class FileWorker:
         try:
             source = open_source(path)
         except FormatError as error:
+            if isinstance(error.__cause__, PermissionError):  # no damage: nobody can say
+                text = f"{printable(str(path))} cannot be read: {error.__cause__.strerror}"
+                raise FormatError(
+                    text, hint="nothing is said of its contents; get permission and run this again"
+                ) from error
             out.note("records", error.message)
             return
         blocks = _Blocks(source, file, self._buffer, self._crew, drop=self._drop)

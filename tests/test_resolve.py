@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-
 import pytest
 import torch
+from support import nobody
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
@@ -26,26 +24,6 @@ def refusal(path):
     with pytest.raises(FormatError) as caught:
         open_checkpoint(path)
     return caught.value
-
-
-@contextlib.contextmanager
-def nobody():
-    """For a while, permissions bind this process."""
-    if os.geteuid() == 0:
-        os.seteuid(65534)
-        try:
-            yield
-        finally:
-            os.seteuid(0)
-    else:
-        yield
-
-
-def open_up(path):
-    """Lets everybody reach a folder below pytest's own."""
-    for folder in (path, *path.parents):
-        if folder.stat().st_uid == os.getuid() and folder.stat().st_mode & 0o077 == 0:
-            folder.chmod(0o755)
 
 
 def test_neighbours_do_not_matter(models):
@@ -69,9 +47,8 @@ def test_folders_that_may_not_be_read(models):
     (models / "private").mkdir(mode=0o000)
     (models / "shut").mkdir()
     (models / "shut" / "iter_0000001").mkdir(mode=0o000)
-    open_up(models)
     open_checkpoint(models / "model.pt")  # its reader is imported
-    with nobody():
+    with nobody(models):
         assert open_checkpoint(models / "model.pt").catalog.format == "torch"
         assert open_checkpoint(models).catalog.format == "torch"
         for path, closed in (("private", "private"), ("shut", "shut/iter_0000001")):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from checkpoints import edit_metadata, flip, golden, payloads, tree
 from conformance import _poison as poison
-from support import GOLDEN
+from support import GOLDEN, nobody
 
 from converters.formats import open_checkpoint
 from converters.manifest import write_manifest
@@ -448,11 +448,11 @@ def test_json(tmp_path):
     assert document["affected"][: len(finding["tensors"])] == finding["tensors"]
 
 
-def test_unreadable_at_all_is_3(tmp_path):
+def test_what_is_no_checkpoint_at_all_is_3(tmp_path):
     copy = tmp_path / "iter_0000010"
     shutil.copytree(golden(DIST), copy)
     raw = (copy / ".metadata").read_bytes()
-    (copy / ".metadata").write_bytes(raw[: len(raw) // 2])
+    (copy / ".metadata").write_bytes(b"\x80\x04K\x00" + raw[-1:])
     assert cli(copy)[0] == 3
     assert cli(tmp_path / "nowhere")[0] == 3
 
@@ -488,3 +488,88 @@ def test_nothing_is_written(tmp_path):
     before = tree(tmp_path)
     assert cli(copy, "--values")[0] == 0
     assert tree(tmp_path) == before
+
+
+HINT = "--optimizer none keeps the weights"
+
+
+def test_what_is_hinted_at_works(tmp_path):
+    data = tmp_path / "whole" / "iter_0000010"
+    shutil.copytree(GOLDEN / DIST, tmp_path / "whole")
+    (data / "__1_0.distcp").unlink()  # weights are in it
+    code, out, err = cli(tmp_path / "whole")
+    assert (code, HINT in err) == (1, False)
+    assert "restore the damaged files" in err
+    assert "all weights but 2" in out
+    os.truncate(shutil.copy(GOLDEN / DIST / "iter_0000010" / "__1_0.distcp", data), 5000)
+    code, _, err = cli(tmp_path / "whole")
+    assert (code, HINT in err) == (1, False)
+
+
+def test_a_master_alone_is_affected_once_under_its_stored_name(tmp_path):
+    shutil.copytree(GOLDEN / DIST, tmp_path / "ck")
+    reader = open_checkpoint(tmp_path / "ck")
+    name = "optimizer.state.fp32_param.decoder.final_layernorm.weight"
+    record = int(reader.catalog.tensors[name].parts[0].array.records.reshape(-1)[0])
+    path, payload = reader.files[reader.file_of(record)], None
+    data = path.read_bytes()
+    payload = reader.locate(record, lambda at, size: data[at : at + size])
+    flip(path, payload.offset + payload.nbytes - 1)
+    code, out, err = cli(tmp_path / "ck", "--json")
+    affected = json.loads(out)["affected"]
+    assert code == 1
+    assert affected == [name]
+    code, _, err = cli(tmp_path / "ck")
+    assert HINT in err  # no weight is affected
+    assert (
+        main(["reshard", str(tmp_path / "ck"), str(tmp_path / "out"), "--optimizer", "none", "--progress", "off"]) == 0
+    )
+
+
+def test_a_file_without_permission_is_not_called_damaged(tmp_path):
+    shutil.copytree(GOLDEN / DIST, tmp_path / "ck")
+    (tmp_path / "ck" / "iter_0000010" / "__1_0.distcp").chmod(0o000)
+    assert cli(GOLDEN / DIST)[0] == 0  # everything is imported
+    with nobody(tmp_path):
+        code, out, err = cli(tmp_path / "ck")
+    assert (code, out) == (3, "")
+    assert "__1_0.distcp cannot be read: Permission denied" in err
+
+
+def test_a_cut_safetensors_file_is_not_said_to_be_readable(tmp_path):
+    shutil.copytree(GOLDEN / "hf_llama_safetensors", tmp_path / "hf")
+    (path,) = (tmp_path / "hf").glob("model-00002*.safetensors")
+    assert "all could be read" in cli(tmp_path / "hf")[1]
+    os.truncate(path, path.stat().st_size - 100)
+    code, out, _ = cli(tmp_path / "hf")
+    assert (code, "all could be read" in out) == (1, False)
+
+
+@pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
+@pytest.mark.parametrize("how", ["empty", "cut"])
+def test_what_cannot_be_opened_for_damage_is_an_answer(name, how, tmp_path):
+    data = tmp_path / "ck" / "iter_0000010"
+    shutil.copytree(GOLDEN / DIST, tmp_path / "ck")
+    assert cli(tmp_path / "ck", "--write-manifest")[0] == 0
+    os.truncate(data / name, 0 if how == "empty" else (data / name).stat().st_size // 2)
+    code, out, err = cli(tmp_path / "ck")
+    assert code == 1
+    assert f"{name} is empty (0 bytes)" in out if how == "empty" else "cut short" in out
+    assert f"{name} is not the file that integrity.json lists" in out
+    assert "restore" in err
+    err = io.StringIO()
+    with redirect_stderr(err):
+        assert main(["inspect", str(tmp_path / "ck")]) == 3
+    assert "hint:  distckpt verify" in err.getvalue()
+
+
+def test_a_flipped_last_byte_is_an_answer_and_hostile_files_are_none(tmp_path):
+    shutil.copytree(GOLDEN / DIST, tmp_path / "ck")
+    path = tmp_path / "ck" / "iter_0000010" / "common.pt"
+    flip(path, path.stat().st_size - 1)
+    code, out, _ = cli(tmp_path / "ck")
+    assert code == 1
+    assert "common.pt is cut short or damaged at its end" in out
+    (tmp_path / "ck" / "iter_0000010" / ".metadata").write_bytes(b"\x80\x02cposix\nsystem\n.")
+    shutil.copy(GOLDEN / DIST / "iter_0000010" / "common.pt", path)
+    assert cli(tmp_path / "ck")[0] == 3

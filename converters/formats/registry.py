@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from converters.errors import FormatError
+from converters.formats.broken import damaged_file
 from converters.formats.folder import (
     close_source,
     exists,
@@ -130,13 +131,13 @@ def backend_of(folder: Path) -> str | None:
     path = folder / "metadata.json"
     if not exists(path):
         return None
+    raw = read_small(path, 1 << 20)
     try:
-        document = json.loads(read_small(path, 1 << 20))
+        document = json.loads(raw)
         backend = document.get("sharded_backend")
     except (ValueError, RecursionError, AttributeError) as error:
-        raise FormatError(
-            "metadata.json is not the JSON that Megatron writes", details=[printable(str(error))]
-        ) from error
+        what = "is not the JSON that Megatron writes: cut short or damaged" if raw else "is empty (0 bytes)"
+        raise damaged_file(folder, {path.name: f"{path.name} {what}"}, printable(str(error))) from error
     return str(backend)
 
 

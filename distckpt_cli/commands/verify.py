@@ -61,14 +61,19 @@ def verify(
     if quick and (values or write_manifest):
         raise UsageProblem(f"--quick reads no payload, {'--values' if values else '--write-manifest'} reads all")
     console = looking.console
+    from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
-    from converters.verify import VerifyOptions, verify
+    from converters.verify import VerifyOptions, unopened, verify
 
     threads = workers(looking.threads, 8)
     options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=threads)
-    reader = open_checkpoint(ckpt)
-    with looking.watched(console) as watched:
-        report = verify(reader, options, **watched)
+    try:
+        reader = open_checkpoint(ckpt)
+    except DamagedFileError as error:
+        report = unopened(error)
+    else:
+        with looking.watched(console) as watched:
+            report = verify(reader, options, **watched)
     if looking.as_json:
         console.document("distckpt.verify/1", report.document())
     else:

@@ -1,0 +1,60 @@
+"""What is wrong, in plain words, with the files that describe a checkpoint when it cannot be opened."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.errors import DamagedFileError, FormatError
+from converters.formats.folder import close_source, is_file, open_source, read_at
+from converters.names import printable, quoted
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["damaged_file", "plainly"]
+
+_DESCRIBING = (".metadata", "metadata.json", "common.pt")
+_ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
+
+
+def damaged_file(folder: Path, files: dict[str, str], *details: str) -> DamagedFileError:
+    """The error that says so, with what to type next."""
+    hint = f"distckpt verify {quoted(folder)} compares with integrity.json, if there is one; restore it from a copy"
+    return DamagedFileError(str(folder), files, details=details, hint=hint)
+
+
+def plainly(place: Path, error: FormatError) -> FormatError:
+    """The error that opening ended with, or one that says which file is empty or cut.
+
+    Args:
+        place: The folder with the data, or the one file.
+        error: What went wrong.
+    """
+    alone = is_file(place)
+    paths = [place] if alone else [place / name for name in _DESCRIBING]
+    files = {path.name: text for path in paths if (text := _trouble(path)) is not None}
+    return damaged_file(place.parent if alone else place, files, error.message) if files else error
+
+
+def _trouble(path: Path) -> str | None:
+    try:
+        if not is_file(path):
+            return None
+        source = open_source(path)
+    except (OSError, FormatError):
+        return None
+    shown = printable(path.name)
+    try:
+        if not source.size:
+            return f"{shown} is empty (0 bytes)"
+        head, tail = read_at(source, 0, 4), read_at(source, max(0, source.size - 22), 22)
+    except FormatError:
+        return None
+    finally:
+        close_source(source)
+    cut = f"{shown} is cut short or damaged at its end ({source.size:,} bytes)"
+    if path.name == ".metadata":  # a pickle's last byte is its STOP
+        return None if tail.endswith(b".") else cut
+    if head == _ZIP:
+        return None if tail.startswith(_ZIP_END) and tail.endswith(b"\0\0") else cut
+    return None
