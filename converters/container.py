@@ -33,12 +33,13 @@ from converters.container_content import (
 )
 from converters.conversion import Conversion, WriteOptions
 from converters.damage import refuse_damage
-from converters.export import ExportOptions, plan_export
+from converters.export import ExportOptions, hf_companions, plan_export
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.formats.base import fingerprint_of
+from converters.formats.folder import read_small
 from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.job import CopyRoutes, Job
-from converters.names import quoted
+from converters.names import printable, quoted
 from converters.optim import Masters, OptimizerState
 from converters.optim_groups import read_param_groups
 from converters.plan import Target
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from converters.conversion import ExtraFile
     from converters.formats.base import Reader
     from converters.local import LocalTensor
     from converters.pickles import Node
@@ -153,6 +155,21 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
     )
 
 
+def _beside(folder: Path, notes: list[str]) -> dict[str, ExtraFile]:
+    """`config.json`, tokenizer and the like of a Hugging Face folder."""
+    if not (folder / "config.json").is_file():
+        return {}
+    try:
+        config = json.loads(read_small(folder / "config.json", 16 << 20))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+        files = hf_companions(folder, False, config, notes, of="the source")
+    except (ValueError, RecursionError, OSError) as error:
+        notes.append(f"config.json and what lies beside it is not carried over: {printable(str(error))}")
+        return {}
+    return {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
+
+
 def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOptions | None = None) -> Conversion:
     """Decides everything about a safetensors folder of whole tensors and proves it complete; writes nothing.
 
@@ -189,8 +206,13 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         max_memory=options.max_memory,
         threads=options.threads,
     )
-    extra = {"model.safetensors.index.json": layout.index} if layout.index is not None else {}
+    extra: dict[str, ExtraFile] = {}
+    if layout.index is not None:
+        extra["model.safetensors.index.json"] = layout.index
     strange: list[tuple[str, str]] = []
+    notes = list(content.notes)
+    if not catalog.megatron:
+        extra |= _beside(catalog.path, notes)
     if content.names == "megatron":
         known, strange = state_of_job(catalog, content)
         extra[SIDECAR] = json.dumps({"schema": "distckpt.container/1", **known}, indent=2).encode() + b"\n"
@@ -201,7 +223,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         job=job,
         extra_files=extra,
         dropped=(*left_out(catalog, content, "safetensors hold the model, not the state of training"), *strange),
-        notes=content.notes,
+        notes=tuple(notes),
         summary=content.summary,
         facts=content.facts,
         next_step=f"distckpt inspect {quoted(destination)}",

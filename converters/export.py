@@ -284,7 +284,7 @@ def _extra_files(
             )
         own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
         config = dict(reference) | own
-        files |= _companions(options.hf_config, options.copy_code, config, notes)
+        files |= hf_companions(options.hf_config, options.copy_code, config, notes)
     files["config.json"] = _json(config)
     files.setdefault("generation_config.json", _json(mapping.generation_config))
     if layout.index is not None:
@@ -292,8 +292,18 @@ def _extra_files(
     return files
 
 
-def _companions(folder: Path, copy_code: bool, config: dict[str, Any], notes: list[str]) -> dict[str, ExtraFile]:
-    """Tokenizer and other small files beside `config.json`. Code, and what names it, only if it is asked for."""
+def hf_companions(
+    folder: Path, copy_code: bool, config: dict[str, Any], notes: list[str], *, of: str = "--hf-config"
+) -> dict[str, ExtraFile]:
+    """Tokenizer and other small files beside `config.json`. Code, and what names it, only if it is asked for.
+
+    Args:
+        folder: A Hugging Face folder.
+        copy_code: Code is taken, too.
+        config: Contents of `config.json`; what names code is taken out of it.
+        notes: What was left out is added to these.
+        of: What the folder is called in notes.
+    """
     files: dict[str, ExtraFile] = {}
     code, foreign = [], []
     for path in sorted(folder.iterdir()):
@@ -318,9 +328,9 @@ def _companions(folder: Path, copy_code: bool, config: dict[str, Any], notes: li
     if code and copy_code:
         notes.append(f"code was copied along and runs only with trust_remote_code: {named}")
     elif code:
-        notes.append(f"code of --hf-config was left out: {named}; --copy-code copies it")
+        notes.append(f"code of {of} was left out: {named}" + ("; --copy-code copies it" if of == "--hf-config" else ""))
     if foreign:
-        notes.append(f"links to outside of --hf-config were left out: {printable(', '.join(foreign))}")
+        notes.append(f"links to outside of {of} were left out: {printable(', '.join(foreign))}")
     return files
 
 

@@ -7,6 +7,7 @@ import filecmp
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -367,3 +368,16 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         assert int(kib) < 256 << 10, target
     assert (tmp_path / "model.pt").stat().st_size > 2 << 30
     assert filecmp.cmp(tmp_path / "model.pt", tmp_path / "again" / "model.pt", shallow=False)
+
+
+def test_what_lies_beside_the_weights_of_a_hugging_face_folder_comes_along(tmp_path, capsys):
+    folder = tmp_path / "hf"
+    shutil.copytree(GOLDEN / "hf_llama_safetensors", folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "modeling_x.py").write_text("raise SystemExit(1)")
+    out = tmp_path / "out"
+    assert main(["convert", str(folder), str(out), "--to", "safetensors", "--progress", "off"]) == 0
+    assert "code of the source was left out: modeling_x.py" in "".join(capsys.readouterr())
+    assert json.loads((out / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert not (out / "modeling_x.py").exists()

@@ -75,7 +75,8 @@ def map_to_hf(
     add_one = bool(args.zero_centered_norm) and not model.zero_centered
     if dtype is None and (dtype := catalog.computing_type) is not None:
         notes.append(
-            f"stored are fp32 master weights, written is {dtype}, with which the job computes (or --dtype fp32)"
+            f"stored are fp32 master weights, rounded to {dtype}, in which the job computes "
+            "(export-hf --dtype fp32 keeps them)"
         )
     out = Emit(args, catalog.weights, vocab, dtype, add_one)
     _emit_all(out, model, args.mtp_num_layers or 0 if keep else 0)

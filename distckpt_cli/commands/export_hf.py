@@ -44,7 +44,11 @@ class Asked:
     ] = False
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="TYPE", help="bf16, fp16 or fp32; by default as stored.", rich_help_panel=_MODEL),
+        typer.Option(
+            metavar="TYPE",
+            help="bf16, fp16 or fp32; by default as stored, or of fp32 masters alone what the job computed in.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None
     vocab_size: Annotated[
         int | None,
