@@ -320,7 +320,7 @@ def find_device(name: str, local_rank: int = 0) -> Device:
 
     if not torch.cuda.is_available():
         built = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU or driver"
-        raise RequestError(f"there is no device {name}: {built}", hint="device='cpu' loads into this machine's memory")
+        raise RequestError(f"there is no device {name}: {built}", hint="use the cpu: --device cpu, or device='cpu'")
     count = torch.cuda.device_count()
     # a launcher that shows each process its own GPU alone calls all of them 0
     index = int(number) if number else local_rank if count > 1 else 0

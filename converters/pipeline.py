@@ -189,6 +189,11 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
     middle, left = layout.pp - len(given), num_layers - sum(n for _, n in given)
     if middle < 0:
         raise RequestError(f"{said} are two pipeline stages, --pp is {layout.pp}")
+    if left < 0:
+        raise RequestError(
+            f"{said}: {num_layers - left} layers, but the model has {num_layers}",
+            hint=f"leave {middle} or more for the other stages" if middle else f"they must add up to {num_layers}",
+        )
     if left > 0 and not middle:
         one = f"{said} needs more than one pipeline stage, --pp is 1"
         several = f"{said} are all stages of --pp {layout.pp}, but not all of {num_layers} layers: {left} are left"
@@ -198,12 +203,13 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
             if layout.pp == 1
             else f"{given[0][0]} {given[0][1] + left}, or a larger --pp",
         )
-    if left < 0 or (left == 0) != (middle == 0) or (middle and left % middle):
+    if (left == 0) != (middle == 0) or (middle and left % middle):
         option, n = given[0]
         fits = [k for k in range(1, n + left + 1) if (n + left - k) % max(middle, 1) == 0]
         fits = [k for k in fits if (n + left - k == 0) == (middle == 0)]
+        stages = f"{middle} middle stage{'s' if middle != 1 else ''}"
         raise RequestError(
-            f"{said} of {num_layers} layers leave {left} for {middle} middle stages of --pp {layout.pp}",
+            f"{said} of {num_layers} layers leave {left} for {stages} of --pp {layout.pp}",
             hint=f"{option} must leave a multiple of {middle}: try {some_of(fits, n)}" if fits else None,
         )
     each, chunks = (left // middle if middle else 0), layout.vpp or 1

@@ -34,5 +34,6 @@ EPILOG = [
     ("4", "the request is impossible: layout, architecture, names"),
     ("5", "the destination exists, is full or may not be written"),
     ("70", "a bug in distckpt"),
+    ("141", "the reader of the output left, as head does"),
     ("130, 143", "interrupted; the same command continues"),
 ]

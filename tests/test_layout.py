@@ -310,6 +310,7 @@ def test_groups():
         (LLAMA, {"pp": 2, "vpp": 3}, MODEL,
          "2 layers a pipeline rank (4 layers, --pp 2) cannot be cut into --vpp 3", "try 1 or 2"),
         (LLAMA, {"vpp": 2}, MODEL, "--vpp 2 needs more than one pipeline stage", "leave --vpp out"),
+        (LLAMA, {"pp": 2, "first_layers": 5}, MODEL, "--first-layers 5: 5 layers, but the model has 4", "leave 1 or more"),
         (LLAMA, {"pp": 3, "first_layers": 1}, MODEL, "--first-layers 1 of 4 layers leave 3 for 2 middle stages", "try 2"),
         (LLAMA, {"pp": 2, "first_layers": 2, "last_layers": 2, "vpp": 2}, MODEL,
          "Megatron cannot start with", "leave --last-layers out"),

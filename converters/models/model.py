@@ -88,7 +88,7 @@ class Model:
             raise RequestError(
                 f"{self.architecture} cannot express this model",
                 details=reasons,
-                hint="leave out --arch to see which architecture fits",
+                hint="without --arch and --hf-config, an architecture that fits is looked for",
             )
 
     def config(self, args: ModelArgs, *, vocab_size: int, dtype: str) -> dict[str, Any]:
