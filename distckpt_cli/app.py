@@ -186,6 +186,9 @@ def _tell_torchrun(error: DistckptError) -> None:
 
 def _as_usage(error: Exception) -> UsageProblem:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
+    if "Input should be a valid" in text:  # pydantic's, of the type of an option
+        kind = "a whole number" if "valid integer" in text else "a number"
+        text = text.partition(":")[0].replace("Invalid value for ", "").strip("'") + f" takes {kind}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "distckpt"
     hint = f"see {command} --help"

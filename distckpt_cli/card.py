@@ -53,7 +53,7 @@ def describe_model(model: ModelArgs, architecture: Model | None) -> str:
     """The model in one line: `llama, 32 layers, hidden 4096, 32 heads / 8 query groups, ffn 14336, ...`."""
     parts = [architecture.name] if architecture else []
     if model.num_layers is not None:
-        parts.append(f"{model.num_layers} layers")
+        parts.append(f"{model.num_layers} layer{'s' if model.num_layers != 1 else ''}")
     if model.hidden_size is not None:
         parts.append(f"hidden {model.hidden_size}")
     if model.num_attention_heads is not None:
@@ -85,7 +85,8 @@ def describe_names(catalog: Catalog) -> str:
     for tensor in catalog.weights.values():
         sizes[tensor.dtype.short] += tensor.nbytes
     whose = "names of Hugging Face" if catalog.flavour == "Hugging Face" else "names of its own"
-    parts = [whose, *([f"{len(numbers)} layers"] if numbers else []), *(name for name, _ in sizes.most_common(3))]
+    layers = [f"{len(numbers)} layer{'s' if len(numbers) != 1 else ''}"] if numbers else []
+    parts = [whose, *layers, *(name for name, _ in sizes.most_common(3))]
     return ", ".join(parts)
 
 
@@ -107,7 +108,8 @@ def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
     if architecture is None and identity.features:
         console.fact("", f"no known architecture; it has {', '.join(identity.features)}")
     pieces = max((tensor.chunk_count for tensor in catalog.weights.values()), default=0)
-    saved = [describe_layout(identity.layout) if catalog.megatron else f"in up to {pieces} pieces a tensor"]
+    in_pieces = f"in up to {pieces} pieces a tensor" if pieces != 1 else "each tensor in one piece"
+    saved = [describe_layout(identity.layout) if catalog.megatron else in_pieces]
     if identity.sharing.parallel is not None:
         saved.append("fully parallel save" if identity.sharing.parallel else "saved by the first data-parallel rank")
     saved.append(f"optimizer: {identity.optimizer.name}")

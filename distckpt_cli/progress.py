@@ -90,7 +90,7 @@ class _State:
         rate = self.rate(now)
         left = f"eta {format_time((self.total - self.done) / rate)}" if rate > 0 else "eta -"
         speed = f"{_brief(rate)}/s"
-        files = f"{self.files_done}/{self.files_total} files"
+        files = f"{self.files_done}/{self.files_total} file{'s' if self.files_total != 1 else ''}"
         moved = f"{_brief(self.done)} of {_brief(self.total)}"
         percent = f"{self.percent:3d}%"
         counted = [files] if self.files_total else []

@@ -105,6 +105,8 @@ def test_about(command, capsys):
         (["inspect", "x", "--fils"], "no such option: --fils (Possible options: --files, --flat)"),
         (["inspect", "x", "--files", "--args"], "--files and --args are different views"),
         (["inspect", "x", "-q", "--json"], "-q prints names and --json a document"),
+        (["reshard", "a", "b", "--tp", "two"], "--tp takes a whole number"),
+        (["diff", "a", "b", "--rtol", "x"], "--rtol takes a number"),
         (["export-hf", "a", "b", "--progress", "fancy"], "--progress 'fancy' is not a mode"),
     ],
 )
