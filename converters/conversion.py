@@ -169,6 +169,7 @@ def run_conversion(
             tell(Note(text))
         if team is not None:
             team.assemble()
+        made = [folder for folder in destination.parents if not folder.exists()]  # innermost first
         staging = Staging(
             destination,
             job.fingerprint,
@@ -190,9 +191,15 @@ def run_conversion(
                 if team is not None:
                     team.end(error)  # the others write into it until they know
                 staging.discard()
+            elif staging.folder.exists():
+                kept = printable(str(staging.folder))
+                error.details.append(f"what is written so far is kept in {kept}; the same command continues it")
             raise
         finally:
             staging.close()
+            with contextlib.suppress(OSError):  # the first that holds something, as a result, ends it
+                for folder in made:
+                    folder.rmdir()
     return stats
 
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from checkpoints import copy_golden, edit_metadata, flip, payloads, run_cli, tree
-from support import GOLDEN
+from support import GOLDEN, nobody
 
 from converters.formats import dcp
 from converters.pickles import fields, set_field
@@ -385,3 +385,22 @@ def test_a_disk_that_fails_while_a_source_is_looked_at_is_no_bug_of_ours(command
     monkeypatch.setattr(dcp, "status", status)
     assert main([command, *words]) == 3
     assert "__0_0.distcp failed: Input/output error" in capsys.readouterr().err
+
+
+def test_no_permission_keeps_what_is_written_and_says_so_and_damage_leaves_no_folder(tmp_path, capsys):
+    source = tmp_path / "ck"
+    shutil.copytree(GOLDEN / "llama_adam_tp2pp2", source)
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    shared.chmod(0o777)
+    path = source / "iter_0000010" / "__1_0.distcp"
+    path.chmod(0o000)
+    with nobody(tmp_path):
+        code, text = export(capsys, source, shared / "out")
+    assert code == 3
+    assert "Permission denied" in text
+    assert f"kept in {shared / '.out.distckpt-partial'}" in text
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert export(capsys, source, tmp_path / "new" / "a" / "b")[0] in (1, 3)
+    assert not (tmp_path / "new").exists()
