@@ -35,6 +35,7 @@ __all__ = [
     "tensor_document",
 ]
 
+
 def _choose(names: Iterable[str], pattern: str) -> list[str]:
     """The names that a glob matches; it may hold `{0..31}` as the folded tables print it."""
     return list(filter(matcher(pattern), names))

@@ -126,8 +126,10 @@ def _count(number: int, word: str) -> str:
 
 
 def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
+    from converters.cast import choose_device
     from converters.publish import beside, free_bytes
 
+    choose_device(plan.device, computes=plan.job.computes)  # what the real run would refuse
     job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)
     notes = list(plan.remarks)
     if plan.proof is not None:

@@ -79,8 +79,10 @@ def test_which_device():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_refused_before_anything_is_written(tmp_path):
-    done = run_cli("export-hf", golden("llama_adam_tp2pp2"), tmp_path / "out", "--dtype", "fp32", "--device", "cuda")
+@pytest.mark.parametrize("more", [(), ("-n",)])
+def test_a_missing_gpu_is_refused_before_anything_is_written(more, tmp_path):
+    words = ("--dtype", "fp32", "--device", "cuda", *more)
+    done = run_cli("export-hf", golden("llama_adam_tp2pp2"), tmp_path / "out", *words)
     assert done.returncode == 4
     assert "there is no device cuda" in done.stderr
     assert not list(tmp_path.iterdir())
