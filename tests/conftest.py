@@ -1,11 +1,14 @@
 """What every test shares: `tests/` on the import path, `--all`, and the fixtures that run the real megatron-core."""
 
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; Ctrl-C is tested all the same
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from oracle.fixtures import megatron_checkpoint, megatron_load
 
