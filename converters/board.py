@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from converters.destination import os_trouble
 from converters.errors import DestinationError
-from converters.publish import os_trouble
 from converters.ranks import claim, is_held
 
 __all__ = ["Board", "machine"]

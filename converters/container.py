@@ -33,6 +33,7 @@ from converters.container_content import (
 )
 from converters.conversion import Conversion, WriteOptions
 from converters.damage import refuse_damage
+from converters.destination import check_destination
 from converters.export import ExportOptions, hf_companions, plan_export
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.formats.base import fingerprint_of
@@ -43,7 +44,6 @@ from converters.names import printable, quoted
 from converters.optim import Masters, OptimizerState
 from converters.optim_groups import read_param_groups
 from converters.plan import Target
-from converters.publish import check_destination
 from converters.records_out import tensor_node
 
 if TYPE_CHECKING:

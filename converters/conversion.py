@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.cast import choose_device
 from converters.crew import Crew
+from converters.destination import beside, free_bytes, os_trouble, replaced
 from converters.engine import run
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady
 from converters.formats.folder import Status, read_small, status
 from converters.names import printable
-from converters.publish import Staging, beside, free_bytes, os_trouble, replaced
+from converters.publish import Staging
 from converters.ranks import Ranks
 from converters.team import Team, TeamStaging
 

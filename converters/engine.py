@@ -14,11 +14,11 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
+from converters.destination import os_trouble
 from converters.errors import IntegrityError, Interrupted
 from converters.events import Event, FileDone, Moved, Phase, Resumed
 from converters.formats.base import fingerprint_of
 from converters.gather import Gatherer, Sources
-from converters.publish import os_trouble
 from converters.sealing import seal
 from converters.worker import Worker
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from converters import __version__
 from converters.conversion import Conversion, ExtraFile, WriteOptions, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.destination import check_destination
 from converters.errors import FormatError, RequestError
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import read_small
@@ -26,7 +27,6 @@ from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
 from converters.optim_proof import Masters
 from converters.plan import Op, prove
-from converters.publish import check_destination
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.box import Box, uncovered
 from converters.conversion import Conversion, WriteOptions
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.destination import check_destination
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput
@@ -42,7 +43,6 @@ from converters.model_args import ModelArgs
 from converters.names import fold, parse_key, quoted
 from converters.optim import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Obj, fields, set_field
-from converters.publish import check_destination
 from converters.target_state import (
     TRACKER,
     as_megatron_lm,

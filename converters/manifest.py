@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from converters.destination import os_trouble
 from converters.errors import FormatError
 from converters.formats.folder import is_folder, listing
 from converters.formats.plain_json import read_json
 from converters.names import printable
-from converters.publish import os_trouble, sync_folder
+from converters.publish import sync_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

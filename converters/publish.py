@@ -18,10 +18,10 @@ import errno
 import fcntl
 import os
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters import journal
+from converters.destination import beside, is_empty, is_full, os_trouble, resolved
 from converters.errors import DestinationError, FormatError
 from converters.formats.folder import close_source, open_source, read_at
 from converters.journal import JOURNAL
@@ -31,149 +31,11 @@ from converters.records import check_archive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+    from pathlib import Path
 
     from converters.job import OutputFile, Slice
 
-__all__ = ["Staging", "beside", "check_destination", "free_bytes", "os_trouble", "replaced", "sync_folder", "write_at"]
-
-
-def check_destination(source: Path, destination: Path, *, overwrite: bool = False, file: bool = False) -> None:
-    """Checks that a destination may be written, before any work is done.
-
-    Args:
-        source: The outermost folder, or the file, of the source.
-        destination: What shall be written.
-        overwrite: It may be replaced.
-        file: It is to be a file, not a folder.
-
-    Raises:
-        DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
-    """
-    try:
-        _check_destination(source, destination, overwrite, file)
-    except OSError as error:  # a folder on the way may not be searched, a name is too long
-        raise os_trouble(error, destination, "checking") from error
-
-
-def _check_destination(source: Path, destination: Path, overwrite: bool, file: bool) -> None:
-    real_source, real = source.resolve(), _resolve(destination)
-    shown = printable(str(destination))
-    if real == real_source or real_source in real.parents or real in real_source.parents:
-        relation = "the source itself" if real == real_source else "inside the source"
-        relation = "a folder that contains the source" if real in real_source.parents else relation
-        raise DestinationError(
-            f"{shown} is {relation}", details=[f"source: {printable(str(source))}"], hint="choose another directory"
-        )
-    if destination.is_symlink() and not destination.exists():
-        raise DestinationError(f"{shown} is a dangling symbolic link")
-    if destination.exists():
-        if destination.is_mount():
-            raise DestinationError(
-                f"{shown} is a mount point, which nothing can be renamed onto", hint=f"use a folder in it: {shown}/NAME"
-            )
-        if file:
-            _check_file(destination, overwrite)
-        elif not destination.is_dir():
-            raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
-        elif not overwrite and not _is_empty(destination):
-            raise DestinationError(
-                f"{shown} already exists and is not empty",
-                hint="choose another directory, or add --overwrite to replace it after success",
-            )
-        elif overwrite and not _is_empty(destination) and not _is_ours(destination):
-            raise DestinationError(
-                f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it",
-                details=[f"it holds {', '.join(printable(e.name) for e in sorted(destination.iterdir())[:4])}"],
-                hint="choose another directory",
-            )
-        elif overwrite and len(several := sorted(path.name for path in destination.glob("iter_*"))) > 1:
-            raise DestinationError(
-                f"{shown} is a training run with {len(several)} iterations: --overwrite does not delete them all",
-                details=[f"it holds {', '.join(printable(name) for name in several[:4])}"],
-                hint="choose another directory",
-            )
-    ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
-    if not ancestor.is_dir():
-        raise DestinationError(f"{printable(str(ancestor))} is not a directory")
-    if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
-
-
-def replaced(destination: Path) -> str | None:
-    """What --overwrite would delete, as a sentence; None if there is nothing."""
-    if not destination.is_dir():
-        return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
-    names = sorted(entry.name for entry in destination.iterdir())
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    listed = ", ".join(printable(name) for name in names[:6])
-    return f"{printable(str(destination))} is replaced after success, with all in it: {listed}{more}" if names else None
-
-
-def _check_file(destination: Path, overwrite: bool) -> None:
-    """Checks that what exists in the place of a file may be replaced by one."""
-    shown = printable(str(destination))
-    if destination.is_dir():
-        raise DestinationError(f"{shown} is a directory, and the result is one file", hint=f"name it: {shown}/model.pt")
-    if not overwrite:
-        raise DestinationError(
-            f"{shown} already exists", hint="choose another name, or add --overwrite to replace it after success"
-        )
-    if not destination.is_file() or not _is_archive(destination):
-        raise DestinationError(
-            f"{shown} is not a file that torch.save wrote: --overwrite does not delete it", hint="choose another name"
-        )
-
-
-def _is_archive(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) in (b"", b"PK\x03\x04")
-
-
-def _is_empty(folder: Path) -> bool:
-    with os.scandir(folder) as entries:
-        return next(entries, None) is None
-
-
-def _is_full(folder: Path) -> bool:
-    return folder.is_dir() and not _is_empty(folder)
-
-
-def _resolve(path: Path) -> Path:
-    return path.parent.resolve() / path.name if not path.exists() else path.resolve()
-
-
-def beside(destination: Path, what: str) -> Path:
-    """The hidden folder beside a destination that holds what is not the result yet."""
-    real = _resolve(destination)
-    return real.with_name(f".{real.name}.distckpt-{what}")
-
-
-def _is_ours(folder: Path) -> bool:
-    """Whether a folder holds what a checkpoint or a model folder holds, so that replacing it is what was meant."""
-    marks = {"distckpt-report.json", "latest_checkpointed_iteration.txt", "config.json", ".metadata", "metadata.json"}
-    with os.scandir(folder) as entries:
-        return any(entry.name in marks or entry.name.endswith(".safetensors") for entry in entries)
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes an ordinary user may still write on the file system that will hold `path`."""
-    folder = path.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
-    return status.f_bavail * status.f_frsize
-
-
-def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError:
-    """The error to raise when writing failed: what, where, and what helps."""
-    shown = printable(str(path))
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
-        return DestinationError(
-            f"{what}: {doing} {shown} failed",
-            hint="free some space and run the same command again; finished work is kept",
-        )
-    return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")
+__all__ = ["Staging", "sync_folder", "write_at"]
 
 
 class Staging:
@@ -206,7 +68,7 @@ class Staging:
         single: bool = False,
     ) -> None:
         self._single = files[0].name if single else None
-        self.destination = _resolve(destination)
+        self.destination = resolved(destination)
         self.folder = beside(destination, "partial")
         self._overwrite = overwrite
         self._journal = -1
@@ -230,7 +92,7 @@ class Staging:
         try:
             if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
                 raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
-            if not overwrite and (self.destination.exists() if single else _is_full(self.destination)):
+            if not overwrite and (self.destination.exists() if single else is_full(self.destination)):
                 self._refuse_late()
             earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
             dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
@@ -278,7 +140,7 @@ class Staging:
         """Removes what an earlier run left and this one does not write."""
         for path in sorted(self.folder.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
-                if _is_empty(path):
+                if is_empty(path):
                     path.rmdir()
             elif str(path.relative_to(self.folder)) not in keep:
                 path.unlink()
@@ -334,7 +196,7 @@ class Staging:
             journals = self._take_journals()
             for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
                 sync_folder(folder)
-            replaced = self._single is not None or (self._overwrite and _is_full(self.destination))
+            replaced = self._single is not None or (self._overwrite and is_full(self.destination))
             if self._single is not None:
                 self._place(self.folder / self._single)
             elif not replaced:

@@ -14,6 +14,7 @@ from converters.blueprint import Blueprint, LazySources, blueprint_key, keep, re
 from converters.companions import companions, keeps_framework
 from converters.conversion import Conversion, run_conversion
 from converters.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.destination import check_destination
 from converters.errors import RequestError
 from converters.formats.base import fingerprint_of
 from converters.formats.torch_dist_out import TorchDistOutput
@@ -22,7 +23,6 @@ from converters.layout_check import check as check_layout
 from converters.model_args import ModelArgs
 from converters.names import quoted
 from converters.optim import Masters, OptimizerState, has_optimizer, optimizer_state
-from converters.publish import check_destination
 from converters.reshard_state import ReshardOptions, State, target_state
 from converters.reshard_targets import Targets
 from converters.split import Outline

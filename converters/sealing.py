@@ -7,8 +7,9 @@ import zlib
 from typing import TYPE_CHECKING
 
 from converters.crc import crc_of_zeros
+from converters.destination import os_trouble
 from converters.errors import DistckptError
-from converters.publish import os_trouble, write_at
+from converters.publish import write_at
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters import journal
 from converters.board import Board, machine
+from converters.destination import beside, os_trouble
 from converters.errors import DestinationError, DistckptError, Interrupted, RequestError
 from converters.events import Moved, Note
-from converters.publish import beside, os_trouble
 from converters.ranks import listed, shares, spans
 from converters.relay import AGAIN, Stopped, packed, unpacked
 

@@ -1,8 +1,7 @@
 """Whether a checkpoint is right: its structure, every record and checksum, its optimizer, and on request its values.
 
     report = verify(open_checkpoint("ckpt/iter_0050000"), VerifyOptions(values=True))
-    if not report.good:
-        print(report.affected)
+    report.good, report.affected      # whether all is well; the tensors concerned
 
 Nothing is written but a manifest, where one is asked for and all is well. Files are read from front to back, once; what has
 to be compared with each other (masters with weights, copies with their originals) is read once more, tensor by tensor.

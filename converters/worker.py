@@ -10,9 +10,10 @@ import numpy as np
 
 from converters.box import runs
 from converters.cast import Caster, pinned
+from converters.destination import os_trouble
 from converters.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
 from converters.plan import Op
-from converters.publish import os_trouble, write_at
+from converters.publish import write_at
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -127,7 +127,7 @@ def _count(number: int, word: str) -> str:
 
 def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
     from converters.cast import choose_device
-    from converters.publish import beside, free_bytes
+    from converters.destination import beside, free_bytes
 
     choose_device(plan.device, computes=plan.job.computes)  # what the real run would refuse
     job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)

@@ -31,6 +31,7 @@ LEVELS = {
     "relay": 2,
     "buffers": 3,
     "damage": 3,
+    "destination": 3,
     "identity": 3,
     "job": 3,
     "layout": 3,

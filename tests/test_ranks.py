@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from converters import journal
 from converters.board import Board
+from converters.destination import beside
 from converters.errors import DestinationError, IntegrityError, Interrupted, RequestError
 from converters.events import FileDone, Moved, StopFlag
 from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
 from converters.job import Task
-from converters.publish import Staging, beside
+from converters.publish import Staging
 from converters.ranks import Ranks, claim, dismiss_earlier, is_held, listed, shares, spans
 from converters.relay import Stopped, packed, unpacked
 

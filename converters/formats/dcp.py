@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -64,7 +65,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
     return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
 
 
-class DcpReader:
+class DcpReader(ABC):
     """An open folder of torch DCP files; a format makes the catalog.
 
     Args:
@@ -95,8 +96,9 @@ class DcpReader:
         self._number_records()
         self.catalog = self._catalog()
 
+    @abstractmethod
     def _catalog(self) -> Catalog:
-        raise NotImplementedError
+        """What the folder holds, in the names of its format."""
 
     @classmethod
     def open(cls, folder: Path) -> Self:

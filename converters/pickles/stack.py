@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickletools
+from abc import ABC, abstractmethod
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -32,7 +33,7 @@ class _Char(str):
     __slots__ = ()
 
 
-class Stack:
+class Stack(ABC):
     """The state of one run over one pickle, and the opcodes that touch nothing but plain values.
 
     A method `_op_name` executes the opcode at `pos` and returns where the next one is, or -1 to stop.
@@ -175,9 +176,9 @@ class Stack:
         self.stack.append(text)
         return start + size
 
+    @abstractmethod
     def _close_top_state(self) -> None:
         """Finish the outermost object with what its state holds so far."""
-        raise NotImplementedError
 
     def _distinct(self, text: str) -> str:
         """A one-character string as an object of its own.

@@ -1,0 +1,163 @@
+"""Where a result may be written: what must not be there, what --overwrite deletes, and how much room there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from converters.errors import DestinationError
+from converters.names import printable
+
+__all__ = [
+    "beside",
+    "check_destination",
+    "free_bytes",
+    "is_empty",
+    "is_full",
+    "os_trouble",
+    "replaced",
+    "resolved",
+]
+
+
+def check_destination(source: Path, destination: Path, *, overwrite: bool = False, file: bool = False) -> None:
+    """Checks that a destination may be written, before any work is done.
+
+    Args:
+        source: The outermost folder, or the file, of the source.
+        destination: What shall be written.
+        overwrite: It may be replaced.
+        file: It is to be a file, not a folder.
+
+    Raises:
+        DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
+    """
+    try:
+        _check_destination(source, destination, overwrite, file)
+    except OSError as error:  # a folder on the way may not be searched, a name is too long
+        raise os_trouble(error, destination, "checking") from error
+
+
+def _check_destination(source: Path, destination: Path, overwrite: bool, file: bool) -> None:
+    real_source, real = source.resolve(), resolved(destination)
+    shown = printable(str(destination))
+    if real == real_source or real_source in real.parents or real in real_source.parents:
+        relation = "the source itself" if real == real_source else "inside the source"
+        relation = "a folder that contains the source" if real in real_source.parents else relation
+        raise DestinationError(
+            f"{shown} is {relation}", details=[f"source: {printable(str(source))}"], hint="choose another directory"
+        )
+    if destination.is_symlink() and not destination.exists():
+        raise DestinationError(f"{shown} is a dangling symbolic link")
+    if destination.exists():
+        if destination.is_mount():
+            raise DestinationError(
+                f"{shown} is a mount point, which nothing can be renamed onto", hint=f"use a folder in it: {shown}/NAME"
+            )
+        if file:
+            _check_file(destination, overwrite)
+        elif not destination.is_dir():
+            raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
+        elif not overwrite and not is_empty(destination):
+            raise DestinationError(
+                f"{shown} already exists and is not empty",
+                hint="choose another directory, or add --overwrite to replace it after success",
+            )
+        elif overwrite and not is_empty(destination) and not _is_ours(destination):
+            raise DestinationError(
+                f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it",
+                details=[f"it holds {', '.join(printable(e.name) for e in sorted(destination.iterdir())[:4])}"],
+                hint="choose another directory",
+            )
+        elif overwrite and len(several := sorted(path.name for path in destination.glob("iter_*"))) > 1:
+            raise DestinationError(
+                f"{shown} is a training run with {len(several)} iterations: --overwrite does not delete them all",
+                details=[f"it holds {', '.join(printable(name) for name in several[:4])}"],
+                hint="choose another directory",
+            )
+    ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
+    if not ancestor.is_dir():
+        raise DestinationError(f"{printable(str(ancestor))} is not a directory")
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
+
+
+def replaced(destination: Path) -> str | None:
+    """What --overwrite would delete, as a sentence; None if there is nothing."""
+    if not destination.is_dir():
+        return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
+    names = sorted(entry.name for entry in destination.iterdir())
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    listed = ", ".join(printable(name) for name in names[:6])
+    return f"{printable(str(destination))} is replaced after success, with all in it: {listed}{more}" if names else None
+
+
+def _check_file(destination: Path, overwrite: bool) -> None:
+    """Checks that what exists in the place of a file may be replaced by one."""
+    shown = printable(str(destination))
+    if destination.is_dir():
+        raise DestinationError(f"{shown} is a directory, and the result is one file", hint=f"name it: {shown}/model.pt")
+    if not overwrite:
+        raise DestinationError(
+            f"{shown} already exists", hint="choose another name, or add --overwrite to replace it after success"
+        )
+    if not destination.is_file() or not _is_archive(destination):
+        raise DestinationError(
+            f"{shown} is not a file that torch.save wrote: --overwrite does not delete it", hint="choose another name"
+        )
+
+
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) in (b"", b"PK\x03\x04")
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder."""
+    with os.scandir(folder) as entries:
+        return next(entries, None) is None
+
+
+def is_full(folder: Path) -> bool:
+    """Whether there is a folder with something in it."""
+    return folder.is_dir() and not is_empty(folder)
+
+
+def resolved(path: Path) -> Path:
+    """The path without links on the way; its last part need not exist."""
+    return path.parent.resolve() / path.name if not path.exists() else path.resolve()
+
+
+def beside(destination: Path, what: str) -> Path:
+    """The hidden folder beside a destination that holds what is not the result yet."""
+    real = resolved(destination)
+    return real.with_name(f".{real.name}.distckpt-{what}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds what a checkpoint or a model folder holds, so that replacing it is what was meant."""
+    marks = {"distckpt-report.json", "latest_checkpointed_iteration.txt", "config.json", ".metadata", "metadata.json"}
+    with os.scandir(folder) as entries:
+        return any(entry.name in marks or entry.name.endswith(".safetensors") for entry in entries)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user may still write on the file system that will hold `path`."""
+    folder = path.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
+
+
+def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError:
+    """The error to raise when writing failed: what, where, and what helps."""
+    shown = printable(str(path))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
+        return DestinationError(
+            f"{what}: {doing} {shown} failed",
+            hint="free some space and run the same command again; finished work is kept",
+        )
+    return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")
