@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from converters.errors import DistckptError as DistckptError
-    from converters.layout import Layout as Layout
-    from converters.load_state import iter_tensors as iter_tensors
-    from converters.load_state import load_common as load_common
-    from converters.load_state import load_metadata as load_metadata
-    from converters.load_state import load_plain_tensors as load_plain_tensors
-    from converters.loader import LoadedState as LoadedState
-    from converters.loader import LoadReport as LoadReport
-    from converters.loader import LoadStream as LoadStream
-    from converters.loader import load as load
+    from converters.loading.loader import LoadedState as LoadedState
+    from converters.loading.loader import LoadReport as LoadReport
+    from converters.loading.loader import LoadStream as LoadStream
+    from converters.loading.loader import load as load
+    from converters.loading.state import iter_tensors as iter_tensors
+    from converters.loading.state import load_common as load_common
+    from converters.loading.state import load_metadata as load_metadata
+    from converters.loading.state import load_plain_tensors as load_plain_tensors
+    from converters.parallel.layout import Layout as Layout
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DistckptError": "errors",
-    "Layout": "layout",
-    "LoadReport": "loader",
-    "LoadStream": "loader",
-    "LoadedState": "loader",
-    "iter_tensors": "load_state",
-    "load": "loader",
-    "load_common": "load_state",
-    "load_metadata": "load_state",
-    "load_plain_tensors": "load_state",
+    "Layout": "parallel.layout",
+    "LoadReport": "loading.loader",
+    "LoadStream": "loading.loader",
+    "LoadedState": "loading.loader",
+    "iter_tensors": "loading.state",
+    "load": "loading.loader",
+    "load_common": "loading.state",
+    "load_metadata": "loading.state",
+    "load_plain_tensors": "loading.state",
 }
 
 

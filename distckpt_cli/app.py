@@ -18,9 +18,9 @@ import typer
 from typer.main import get_command
 
 from converters import __version__
+from converters.engine.ranks import Ranks
 from converters.errors import DistckptError, Interrupted
 from converters.names import printable
-from converters.ranks import Ranks
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup

@@ -15,8 +15,8 @@ from distckpt_cli.console import format_count, format_size
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog
-    from converters.identity import Identity, SavedLayout
-    from converters.model_args import ModelArgs
+    from converters.facts.identity import Identity, SavedLayout
+    from converters.facts.model_args import ModelArgs
     from converters.models import Model
     from distckpt_cli.console import Console
 

@@ -16,9 +16,9 @@ import textwrap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from converters.engine.ranks import Ranks
 from converters.errors import DistckptError
 from converters.names import printable
-from converters.ranks import Ranks
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from converters.diff_trees import ABSENT
+from converters.comparison.trees import ABSENT
 
 if TYPE_CHECKING:
-    from converters.diff import DiffReport, TensorReport
-    from converters.diff_facts import Fact
-    from converters.diff_pairs import Side
-    from converters.diff_values import Difference
+    from converters.comparison.compare import DiffReport, TensorReport
+    from converters.comparison.facts import Fact
+    from converters.comparison.pairs import Side
+    from converters.comparison.values import Difference
 
 __all__ = ["document", "fact_document"]
 

@@ -10,7 +10,7 @@ from distckpt_cli.console import format_size, table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.diff import DiffReport, TensorReport
+    from converters.comparison.compare import DiffReport, TensorReport
     from distckpt_cli.console import Console
 
 __all__ = ["show_lines", "show_values"]

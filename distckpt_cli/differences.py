@@ -6,8 +6,8 @@ import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from converters.diff_pairs import Side
-from converters.diff_trees import ABSENT
+from converters.comparison.pairs import Side
+from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
 from converters.names import any_of, fold, matcher
 from distckpt_cli.difference_document import fact_document
@@ -17,8 +17,8 @@ from distckpt_cli.exits import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from converters.diff import DiffReport, TensorReport
-    from converters.diff_facts import Fact
+    from converters.comparison.compare import DiffReport, TensorReport
+    from converters.comparison.facts import Fact
     from converters.formats.base import Reader
     from distckpt_cli.console import Console
 
@@ -58,7 +58,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
 
 
 def _what(side: Side) -> str:
-    from converters.identity import identify
+    from converters.facts.identity import identify
     from distckpt_cli.card import describe_layout
 
     catalog = side.catalog
@@ -285,7 +285,7 @@ def show_arguments(
     Raises:
         RequestError: There is nothing to compare: one side has none, or both have them in words of their own.
     """
-    from converters.diff_facts import compare_arguments
+    from converters.comparison.facts import compare_arguments
 
     wanted, unwanted = matcher(pattern), any_of(ignore)
     sides = (Side("A", a, {}), Side("B", b, {}))

@@ -16,8 +16,8 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
+from converters.engine.ranks import listed
 from converters.errors import Interrupted
-from converters.ranks import listed
 from distckpt_cli.console import Console
 from distckpt_cli.exits import ExitCode
 

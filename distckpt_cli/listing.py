@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.errors import RequestError
-from converters.identity import is_optimizer, writer_of
+from converters.facts.identity import is_optimizer, writer_of
 from converters.names import fold, match_glob, matcher, natural_key
 from converters.pickles import describe
 from distckpt_cli.console import format_size
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from converters.catalog import Catalog, FileInfo, ObjectInfo, TensorInfo
+    from converters.facts.identity import SavedLayout
     from converters.formats.base import Reader
-    from converters.identity import SavedLayout
     from distckpt_cli.console import Console
 
 __all__ = [

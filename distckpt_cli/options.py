@@ -96,7 +96,7 @@ class Running:
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
         """What the library takes while it works: who listens, what stops it, and the ranks that were started together."""
-        from converters.ranks import Ranks
+        from converters.engine.ranks import Ranks
         from distckpt_cli.progress import Progress, choose_mode
         from distckpt_cli.signals import stop_on_signals
 
@@ -123,7 +123,7 @@ class Looking(Running):
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
         """See `Running`; and where the ranks meet."""
-        from converters.crew import scratch_folder
+        from converters.engine.crew import scratch_folder
 
         with super().watched(console) as given:
             yield {**given, "scratch": scratch_folder(self.scratch)}

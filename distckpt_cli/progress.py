@@ -14,9 +14,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.engine.ranks import Ranks
 from converters.events import FileDone, Moved, Note, Phase, PlanReady, Resumed
 from converters.names import printable
-from converters.ranks import Ranks
 from distckpt_cli.console import Console, UsageProblem, format_size
 
 if TYPE_CHECKING:

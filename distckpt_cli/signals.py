@@ -15,8 +15,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from converters.engine.ranks import Ranks
 from converters.events import StopFlag
-from converters.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

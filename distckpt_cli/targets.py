@@ -14,8 +14,8 @@ from distckpt_cli.options import check_choice
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.layout import Layout
-    from converters.plan_cache import PlanCache
+    from converters.parallel.layout import Layout
+    from converters.targets.plan_cache import PlanCache
     from distckpt_cli.console import Console
 
 __all__ = ["CONTENT", "Carried", "PlanCaching", "TargetLayout"]
@@ -69,7 +69,7 @@ class TargetLayout:
 
     def layout(self) -> Layout:
         """What the library calls it."""
-        from converters.layout import Layout
+        from converters.parallel.layout import Layout
 
         dp = self.dp or Layout.least_dp(self.tp, self.cp, self.ep, self.etp)
         return Layout(**{**vars(self), "dp": dp})
@@ -155,7 +155,7 @@ class PlanCaching:
             console: Where it is said.
             keeps: Whether a plan that is made is kept.
         """
-        from converters.plan_cache import PlanCache
+        from converters.targets.plan_cache import PlanCache
 
         cache = None if self.no_plan_cache else PlanCache.default(self.plan_cache, keeps=keeps)
         yield cache

@@ -14,8 +14,8 @@ from distckpt_cli.options import MaxMemory, Running, workers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from converters.conversion import Conversion
-    from converters.engine import Stats
+    from converters.engine.run import Stats
+    from converters.targets.conversion import Conversion
     from distckpt_cli.console import Console
 
 __all__ = ["Target", "Writing", "carry_out"]
@@ -66,7 +66,7 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
     Returns:
         The exit code.
     """
-    from converters.conversion import run_conversion
+    from converters.targets.conversion import run_conversion
 
     console = writing.console
     made = plan(console)
@@ -126,8 +126,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
-    from converters.cast import choose_device
-    from converters.destination import beside, free_bytes
+    from converters.engine.destination import beside, free_bytes
+    from converters.reading.cast import choose_device
 
     choose_device(plan.device, computes=plan.job.computes)  # what the real run would refuse
     job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)

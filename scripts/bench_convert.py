@@ -136,7 +136,7 @@ def row(pair, results, size, same):
 
 
 def main():
-    from converters.convert import WRITERS
+    from converters.targets.convert import WRITERS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a torch_dist checkpoint")

@@ -96,8 +96,8 @@ def shards(folder, tp, rank):
 def ours(folder, tp, rank, device, *, job):
     import torch.distributed as dist
 
-    import converters.exchange
-    import converters.load_state  # noqa: F401
+    import converters.loading.exchange
+    import converters.loading.state  # noqa: F401
     from converters import Layout, load
     from converters.formats import open_checkpoint
 

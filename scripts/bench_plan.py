@@ -22,13 +22,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from converters.archive.records_out import object_record
 from converters.formats.dcp_stored import DcpMetadata, StoredTensor
 from converters.formats.torch_dist import TorchDistReader
-from converters.layout import Layout
+from converters.parallel.layout import Layout
 from converters.pickles import Global, Obj
-from converters.plan_cache import PlanCache, code_digest
-from converters.records_out import object_record
-from converters.reshard import ReshardOptions, ReshardPlan, plan_reshard
+from converters.targets.plan_cache import PlanCache, code_digest
+from converters.targets.reshard import ReshardOptions, ReshardPlan, plan_reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -30,8 +30,8 @@ from support import GOLDEN, read_tensor
 from converters.box import Box
 from converters.errors import FormatError, IntegrityError
 from converters.formats import open_checkpoint
-from converters.gather import Gatherer, Sources
-from converters.optim import optimizer_state
+from converters.optimizer.state import optimizer_state
+from converters.reading.gather import Gatherer, Sources
 from distckpt_cli.app import main
 
 if TYPE_CHECKING:

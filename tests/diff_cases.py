@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.diff_pairs import Side
+from converters.comparison.pairs import Side
 from converters.formats import open_checkpoint
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def set_element(folder: Path, name: str, index: tuple[int, ...], change) -> None
 def values(side: Side, name: str) -> np.ndarray:
     """A whole tensor as fp64."""
     from converters.box import Box
-    from converters.diff_values import widened
-    from converters.gather import Gatherer, Sources
+    from converters.comparison.values import widened
+    from converters.reading.gather import Gatherer, Sources
 
     gatherer = Gatherer(Sources(side.reader, side.tensors))
     info = side.tensors[name]

@@ -15,13 +15,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from converters import engine
 from converters.dtypes import from_option
+from converters.engine import run as engine
+from converters.engine.worker import Worker
 from converters.errors import DistckptError, Interrupted
 from converters.events import Moved, PlanReady, StopFlag
-from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
-from converters.worker import Worker
+from converters.targets.export import ExportOptions, plan_export, run_export
 
 
 def anonymous():

@@ -16,7 +16,7 @@ from support import GOLDEN, read_tensor
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.optim import optimizer_state
+from converters.optimizer.state import optimizer_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -24,11 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 
-from converters import Layout, exchange, load
-from converters.device import Staged
+from converters import Layout, load
 from converters.errors import DistckptError, RequestError
-from converters.gather import Gatherer
-from converters.platforms import Simulated
+from converters.loading.moving import exchange
+from converters.reading.device import Staged
+from converters.reading.gather import Gatherer
+from converters.reading.platforms import Simulated
 
 RANK = int(os.environ["RANK"])
 
@@ -59,7 +60,7 @@ def broken(how):
         def refuse(*_, **__):
             raise RequestError("this rank does not want to", hint="ask it again")
 
-        return mock.patch("converters.loader.find_device", refuse)
+        return mock.patch("converters.loading.loader.find_device", refuse)
     return mock.patch.object(Gatherer, "gather", gather)
 
 
@@ -76,7 +77,7 @@ def take(case):
             stack.enter_context(mock.patch.object(exchange, "_reading_rate", return_value=(read, 0)))
             stack.enter_context(mock.patch.object(exchange.Exchange, "_gathering_rate", return_value=exchanged))
         if case.get("staged"):
-            stack.enter_context(mock.patch("converters.loader.find_device", return_value=Staged(Simulated())))
+            stack.enter_context(mock.patch("converters.loading.loader.find_device", return_value=Staged(Simulated())))
         found = load(case["path"], Layout(**case["layout"]), **case.get("options", {}))
         if not case.get("options", {}).get("stream"):
             return dict(found), found.report

@@ -12,14 +12,14 @@ from checkpoints import GOLDENS, golden, truth
 
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.layout import Layout
+from converters.parallel.layout import Layout
 from converters.pickles import fields
-from converters.reshard import ReshardOptions, ReshardPlan, plan_reshard, run_reshard
+from converters.targets.reshard import ReshardOptions, ReshardPlan, plan_reshard, run_reshard
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.engine import Stats
+    from converters.engine.run import Stats
 
 TRAINED = [name for name in GOLDENS if "weights" not in name]
 STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from converters.archive.records import Payload
+from converters.archive.records_out import named, tensor_node
 from converters.box import Box
 from converters.catalog import Catalog, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
-from converters.engine import run
+from converters.engine.publish import Staging
+from converters.engine.run import run
 from converters.errors import DistckptError, RequestError
 from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
-from converters.job import Job
-from converters.plan import Copy, Op
-from converters.publish import Staging
-from converters.records import Payload
-from converters.records_out import named, tensor_node
+from converters.planning.job import Job
+from converters.planning.plan import Copy, Op
 
 if TYPE_CHECKING:
     from pathlib import Path

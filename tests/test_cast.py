@@ -6,10 +6,10 @@ import pytest
 import torch
 from checkpoints import golden, run_cli, tree
 
-from converters.cast import Caster, apply, choose_device
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.plan import Op
+from converters.planning.plan import Op
+from converters.reading.cast import Caster, apply, choose_device
 
 SPECIAL = [0.0, -0.0, 1.0, 1e-45, 1e-40, 65504.0, 65520.0, 1e38, 3.4e38, np.inf, -np.inf, 1.00390625, 1.01171875]
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}

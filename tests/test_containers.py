@@ -24,12 +24,12 @@ from safetensors.torch import load_file
 from support import GOLDEN
 from test_export import LN1P, TOLERANCE, logit_difference
 
-from converters.container import TorchOptions, plan_torch
-from converters.conversion import run_conversion
 from converters.errors import Interrupted
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.optim_groups import read_param_groups
+from converters.optimizer.groups import read_param_groups
+from converters.targets.container import TorchOptions, plan_torch
+from converters.targets.conversion import run_conversion
 from distckpt_cli.app import main
 
 # ---------------------------------------------------------------------- there and back
@@ -286,7 +286,7 @@ def test_a_dry_run_writes_nothing(tmp_path):
 
 
 def test_someone_else_makes_the_file_meanwhile(tmp_path, monkeypatch, capsys):
-    from converters.publish import Staging
+    from converters.engine.publish import Staging
 
     path, place = tmp_path / "model.pt", Staging._place
 

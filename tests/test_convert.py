@@ -15,18 +15,18 @@ from reshard_cases import by_parameter, compare, expected, read_with_torch
 from support import GOLDEN
 from test_export import exported, logit_difference
 
-from converters.conversion import run_conversion
-from converters.convert import WRITERS, plan_convert
+from converters.engine.ranks import Ranks
 from converters.errors import DistckptError, FormatError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import REGISTRY, open_checkpoint
 from converters.formats.common_state import Archive
 from converters.formats.registry import detect
 from converters.formats.resolve import resolve
-from converters.layout import Layout
+from converters.parallel.layout import Layout
+from converters.parallel.vocabulary import vocabulary_rows
 from converters.pickles import dumps, fields, set_field
-from converters.ranks import Ranks
-from converters.vocabulary import vocabulary_rows
+from converters.targets.conversion import run_conversion
+from converters.targets.convert import WRITERS, plan_convert
 from distckpt_cli.app import main
 from distckpt_cli.commands.convert import Format
 from distckpt_cli.targets import Carried, PlanCaching, TargetLayout

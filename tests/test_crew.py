@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from converters.crew import Crew, scratch_folder
+from converters.engine.crew import Crew, scratch_folder
+from converters.engine.ranks import Ranks
 from converters.errors import DistckptError, FormatError, Interrupted, RequestError
 from converters.events import Moved, StopFlag
-from converters.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ from checkpoints import GOLDENS, edit_metadata, flip, payloads, write_llama
 from diff_cases import set_element, values
 from support import GOLDEN
 
-from converters.diff import DiffOptions, plan_diff, run_diff
-from converters.diff_pairs import Side
-from converters.diff_values import Tolerance
+from converters.comparison.compare import DiffOptions, plan_diff, run_diff
+from converters.comparison.pairs import Side
+from converters.comparison.values import Tolerance
 from converters.errors import IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.layout import Layout
+from converters.parallel.layout import Layout
 from converters.pickles import fields, set_field
-from converters.reshard import plan_reshard, run_reshard
+from converters.targets.reshard import plan_reshard, run_reshard
 
 LEGACY = {
     "legacy_llama_adam_tp2pp2": "llama",

@@ -9,15 +9,15 @@ import pytest
 from checkpoints import GOLDENS, golden
 from diff_cases import set_element, values
 
-from converters.conversion import run_conversion
-from converters.diff import DiffOptions, plan_diff, run_diff
-from converters.diff_pairs import Side
-from converters.diff_values import Tolerance
+from converters.comparison.compare import DiffOptions, plan_diff, run_diff
+from converters.comparison.pairs import Side
+from converters.comparison.values import Tolerance
 from converters.dtypes import from_option
-from converters.export import ExportOptions, plan_export
 from converters.formats import open_checkpoint
 from converters.models import KNOWN, llama
 from converters.models.rules import GateUp
+from converters.targets.conversion import run_conversion
+from converters.targets.export import ExportOptions, plan_export
 
 FAMILIES = {arch: name for name, (_, arch) in reversed(GOLDENS.items())}
 LLAMA = "llama_adam_tp2pp2"
@@ -194,7 +194,7 @@ def test_a_table_that_is_wrong_is_noticed(exported, monkeypatch):
     folder = exported(LLAMA)
     wrong = tuple(GateUp("mlp.up_proj", "mlp.gate_proj") if isinstance(r, GateUp) else r for r in llama.MODEL.dense)
     swapped = replace(llama.MODEL, dense=wrong)
-    monkeypatch.setattr("converters.diff_pairs.KNOWN", tuple(swapped if m is llama.MODEL else m for m in KNOWN))
+    monkeypatch.setattr("converters.comparison.pairs.KNOWN", tuple(swapped if m is llama.MODEL else m for m in KNOWN))
     report = diff(golden(LLAMA), folder)
     assert {n.split(".", 3)[3] for n in differing(report)} == {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
     assert all(abs(v.cosine) < 0.2 for v in differing(report).values())

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from converters.diff_values import BLOCK, Difference, Tolerance, compare, prepared, widened
+from converters.comparison.values import BLOCK, Difference, Tolerance, compare, prepared, widened
 from converters.dtypes import dtype
-from converters.optim_proof import rounded
-from converters.plan import Op
+from converters.optimizer.proof import rounded
+from converters.planning.plan import Op
 
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 INF, NAN = math.inf, math.nan

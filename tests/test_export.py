@@ -12,11 +12,11 @@ from support import GOLDEN, load_safetensors
 from converters import models
 from converters.dtypes import from_option
 from converters.errors import DestinationError, FormatError, RequestError
-from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
 from converters.formats.safetensors import plan_shards
 from converters.models import rules
-from converters.plan import Copy, Op
+from converters.planning.plan import Copy, Op
+from converters.targets.export import ExportOptions, plan_export, run_export
 from distckpt_cli.app import main
 
 TOLERANCE = 1e-5

@@ -16,15 +16,15 @@ from test_reshard_megatron import param_groups, truth_of
 
 from converters.dtypes import dtype
 from converters.errors import IntegrityError, RequestError
-from converters.export import ExportOptions, plan_export, run_export
+from converters.facts.optimizer_layout import optimizer_layout
 from converters.formats import open_checkpoint
 from converters.formats.fsdp_dtensor import _experts, _nested
-from converters.layout import Layout
-from converters.optim import optimizer_state
-from converters.optim_groups import read_param_groups
-from converters.optimizer_layout import optimizer_layout
+from converters.optimizer.groups import read_param_groups
+from converters.optimizer.state import optimizer_state
+from converters.parallel.layout import Layout
 from converters.pickles import fields, set_field
-from converters.reshard import plan_reshard
+from converters.targets.export import ExportOptions, plan_export, run_export
+from converters.targets.reshard import plan_reshard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FSDP2 = "mlm_fsdp2_llama_dp2"

@@ -6,7 +6,7 @@ from checkpoints import copy_golden, flip, payloads
 from converters.box import Box
 from converters.errors import IntegrityError
 from converters.formats import open_checkpoint
-from converters.gather import Gatherer, Sources
+from converters.reading.gather import Gatherer, Sources
 
 NAME = "embedding.word_embeddings.weight"
 

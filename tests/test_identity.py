@@ -11,8 +11,8 @@ from support import GOLDEN
 
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
+from converters.facts.identity import RankPlace, SavedLayout, identify, writer_of
 from converters.formats import open_checkpoint
-from converters.identity import RankPlace, SavedLayout, identify, writer_of
 
 # name -> (tp, pp, ep, dp, ranks), optimizer layout, states
 KNOWN = {

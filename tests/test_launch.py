@@ -22,7 +22,7 @@ import os, sys, time, pathlib
 if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
     if os.environ.get("DIES") == os.environ["RANK"]:
         os.kill(os.getpid(), 9)
-    from converters.worker import Worker
+    from converters.engine.worker import Worker
     original = Worker._scatter
     def scatter(self, *arguments):
         (pathlib.Path(os.environ["PIDS"]) / os.environ["RANK"]).write_text(str(os.getpid()))

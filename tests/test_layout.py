@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from converters.box import find_overlap, uncovered
 from converters.errors import RequestError
-from converters.layout import Layout
-from converters.layout_check import check
-from converters.model_args import ModelArgs
-from converters.pipeline import parse_pp_layout
-from converters.split import Outline, holders, local_shape, padded_vocab, shards, split_rule
+from converters.facts.model_args import ModelArgs
+from converters.parallel.layout import Layout
+from converters.parallel.layout_check import check
+from converters.parallel.pipeline import parse_pp_layout
+from converters.parallel.split import Outline, holders, local_shape, padded_vocab, shards, split_rule
 
 SMALL = st.sampled_from([1, 2, 3, 4])
 

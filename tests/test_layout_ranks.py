@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from converters.box import Box
-from converters.layout import Layout
 from converters.names import parse_key
-from converters.split import Outline, holders, local_shape, shards
+from converters.parallel.layout import Layout
+from converters.parallel.split import Outline, holders, local_shape, shards
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.megatron

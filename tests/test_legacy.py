@@ -21,18 +21,18 @@ from reshard_cases import by_parameter, compare, expected, read_with_torch, resh
 from support import GOLDEN
 from test_export import exported, logit_difference
 
-from converters.conversion import run_conversion
-from converters.engine import Stats
+from converters.engine.run import Stats
 from converters.errors import IntegrityError, RequestError
-from converters.export import ExportOptions, plan_export, run_export
+from converters.facts.optimizer_layout import optimizer_layout
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.layout import Layout
-from converters.legacy_target import LegacyOptions, plan_legacy
-from converters.optim import optimizer_state, prove_masters
-from converters.optim_groups import read_param_groups
-from converters.optimizer_layout import optimizer_layout
+from converters.optimizer.groups import read_param_groups
+from converters.optimizer.state import optimizer_state, prove_masters
+from converters.parallel.layout import Layout
 from converters.pickles import fields, set_field
+from converters.targets.conversion import run_conversion
+from converters.targets.export import ExportOptions, plan_export, run_export
+from converters.targets.legacy import LegacyOptions, plan_legacy
 
 RANKS = ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001")
 

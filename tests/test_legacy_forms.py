@@ -26,15 +26,15 @@ from legacy_cases import (
 from reshard_cases import compare, expected, reshard
 from support import GOLDEN
 
+from converters.archive.records import tensor_ref
+from converters.archive.records_out import archive as pack
 from converters.errors import IntegrityError
-from converters.export import plan_export, run_export
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.optim import optimizer_state, prove_masters
-from converters.optim_groups import read_param_groups
+from converters.optimizer.groups import read_param_groups
+from converters.optimizer.state import optimizer_state, prove_masters
 from converters.pickles import pairs
-from converters.records import tensor_ref
-from converters.records_out import archive as pack
+from converters.targets.export import plan_export, run_export
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (1, 2), (2, 2)])

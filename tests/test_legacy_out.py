@@ -15,13 +15,13 @@ from legacy_cases import LEGACY, edit, held
 from reshard_cases import compare, expected
 from support import GOLDEN, read_tensor
 
-from converters.conversion import run_conversion
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
-from converters.layout import Layout
-from converters.legacy_target import LegacyOptions, plan_legacy
-from converters.optim import optimizer_state
+from converters.optimizer.state import optimizer_state
+from converters.parallel.layout import Layout
 from converters.pickles import set_field
+from converters.targets.conversion import run_conversion
+from converters.targets.legacy import LegacyOptions, plan_legacy
 
 ITERATION = "iter_0000010"
 pytestmark = pytest.mark.filterwarnings("ignore")

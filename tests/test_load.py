@@ -15,16 +15,17 @@ from legacy_cases import LEGACY
 from safetensors.torch import load_file
 from support import GOLDEN
 
-from converters import Layout, iter_tensors, load, load_common, load_metadata, load_plain_tensors, loader
-from converters import device as device_module
-from converters.device import Host, Staged
+from converters import Layout, iter_tensors, load, load_common, load_metadata, load_plain_tensors
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
-from converters.gather import Gatherer
-from converters.local import LocalModel
-from converters.plan import Op
-from converters.platforms import Cuda, Simulated, free_memory
+from converters.loading.moving import loader
+from converters.parallel.local import LocalModel
+from converters.planning.plan import Op
+from converters.reading import device as device_module
+from converters.reading.device import Host, Staged
+from converters.reading.gather import Gatherer
+from converters.reading.platforms import Cuda, Simulated, free_memory
 
 torch = pytest.importorskip("torch")
 WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]
@@ -130,8 +131,10 @@ def test_state_of_another_parameter_is_refused(tmp_path, monkeypatch):
     folder = copy_golden("llama_dpreshardable_tp2pp2dp2", tmp_path / "ckpt")
     path, offset, size = next(p[1:] for p in payloads(folder) if p[0].endswith("layers.1.mlp.linear_fc2.weight"))
     flip(path, offset + size - 1)
-    monkeypatch.setattr("converters.gather.Sources.check", lambda *_: None)  # the checksum would notice, too
-    monkeypatch.setattr("converters.optim.mismatches", lambda *_: [])  # so does the sample, in a tensor this small
+    monkeypatch.setattr("converters.reading.gather.Sources.check", lambda *_: None)  # the checksum would notice, too
+    monkeypatch.setattr(
+        "converters.optimizer.state.mismatches", lambda *_: []
+    )  # so does the sample, in a tensor this small
     assert load(golden("llama_dpreshardable_tp2pp2dp2"), Layout(), 0, optimizer=True)
     for stream in (False, True):
         with pytest.raises(IntegrityError, match="do not round to the weights") as caught:
@@ -178,7 +181,7 @@ def test_models_under_other_names():
 def test_transformers_takes_it(name):
     import transformers
 
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
     from converters.models import infer, map_to_hf
 
     catalog = open_checkpoint(golden(name)).catalog
@@ -393,7 +396,7 @@ def test_a_stream_does_not_run_ahead(big):
             return super().empty(dtype, shape)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("converters.load_state.find_device", lambda name: Counting())
+        patch.setattr("converters.loading.state.find_device", lambda name: Counting())
         source = iter_tensors(big, "decoder.layers.*", ahead=1, threads=2)
         next(source)
         import time

@@ -11,7 +11,7 @@ import pytest
 from checkpoints import golden
 from support import GOLDEN
 
-from converters.layout import Layout
+from converters.parallel.layout import Layout
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.megatron

@@ -17,8 +17,8 @@ from converters import Layout, load
 from converters.box import Box
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
-from converters.load_plan import Fetch, plan_load
-from converters.load_rounds import rounds
+from converters.loading.plan import Fetch, plan_load
+from converters.loading.rounds import rounds
 
 DRIVER = Path(__file__).parent / "load_driver.py"
 

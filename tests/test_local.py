@@ -1,4 +1,4 @@
-"""What `converters.local` gives each rank against the memory of the real megatron-core, and of real legacy checkpoints."""
+"""What `parallel.local` gives each rank against the memory of the real megatron-core, and of real legacy checkpoints."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from legacy_cases import LEGACY
 from support import GOLDEN, read_tensor
 from test_layout_ranks import BASE, JOBS, MLA, MOE
 
+from converters.archive.records import tensor_ref
 from converters.dtypes import dtype
 from converters.formats import open_checkpoint
 from converters.formats.legacy_files import PtFile
 from converters.formats.legacy_model import model_chunks
-from converters.layout import Layout
-from converters.local import LocalModel, module_name
 from converters.names import parse_key
-from converters.plan import Op, Target
-from converters.records import tensor_ref
+from converters.parallel.layout import Layout
+from converters.parallel.local import LocalModel, module_name
+from converters.parallel.split import Outline
+from converters.planning.plan import Op, Target
 from converters.registration import Order
-from converters.split import Outline
 
 
 def values(key, shape):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import model_cases as cases
 import pytest
 
-from converters.model_args import ModelArgs
-from converters.model_options import _moe_layers
+from converters.facts.model_args import ModelArgs
+from converters.facts.model_options import _moe_layers
 
 
 def facts(args=None, shapes=None, config=None, **changes):

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from converters import models
-from converters.model_args import ModelArgs
-from converters.plan import prove
+from converters.facts.model_args import ModelArgs
+from converters.planning.plan import prove
 
 
 def export(family, **changes):

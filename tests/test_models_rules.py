@@ -16,8 +16,8 @@ from transformers import AutoConfig
 from converters import models
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.model_args import ModelArgs
-from converters.plan import Copy, Op, prove
+from converters.facts.model_args import ModelArgs
+from converters.planning.plan import Copy, Op, prove
 
 
 @pytest.mark.parametrize(

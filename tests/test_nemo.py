@@ -16,14 +16,14 @@ from support import GOLDEN
 from test_export import TOLERANCE, differing
 
 from converters.catalog import Catalog
-from converters.companions import companions
 from converters.errors import FormatError
+from converters.facts.megatron_args import megatron_arguments
+from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
-from converters.layout import Layout
-from converters.megatron_args import megatron_arguments
-from converters.model_args import ModelArgs
+from converters.parallel.layout import Layout
+from converters.parallel.vocabulary import vocabulary_rows
 from converters.pickles import fields
-from converters.vocabulary import vocabulary_rows
+from converters.targets.companions import companions
 from distckpt_cli.app import main
 
 NEMO1, NEMO2, BRIDGE = FRAMEWORKS = (

@@ -9,18 +9,18 @@ import pytest
 from checkpoints import GOLDENS, copy_golden, golden, truth
 from support import GOLDEN, read_tensor
 
+from converters.archive.records_out import object_record
 from converters.catalog import TensorInfo
 from converters.errors import FormatError, IntegrityError, RequestError
+from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
-from converters.layout import Layout
-from converters.model_args import ModelArgs
-from converters.optim import optimizer_state, param_groups, prove_masters
-from converters.optim_groups import ParamGroups, read_param_groups
-from converters.optim_write import flatten
-from converters.plan import Target
-from converters.records_out import object_record
+from converters.optimizer.buckets import flatten
+from converters.optimizer.groups import ParamGroups, read_param_groups
+from converters.optimizer.state import optimizer_state, param_groups, prove_masters
+from converters.parallel.layout import Layout
+from converters.parallel.split import Outline
+from converters.planning.plan import Target
 from converters.registration import trainable
-from converters.split import Outline
 
 WITH_STATE = [name for name in GOLDENS if "weights" not in name]
 FLAT = [name for name in WITH_STATE if re.search("dpreshardable|dpzero|bucketspace", name)]

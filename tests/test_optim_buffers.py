@@ -9,20 +9,20 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support import read_tensor
 
+from converters.archive.records import Payload
 from converters.box import Box
-from converters.buffers import Local, Misfit, Owners, Rules, arrange, bucket_size, dp_chunks, fit
 from converters.catalog import Catalog, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
-from converters.layout import Layout
-from converters.optim import candidates, optimizer_state, prove_masters
-from converters.optim_groups import ParamGroups
-from converters.optim_proof import rounded
-from converters.optim_write import flatten
-from converters.plan import Target
-from converters.records import Payload
+from converters.optimizer.buckets import flatten
+from converters.optimizer.groups import ParamGroups
+from converters.optimizer.proof import rounded
+from converters.optimizer.state import candidates, optimizer_state, prove_masters
+from converters.parallel.buffers import Local, Misfit, Owners, Rules, arrange, bucket_size, dp_chunks, fit
+from converters.parallel.layout import Layout
+from converters.parallel.split import Outline
+from converters.planning.plan import Target
 from converters.registration import EXPERTS, Order, trainable
-from converters.split import Outline
 
 BF16, FP32 = dtype("bfloat16"), dtype("float32")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from converters.box import Box, contiguous_tiles
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.plan import Copy, Drop, Op, Target, prove, reversed_copy
+from converters.planning.plan import Copy, Drop, Op, Target, prove, reversed_copy
 
 BF16 = dtype("bfloat16")
 

@@ -14,15 +14,15 @@ import pytest
 from checkpoints import copy_golden, golden, tree
 from cli_support import child
 
-from converters import plan_cache
-from converters.blueprint import PASSING, blueprint_key
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.formats.geometry import geometry_digest
-from converters.layout import Layout
+from converters.parallel.layout import Layout
 from converters.pickles import Global, Obj
-from converters.plan_cache import PlanCache
-from converters.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.targets import plan_cache
+from converters.targets.blueprint import PASSING, blueprint_key
+from converters.targets.plan_cache import PlanCache
+from converters.targets.reshard import ReshardOptions, plan_reshard, run_reshard
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
@@ -130,13 +130,13 @@ def test_objects_on_another_rank_make_other_tasks(tmp_path, cache, monkeypatch):
     """A file that holds objects only moves the numbers of the files after it."""
     source = golden("llama_singleton_weights_tp2pp2")
     plan(source, tmp_path / "out", cache, Layout(tp=2, dp=2))
-    real = sys.modules["converters.reshard"].target_state
+    real = sys.modules["converters.targets.reshard"].target_state
 
     def moved(*args, **options):
         state = real(*args, **options)
         return dataclasses.replace(state, objects=[dataclasses.replace(o, rank=-1) for o in state.objects])
 
-    monkeypatch.setattr("converters.reshard.target_state", moved)
+    monkeypatch.setattr("converters.targets.reshard.target_state", moved)
     known = plan(source, tmp_path / "out", cache, Layout(tp=2, dp=2))
     plain = plan(source, tmp_path / "out", None, Layout(tp=2, dp=2))
     assert any("serves this one" in text for text in cache.said)
@@ -342,9 +342,9 @@ def test_a_value_that_holds_itself_has_no_key(reader, tmp_path, cache):
 
 def test_the_version_is_in_the_key(reader, monkeypatch):
     before = blueprint_key(reader, Layout(), ReshardOptions())
-    monkeypatch.setattr("converters.blueprint.code_digest", lambda: "another")
+    monkeypatch.setattr("converters.targets.blueprint.code_digest", lambda: "another")
     code = blueprint_key(reader, Layout(), ReshardOptions())
-    monkeypatch.setattr("converters.blueprint.__version__", "99")
+    monkeypatch.setattr("converters.targets.blueprint.__version__", "99")
     assert before != code != blueprint_key(reader, Layout(), ReshardOptions()) != before
 
 

@@ -14,17 +14,17 @@ from checkpoints import golden, tree, write_llama
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters import journal
-from converters.board import Board
-from converters.destination import beside
+from converters.engine import journal
+from converters.engine.board import Board
+from converters.engine.destination import beside
+from converters.engine.publish import Staging
+from converters.engine.ranks import Ranks, claim, dismiss_earlier, is_held, listed, shares, spans
+from converters.engine.relay import Stopped, packed, unpacked
 from converters.errors import DestinationError, IntegrityError, Interrupted, RequestError
 from converters.events import FileDone, Moved, StopFlag
-from converters.export import ExportOptions, plan_export, run_export
 from converters.formats import open_checkpoint
-from converters.job import Task
-from converters.publish import Staging
-from converters.ranks import Ranks, claim, dismiss_earlier, is_held, listed, shares, spans
-from converters.relay import Stopped, packed, unpacked
+from converters.planning.job import Task
+from converters.targets.export import ExportOptions, plan_export, run_export
 
 MIB = 1 << 20
 
@@ -108,7 +108,7 @@ def test_a_lock_says_who_lives(tmp_path):
 
 
 def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("converters.ranks._PATIENCE", 0.3)
+    monkeypatch.setattr("converters.engine.ranks._PATIENCE", 0.3)
     (tmp_path / "round").write_text("{}")
     fd, _ = claim(tmp_path / "lock-2")
     with pytest.raises(DestinationError, match="rank 2 of an earlier run"):
@@ -121,7 +121,7 @@ def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
 
 def test_an_earlier_run_that_lives_keeps_its_files(tmp_path, monkeypatch):
     """A second launch must not begin anew in a folder into which ranks of the first still write."""
-    monkeypatch.setattr("converters.ranks._PATIENCE", 0.2)
+    monkeypatch.setattr("converters.engine.ranks._PATIENCE", 0.2)
     meeting = beside(tmp_path / "out", "ranks-00000000")
     meeting.mkdir()
     fd, _ = claim(meeting / "lock-1")

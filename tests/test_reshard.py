@@ -7,7 +7,7 @@ from reshard_cases import TRAINED, by_parameter, compare, expected, folder_of, r
 from support import read_tensor
 
 from converters.formats import open_checkpoint
-from converters.optim import optimizer_state
+from converters.optimizer.state import optimizer_state
 
 MIB = 1 << 20
 

@@ -17,10 +17,10 @@ from support import GOLDEN
 from converters.errors import DestinationError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Resumed, StopFlag
 from converters.formats import open_checkpoint
-from converters.layout import Layout
-from converters.optim import optimizer_state, prove_masters
-from converters.reshard import ReshardOptions, plan_reshard, run_reshard
-from converters.target_state import open_common
+from converters.optimizer.state import optimizer_state, prove_masters
+from converters.parallel.layout import Layout
+from converters.targets.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.targets.target_state import open_common
 
 MIB = 1 << 20
 RNG = {"no_save_rng": True}
@@ -380,11 +380,11 @@ def test_the_swap_of_these_tests_is_the_only_reason(tmp_path):
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from converters import engine
+from converters.engine import run as engine
 from converters.events import Moved
 from converters.formats import open_checkpoint
-from converters.layout import Layout
-from converters.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.parallel.layout import Layout
+from converters.targets.reshard import ReshardOptions, plan_reshard, run_reshard
 engine._SAFE_POINT_SECONDS = 0.0
 source, target, after = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 moved = 0

@@ -9,9 +9,9 @@ from conformance import Conformance, megatron_case
 from support import GOLDEN
 
 from converters.errors import FormatError
+from converters.facts.optimizer_layout import optimizer_layout
 from converters.formats import open_checkpoint
 from converters.formats.resolve import resolve
-from converters.optimizer_layout import optimizer_layout
 from converters.pickles import fields, set_field
 
 

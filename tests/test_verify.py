@@ -23,16 +23,16 @@ from test_verify_damage import cli, found, golden_folder, text_of
 
 from converters.catalog import Catalog, ObjectInfo, TensorInfo
 from converters.dtypes import dtype
+from converters.engine.manifest import MEGATRON, read_manifest, write_manifest
 from converters.errors import Interrupted, RequestError
 from converters.events import FileDone, Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
-from converters.manifest import MEGATRON, read_manifest, write_manifest
-from converters.optim import optimizer_state
+from converters.optimizer.state import optimizer_state
 from converters.pickles import fields
-from converters.verify import VerifyOptions, verify
-from converters.verify_report import Check
-from converters.verify_structure import check_structure
-from converters.verify_values import Stats, judge_values
+from converters.verification.report import Check
+from converters.verification.run import VerifyOptions, verify
+from converters.verification.structure import check_structure
+from converters.verification.values import Stats, judge_values
 
 
 def writable(name: str, into: Path) -> Path:

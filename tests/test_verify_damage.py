@@ -19,16 +19,16 @@ from checkpoints import edit_metadata, flip, golden, payloads, tree
 from conformance import _poison as poison
 from support import GOLDEN, nobody
 
+from converters.engine.manifest import write_manifest
 from converters.formats import open_checkpoint
-from converters.manifest import write_manifest
 from converters.pickles import Global, Obj, fields, set_field
-from converters.verify import VerifyOptions, verify
+from converters.verification.run import VerifyOptions, verify
 from distckpt_cli.app import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.verify_report import Report
+    from converters.verification.report import Report
 
 DIST = "llama_adam_tp2pp2"
 

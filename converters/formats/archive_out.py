@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from converters.archive.records_out import ArchiveLayout, storage_node, tensor_node
 from converters.box import Box, find_overlap, runs, uncovered
 from converters.errors import DistckptError, RequestError
-from converters.job import CopyRoutes, OutputFile, Place, Slice
 from converters.pickles import PersId, dumps, references
-from converters.plan import Copy, Op, Target
-from converters.records_out import ArchiveLayout, storage_node, tensor_node
+from converters.planning.job import CopyRoutes, OutputFile, Place, Slice
+from converters.planning.plan import Copy, Op, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
+    from converters.archive.records import Payload
     from converters.catalog import Catalog
     from converters.formats.common_state import Archive
-    from converters.records import Payload
 
 __all__ = ["ArchiveReader", "CommonReader", "Reader", "StoredArchive", "fingerprint_of"]
 

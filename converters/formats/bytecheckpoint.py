@@ -21,6 +21,7 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from converters.archive.records import Payload, tensor_ref
 from converters.box import Box
 from converters.catalog import FlatPart, Part, Problem, TensorInfo
 from converters.dtypes import dtype
@@ -28,14 +29,13 @@ from converters.errors import FormatError
 from converters.formats.torch_dcp import TorchDcpReader
 from converters.names import natural_key, printable
 from converters.pickles import Obj, fields, parse
-from converters.records import Payload, tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from converters.archive.records import TensorRef
     from converters.formats.base import Read, StoredArchive
     from converters.formats.dcp_names import Named
-    from converters.records import TensorRef
 
 __all__ = ["ByteCheckpointReader"]
 

@@ -10,18 +10,18 @@ import math
 import zlib
 from typing import TYPE_CHECKING, Any
 
+from converters.archive.records import member_offset, read_directory, read_pickle
+from converters.archive.records_out import archive
 from converters.errors import FormatError
 from converters.formats.folder import close_source, open_source, read_at
 from converters.pickles import dumps
-from converters.records import member_offset, read_directory, read_pickle
-from converters.records_out import archive
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from converters.archive.records import TensorRef
     from converters.formats.base import Read
-    from converters.records import TensorRef
 
 __all__ = ["Archive", "read_tree"]
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
+from converters.archive.records import Payload, TensorLocator, TensorRef, locate_tensor
 from converters.catalog import FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
@@ -33,7 +34,6 @@ from converters.formats.registry import METADATA_LIMIT, dcp_folders
 from converters.formats.tiling import tiling_problem
 from converters.names import printable
 from converters.pickles import Obj, fields
-from converters.records import Payload, TensorLocator, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

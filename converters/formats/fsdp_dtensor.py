@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from converters.archive.records_out import object_record, storage_node, tensor_node
 from converters.catalog import Catalog, ObjectInfo, Problem
 from converters.dtypes import dtype
 from converters.errors import FormatError
@@ -34,7 +35,6 @@ from converters.formats.dcp_names import paths
 from converters.formats.folder import close_source, open_source, read_at
 from converters.formats.megatron import common_facts
 from converters.names import printable
-from converters.records_out import object_record, storage_node, tensor_node
 
 if TYPE_CHECKING:
     from converters.formats.dcp_metadata import StoredTensor

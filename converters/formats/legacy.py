@@ -20,8 +20,9 @@ import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from converters.archive.records import tensor_ref
+from converters.archive.records_out import object_record
 from converters.box import Box
-from converters.buffers import Misfit
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
@@ -31,8 +32,7 @@ from converters.formats.legacy_model import LegacyModel, Rank, model_chunks
 from converters.formats.legacy_optim import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
 from converters.formats.megatron import common_facts, find_flavour
 from converters.names import natural_key, printable
-from converters.records import tensor_ref
-from converters.records_out import object_record
+from converters.parallel.buffers import Misfit
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

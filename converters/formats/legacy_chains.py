@@ -9,18 +9,18 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from converters.buffers import Rules, bucket_size
 from converters.errors import RequestError
 from converters.formats.archive_out import ArchiveFile
 from converters.formats.legacy_out import Chain, buffers, flat_places, flat_state
-from converters.optim_groups import read_param_groups
-from converters.vocabulary import VOCABULARY
+from converters.optimizer.groups import read_param_groups
+from converters.parallel.buffers import Rules, bucket_size
+from converters.parallel.vocabulary import VOCABULARY
 
 if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.formats.base import Reader
-    from converters.local import LocalModel, LocalTensor
-    from converters.optim import OptimizerState
+    from converters.optimizer.state import OptimizerState
+    from converters.parallel.local import LocalModel, LocalTensor
     from converters.pickles import Node
 
 __all__ = ["Chains"]

@@ -21,19 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from converters.archive.records import Member, Payload, member_offset, read_directory
 from converters.catalog import FileInfo, StoredArray
 from converters.errors import FormatError
 from converters.formats.folder import close_source, open_source, read_at, scan, status
 from converters.names import printable
 from converters.pickles import PickleFormatError, parse, parse_stream
-from converters.records import Member, Payload, member_offset, read_directory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from converters.archive.records import TensorRef
     from converters.formats.base import Read
-    from converters.records import TensorRef
 
 __all__ = [
     "MODEL",

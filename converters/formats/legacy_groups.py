@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from converters.buffers import Misfit
+from converters.parallel.buffers import Misfit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.buffers import Local
+from converters.archive.records import tensor_ref
 from converters.catalog import Catalog
 from converters.errors import FormatError, RequestError
+from converters.facts.model_args import ModelArgs
 from converters.formats.legacy_names import (
     Piece,
     QkvOrder,
@@ -23,21 +24,20 @@ from converters.formats.legacy_names import (
     segments,
 )
 from converters.formats.legacy_optim import DEEPEST, Collected, Owned
-from converters.layout import Layout
-from converters.model_args import ModelArgs
 from converters.names import natural_key, parse_key, printable
+from converters.parallel.buffers import Local
+from converters.parallel.layout import Layout
+from converters.parallel.split import Outline, shards, split_rule
 from converters.pickles import Obj, PickleFormatError, pairs
-from converters.records import tensor_ref
 from converters.registration import trainable
-from converters.split import Outline, shards, split_rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from converters.archive.records import TensorRef
     from converters.catalog import TensorInfo
     from converters.formats.legacy_files import Grid, PtFile, Storages
     from converters.pickles import Node
-    from converters.records import TensorRef
 
 __all__ = ["LegacyModel", "Rank", "model_chunks"]
 

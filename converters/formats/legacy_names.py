@@ -27,7 +27,7 @@ from converters.registration import Order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.split import Shard
+    from converters.parallel.split import Shard
 
 __all__ = ["Piece", "QkvOrder", "layer_number", "local_experts", "module_order", "pieces", "plain_name", "segments"]
 
@@ -193,7 +193,7 @@ def segments(piece: Piece, mine: Sequence[Shard], order: QkvOrder | None) -> lis
 
     Args:
         piece: From `pieces`.
-        mine: The rank's shards of that tensor, from `converters.split.shards`.
+        mine: The rank's shards of that tensor, from `converters.parallel.split.shards`.
         order: For a fused query, key and value projection of an old checkpoint.
 
     Raises:

@@ -2,7 +2,7 @@
 
     plain Adam               state by number: the parameters of group after group, each in the order of the model; the fp32
                              master weights in a list of their own, which lacks parameters that are fp32 themselves
-    distrib_optim.pt         flat buffers, see `converters.buffers`; the order is that of the rank's own model, whose names
+    distrib_optim.pt         flat buffers, see `parallel.buffers`; the order is that of the rank's own model, whose names
                              lie beside it. One array for each state (from 2024-04), or one for each bucket (from 2024-02)
 
 A mixture of experts with expert parallelism has a list of two of either: the dense parameters, and the experts.
@@ -19,23 +19,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.buffers import Bucket, Local, Misfit, Rules, arrange, bucket_size, fit
+from converters.archive.records import tensor_ref
 from converters.catalog import FlatPart, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.legacy_groups import group_members
+from converters.parallel.buffers import Bucket, Local, Misfit, Rules, arrange, bucket_size, fit
 from converters.pickles import Global
-from converters.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from converters.archive.records import TensorRef
     from converters.box import Box
     from converters.catalog import StoredArray
     from converters.dtypes import DType
     from converters.formats.legacy_files import PtFile, Storages
-    from converters.layout import Layout
-    from converters.records import TensorRef
+    from converters.parallel.layout import Layout
 
 __all__ = ["Collected", "FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]
 

@@ -19,23 +19,23 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from converters.archive.records_out import named, tensor_node
 from converters.box import Box
-from converters.buffers import Local, arrange
 from converters.dtypes import dtype
 from converters.formats.archive_out import Region
 from converters.formats.legacy_groups import group_members
-from converters.local import LocalTensor
+from converters.parallel.buffers import Local, arrange
+from converters.parallel.local import LocalTensor
 from converters.pickles import Obj
-from converters.records_out import named, tensor_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from converters.buffers import Rules
     from converters.dtypes import DType
     from converters.formats.archive_out import ArchiveFile
+    from converters.parallel.buffers import Rules
     from converters.pickles import Node
-    from converters.plan import Copy
+    from converters.planning.plan import Copy
 
 __all__ = ["Chain", "buffers", "flat_optimizer", "flat_places", "flat_state", "model_state", "plain_optimizer"]
 

@@ -19,11 +19,11 @@ from collections import defaultdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.buffers import Misfit
 from converters.catalog import Problem
 from converters.formats.canonical import object_info
 from converters.formats.fsdp_dtensor import FsdpDtensorReader
 from converters.formats.legacy_groups import group_members
+from converters.parallel.buffers import Misfit
 from converters.registration import trainable
 
 if TYPE_CHECKING:

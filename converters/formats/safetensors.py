@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
-from converters.job import OutputFile, Place
+from converters.planning.job import OutputFile, Place
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.plan import Target
+    from converters.planning.plan import Target
 
 __all__ = ["DEFAULT_SHARD_BYTES", "SafetensorsLayout", "plan_shards"]
 

@@ -12,6 +12,8 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from converters.archive.records import Member, Payload
+from converters.archive.records_out import storage_node, tensor_node
 from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
@@ -20,8 +22,6 @@ from converters.formats.legacy_files import PtFile
 from converters.formats.plain_json import parse_json, read_json
 from converters.formats.whole import Shards, WholeReader, read_index
 from converters.names import printable
-from converters.records import Member, Payload
-from converters.records_out import storage_node, tensor_node
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,18 +24,18 @@ from converters import __version__
 from converters.formats.dcp_metadata_out import ChunkTable, write_metadata
 from converters.formats.torch_dist_columns import Columns, stack
 from converters.formats.torch_dist_parts import ArrayOut, Cut, FlatOut, ObjectOut
-from converters.job import Move, OutputFile, Slice, total
-from converters.plan import Op
+from converters.planning.job import Move, OutputFile, Slice, total
+from converters.planning.plan import Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from converters.archive.records_out import RecordLayout
     from converters.box import Box
     from converters.catalog import TensorInfo
-    from converters.job import Kind
-    from converters.records_out import RecordLayout
+    from converters.planning.job import Kind
 
 __all__ = ["ArrayOut", "Columns", "Cut", "FlatOut", "ObjectOut", "TorchDistOutput"]
 

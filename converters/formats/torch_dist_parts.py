@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
+from converters.archive.records_out import RecordLayout
 from converters.box import Box, find_overlap, runs, uncovered
 from converters.errors import RequestError
-from converters.records_out import RecordLayout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from converters.archive.records import tensor_ref
 from converters.catalog import Problem
 from converters.errors import FormatError
 from converters.formats.folder import exists, is_folder
@@ -21,7 +22,6 @@ from converters.formats.legacy_files import PtFile
 from converters.formats.whole import Shards, WholeReader, distinct, entries, read_index
 from converters.names import printable
 from converters.pickles import Obj, PickleFormatError, pairs, references
-from converters.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from converters.archive.records import tensor_ref
 from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
 from converters.dtypes import dtype
@@ -26,14 +27,13 @@ from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
 from converters.names import natural_key, printable
 from converters.pickles import Global, Obj, PickleFormatError, pairs
-from converters.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from converters.archive.records import TensorRef
     from converters.pickles import Node
-    from converters.records import TensorRef
 
 __all__ = ["Shards", "WholeReader", "distinct", "entries", "read_index"]
 

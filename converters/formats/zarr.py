@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 
+from converters.archive.records import Payload, TensorRef, locate_tensor
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
 from converters.formats.canonical import KeyedArray, canonical_tensors, iteration_of, object_info
@@ -37,7 +38,6 @@ from converters.formats.folder import exists, read_small, scan, status, walk
 from converters.formats.megatron import common_facts, find_flavour
 from converters.formats.zarr_array import ChunkFiles, parse_zarray, scan_chunks
 from converters.names import parse_key, printable
-from converters.records import Payload, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -30,7 +30,7 @@ from converters.models.model import Model
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 __all__ = ["KNOWN", "HfMapping", "Model", "by_name", "check_hf_config", "infer", "map_to_hf"]
 

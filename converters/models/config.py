@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 __all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
 __all__ += ["attention", "decoder", "dense_layers", "mixture", "rope"]

@@ -17,7 +17,7 @@ from converters.models.model import Model
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 # both sides feed (embedding, hidden) to eh_proj in this order: multi_token_prediction.py, transformers MtpLayer
 _MTP = (

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.models.rules import Emit
-from converters.plan import Drop
+from converters.planning.plan import Drop
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
     from converters.models.model import Model
-    from converters.plan import Copy, Target
+    from converters.planning.plan import Copy, Target
 
 __all__ = ["HfMapping", "check_hf_config", "map_to_hf"]
 
@@ -27,7 +27,7 @@ class HfMapping:
 
     Attributes:
         targets: The tensors, in the order of the files.
-        copies: What moves; `converters.plan.prove` shows that it is everything.
+        copies: What moves; `converters.planning.plan.prove` shows that it is everything.
         drops: What is left out of the model's own tensors, and why.
         config: config.json.
         generation_config: generation_config.json.

@@ -9,7 +9,7 @@ from converters.models.model import Model
 from converters.models.rules import FusedQKV, Rename, Vocab
 
 if TYPE_CHECKING:
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 
 def layer_norm(target: str, *sources: str) -> tuple[Rename, Rename]:

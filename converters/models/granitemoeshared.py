@@ -10,7 +10,7 @@ from converters.models.model import SET, Model
 from converters.models.rules import Rename, StackedExperts
 
 if TYPE_CHECKING:
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:

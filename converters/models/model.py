@@ -11,7 +11,7 @@ from converters.pickles import describe
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
     from converters.models.rules import Rule
 
 __all__ = ["SET", "UNSET", "Model"]

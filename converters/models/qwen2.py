@@ -8,7 +8,7 @@ from converters.models import config, llama
 from converters.models.model import Model
 
 if TYPE_CHECKING:
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 
 def qwen_settings(args: ModelArgs) -> dict[str, Any]:

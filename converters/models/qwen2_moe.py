@@ -10,7 +10,7 @@ from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Experts, GateUp, Rename
 
 if TYPE_CHECKING:
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 QWEN_EXPERTS = (
     Rename("mlp.gate.weight", ("mlp.router.weight",)),

@@ -2,7 +2,7 @@
 
 A rule is data; `emit` turns it into region copies for one place in the model (a layer, an expert). A rule with a `when`
 applies if that field of `ModelArgs` is set, and then its source must exist; a tensor that no rule takes is found by
-`converters.plan.prove`. The opposite conversion is `converters.plan.reversed_copy` of each copy.
+`converters.planning.plan.prove`. The opposite conversion is `converters.planning.plan.reversed_copy` of each copy.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from converters.box import Box
 from converters.errors import RequestError
-from converters.plan import Copy, Drop, Op, Target
+from converters.planning.plan import Copy, Drop, Op, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
-    from converters.model_args import ModelArgs
+    from converters.facts.model_args import ModelArgs
 
 __all__ = ["QKV", "Emit", "Experts", "FusedQKV", "GateUp", "Rename", "Rule", "StackedExperts", "Vocab"]
 

@@ -14,7 +14,7 @@ from distckpt_cli.targets import CONTENT, Carried, PlanCaching, TargetLayout
 from distckpt_cli.writing import Writing, carry_out
 
 if TYPE_CHECKING:
-    from converters.conversion import Conversion
+    from converters.targets.conversion import Conversion
     from distckpt_cli.console import Console
 
 _FORMAT = "Format"
@@ -106,8 +106,8 @@ def convert(
     torch_dist and legacy are what training jobs load, at the layout that is asked for; torch is one file of torch.save,
     safetensors a folder, both of whole tensors. Options that have no meaning for a format are refused.
     """
-    from converters.convert import WRITERS, plan_convert
     from converters.formats import REGISTRY, open_checkpoint
+    from converters.targets.convert import WRITERS, plan_convert
 
     check_choice("--to", form.to, tuple(WRITERS))
     check_choice("--from", form.source, tuple(known.name for known in REGISTRY))

@@ -79,8 +79,8 @@ def diff(
     if quick and (rtol is not None or atol is not None):
         raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
     console = looking.console
-    from converters.diff import DiffOptions, plan_diff, run_diff
-    from converters.diff_values import Tolerance
+    from converters.comparison.compare import DiffOptions, plan_diff, run_diff
+    from converters.comparison.values import Tolerance
     from converters.formats import open_checkpoint
     from distckpt_cli import difference_document, differences
 

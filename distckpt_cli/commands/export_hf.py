@@ -13,7 +13,7 @@ from distckpt_cli.options import Ckpt, check_choice, shard_bytes, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
-    from converters.export import ExportOptions
+    from converters.targets.export import ExportOptions
 
 _MODEL = "The model"
 
@@ -65,7 +65,7 @@ class Asked:
     def options(self, writing: Writing) -> ExportOptions:
         """What the library calls them."""
         from converters.dtypes import from_option
-        from converters.export import ExportOptions
+        from converters.targets.export import ExportOptions
 
         if self.copy_code and not self.hf_config:
             raise UsageProblem("--copy-code copies from --hf-config, which was not given", hint="add --hf-config DIR")
@@ -89,8 +89,8 @@ def export_hf(src: Ckpt, dst: Target, asked: Asked, writing: Writing) -> int:
     Needs nothing but the checkpoint. Every source tensor is accounted for; a tensor without a place is an error. An
     interrupted run continues when the same command is given again; DST appears only when it is complete.
     """
-    from converters.export import plan_export
     from converters.formats import open_checkpoint
+    from converters.targets.export import plan_export
 
     options = asked.options(writing)
     return carry_out("distckpt.export-hf/1", writing, lambda _: plan_export(open_checkpoint(src), named(dst), options))

@@ -87,7 +87,7 @@ def _show(
     elif objects:
         listing.print_objects(console, listing.chosen_objects(catalog, objects), flat=flat)
     else:
-        from converters.identity import identify
+        from converters.facts.identity import identify
         from distckpt_cli.card import print_card
 
         identity = identify(catalog)
@@ -121,7 +121,7 @@ def _names(reader: Reader, tensors: str | None, files: bool, args: str | None, o
 
 
 def _document(reader: Reader, tensors: str | None, args: str | None, objects: str | None, flat: bool) -> dict[str, Any]:
-    from converters.identity import identify
+    from converters.facts.identity import identify
     from distckpt_cli import listing
     from distckpt_cli.card import card_document
 

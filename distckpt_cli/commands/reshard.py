@@ -10,7 +10,7 @@ from distckpt_cli.targets import Carried, PlanCaching, TargetLayout  # noqa: TC0
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
-    from converters.conversion import Conversion
+    from converters.targets.conversion import Conversion
     from distckpt_cli.console import Console
 
 
@@ -24,7 +24,7 @@ def reshard(
     needed. An interrupted run continues when the same command is given again; DST appears only when it is complete.
     """
     from converters.formats import open_checkpoint
-    from converters.reshard import ReshardOptions, plan_reshard
+    from converters.targets.reshard import ReshardOptions, plan_reshard
 
     check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
     layout, options = target.layout(), ReshardOptions(**given(carried), **writing.options)

@@ -12,7 +12,7 @@ from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Ckpt, Looking, spread, workers
 
 if TYPE_CHECKING:
-    from converters.verify_report import Check, Report
+    from converters.verification.report import Check, Report
 
 _PANEL = "How much to look at"
 _SHOWN = 8
@@ -63,7 +63,7 @@ def verify(
     console = looking.console
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
-    from converters.verify import VerifyOptions, unopened, verify
+    from converters.verification.run import VerifyOptions, unopened, verify
 
     threads = workers(looking.threads, 8)
     options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=threads)

@@ -14,13 +14,13 @@ import signal
 import time
 from pathlib import Path
 
-import converters.conversion as conversion
-import converters.crew as crew
-import converters.engine as engine
+import converters.engine.crew as crew
+import converters.engine.publish as publish
+import converters.engine.run as engine
+import converters.engine.team as team
+import converters.engine.worker as worker
 import converters.formats as formats
-import converters.publish as publish
-import converters.team as team
-import converters.worker as worker
+import converters.targets.conversion as conversion
 
 PLACES = {
     "planning": ((formats, "open_checkpoint"),),

@@ -30,7 +30,7 @@ import phases
 
 import converters
 import distckpt_cli
-from converters import engine
+from converters.engine import run as engine
 from distckpt_cli.app import main as distckpt
 
 CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "close")

@@ -127,9 +127,9 @@ def test_too_small_a_disk_is_refused_before_anything_is_written(small_disk, tmp_
 
 def test_a_disk_that_fills_up_meanwhile(small_disk, tmp_path, monkeypatch):
     """Room when it was planned, none when it is written; with room again the same command goes on."""
-    from converters import conversion, export
     from converters.errors import DestinationError
     from converters.formats import open_checkpoint
+    from converters.targets import conversion, export
 
     write_llama(tmp_path / "src", layers=2, hidden=64, ffn=256, vocab=2048)
     plan = export.plan_export(open_checkpoint(tmp_path / "src"), small_disk / "out")

@@ -13,9 +13,10 @@ import time
 import pytest
 from checkpoints import tree, write_llama
 
-from converters import engine, journal, publish
-from converters.export import ExportOptions, plan_export, run_export
+from converters.engine import journal, publish
+from converters.engine import run as engine
 from converters.formats import open_checkpoint
+from converters.targets.export import ExportOptions, plan_export, run_export
 
 MIB = 1 << 20
 SIZE = 24 * MIB

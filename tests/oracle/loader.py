@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 from megatron.core.transformer.moe import experts
 
-from converters.layout import Layout
-from converters.loader import load
+from converters.loading.loader import load
+from converters.parallel.layout import Layout
 from converters.registration import Order
 from oracle import models, ranks  # redirects devices before megatron is imported
 from oracle.run import read_expected

@@ -1,7 +1,7 @@
 """What one rank after the other of a job holds, by the real megatron-core: `python -m oracle.ranks < jobs > answers`.
 
 No job runs: every process group is fake, so one process can build the model of any rank of any layout. A job is a JSON
-object with `layout` (fields of converters.layout.Layout) and `model` (fields of TransformerConfig, `tied`, `vocab`).
+object with `layout` (fields of Layout) and `model` (fields of TransformerConfig, `tied`, `vocab`).
 The answer of a job is a list of `[rank, key, global offset, local shape, global shape, replica]`, factories applied,
 and what stopped it if something did.
 """

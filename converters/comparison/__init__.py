@@ -1,0 +1,1 @@
+"""Two checkpoints side by side, in any two formats and layouts."""

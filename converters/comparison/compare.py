@@ -1,0 +1,304 @@
+"""Two checkpoints side by side, in any two formats and layouts: what is in both, what they say, and every value.
+
+plan = plan_diff(open_checkpoint("a"), open_checkpoint("b"), DiffOptions())
+report = run_diff(plan)
+report.identical, [tensor.name for tensor in report.tensors if tensor.differs]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.comparison.facts import Facts, compare_arguments, compare_facts
+from converters.comparison.pairs import Side, match
+from converters.comparison.run import blaming, read_values, stretches, tile_size
+from converters.engine.crew import Crew
+from converters.errors import IntegrityError, RequestError
+from converters.events import Note, PlanReady
+from converters.facts.damage import refuse_damage
+from converters.formats.base import fingerprint_of
+from converters.names import any_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from converters.comparison.facts import Fact
+    from converters.comparison.pairs import Matching, Pair
+    from converters.comparison.run import Stretch
+    from converters.comparison.values import Difference, Tolerance
+    from converters.dtypes import DType
+    from converters.engine.ranks import Ranks
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+
+__all__ = ["DiffOptions", "DiffPlan", "DiffReport", "TensorReport", "plan_diff", "run_diff"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DiffOptions:
+    """What a person may ask of a comparison.
+
+    Attributes:
+        tolerance: How far apart values may be; None asks for equal bits, and equal types.
+        tensors: Patterns of the tensors to be compared, and nothing else; empty for everything.
+        ignore: Patterns of what is left out: tensors, `args.*`, `iteration`, `rng_state.*`, `opt_param_scheduler.*`.
+        quick: Names, shapes, types and what is said about them; no values.
+        vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
+        arch: Architecture of a Hugging Face folder beside a Megatron checkpoint; None to find out.
+        max_memory: Bytes of buffers.
+        threads: Workers in this process.
+    """
+
+    tolerance: Tolerance | None = None
+    tensors: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+    quick: bool = False
+    vocab_size: int | None = None
+    arch: str | None = None
+    max_memory: int = 64 * MIB
+    threads: int = 2
+
+
+@dataclass(frozen=True)
+class DiffPlan:
+    """What will be compared; nothing of any tensor has been read, but for samples that name the optimizer's buckets.
+
+    Attributes:
+        sides: A and B.
+        options: What was asked.
+        matching: Which elements belong together.
+        arguments: Arguments that are not the same.
+        facts: What else is not the same.
+        notes: Sentences a person should read.
+        work: What there is to read, in parts.
+        tile_bytes: Bytes of a tile.
+        threads: Workers that fit into the memory allowed.
+        prints: Digests of both as they were when planning began; they must be the same in the end.
+    """
+
+    sides: tuple[Side, Side]
+    options: DiffOptions
+    matching: Matching
+    arguments: tuple[Fact, ...]
+    facts: Facts
+    notes: tuple[str, ...]
+    work: Sequence[Stretch]
+    tile_bytes: int
+    threads: int
+    prints: tuple[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that will be read, of both sides."""
+        return sum(stretch.nbytes for stretch in self.work)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when anything about the work changes."""
+        parts = self.prints, self.options, self.tile_bytes, len(self.work), self.nbytes
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """One pair of tensors.
+
+    Attributes:
+        pair: Which.
+        types: Element types in A; those in B.
+        values: What was found; None if values were not looked at.
+        padding: The same for rows beyond the vocabulary; never counts.
+        tolerant: Values count, not bits and types.
+    """
+
+    pair: Pair
+    types: tuple[tuple[DType, ...], tuple[DType, ...]]
+    values: Difference | None
+    padding: Difference | None
+    tolerant: bool
+
+    @property
+    def name(self) -> str:
+        """As it is shown."""
+        return self.pair.name
+
+    @property
+    def same_type(self) -> bool:
+        """Whether the elements are of one type on both sides."""
+        return len({*self.types[0], *self.types[1]}) == 1
+
+    @property
+    def differs(self) -> bool:
+        """Whether it makes the two checkpoints different."""
+        return (self.values is not None and self.values.differing > 0) or (not self.same_type and not self.tolerant)
+
+    @property
+    def status(self) -> str:
+        """One word: "identical", "tolerated", "type", "different", or "unread"."""
+        if self.values is not None and self.values.differing:
+            return "different"
+        if self.differs:
+            return "type"
+        return "unread" if self.values is None else "tolerated" if self.values.unequal else "identical"
+
+
+@dataclass(frozen=True)
+class DiffReport:
+    """The answer.
+
+    Attributes:
+        plan: What was compared.
+        tensors: Every pair, in order; on ranks other than the leading one with what this rank has seen.
+        identical: Whether nothing that counts differs; the same on all ranks.
+        bytes_read: Bytes read of A, and of B.
+        records_checked: Records whose checksum was compared.
+        seconds: Wall time.
+    """
+
+    plan: DiffPlan
+    tensors: tuple[TensorReport, ...]
+    identical: bool
+    bytes_read: tuple[int, int] = (0, 0)
+    records_checked: int = 0
+    seconds: float = 0.0
+
+
+def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffPlan:
+    """Decides what belongs together, and compares everything but values.
+
+    Args:
+        a: The first checkpoint.
+        b: The second.
+        options: What is asked.
+
+    Raises:
+        RequestError: One is a Hugging Face folder of a model that the other one cannot be, nothing matches the patterns,
+            or the memory is too small.
+        FormatError: A stored object is unreadable.
+    """
+    options = options or DiffOptions()
+    tile, threads = tile_size(options.max_memory, options.threads)
+    prints = fingerprint_of(a), fingerprint_of(b)
+    sides = Side.both(a, b)
+    wanted, unwanted = any_of(options.tensors), any_of(options.ignore)
+
+    def keep(name: str) -> bool:
+        return not unwanted(name)
+
+    matching = match(
+        *sides,
+        lambda name: keep(name) and (not options.tensors or wanted(name)),
+        vocab_size=options.vocab_size,
+        arch=options.arch,
+    )
+    if options.tensors and not (matching.pairs or any(matching.only) or matching.shapes):
+        raise RequestError(
+            f"no tensor matches {' or '.join(options.tensors)}",
+            hint=f"distckpt inspect {sides[matching.shown].catalog.root} --tensors shows their names",
+        )
+    notes = [*sides[0].notes, *sides[1].notes, *matching.notes]
+    if not options.quick:
+        _refuse_damage(sides[0], {name for pair in matching.pairs for name in pair.a})
+        _refuse_damage(sides[1], {name for pair in matching.pairs for name in pair.b})
+    else:
+        bad = [(side, problem) for side in sides for problem in side.catalog.problems if problem.severity == "error"]
+        notes += [f"{side.label} is damaged: {problem.message}" for side, problem in bad]
+    arguments: list[Fact] = []
+    facts = Facts()
+    if not options.tensors:
+        arguments = [fact for fact in compare_arguments(*sides) if keep(fact.name)]
+        facts = compare_facts(*sides, keep)
+        notes += facts.notes
+    work = () if options.quick else stretches(matching, sides)
+    return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, prints)
+
+
+def _refuse_damage(side: Side, names: set[str]) -> None:
+    """What is known to be damaged is not read, nor what cannot be in the files: a shape may be any number."""
+    with blaming(side):
+        refuse_damage(side.catalog, names)
+        stored = sum(file.size or 0 for file in side.catalog.files)
+        for name in names:
+            tensor = side.tensors[name]
+            if side.catalog.files and tensor.nbytes > stored:
+                raise IntegrityError(
+                    f"{name} should have {tensor.nbytes:,} bytes, all files have {stored:,}", tensor=name
+                )
+
+
+def run_diff(
+    plan: DiffPlan,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    ranks: Ranks | None = None,
+    scratch: Path | None = None,
+) -> DiffReport:
+    """Compares values.
+
+    Args:
+        plan: What to compare; with several ranks, every one of them has made the same plan.
+        listener: Told about progress, of all ranks, on rank 0.
+        stop: Polled between tiles.
+        ranks: The processes that do it together; by default this one alone.
+        scratch: Folder in which they meet.
+
+    Raises:
+        IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
+        FormatError: A file cannot be read.
+        Interrupted: Asked to stop.
+    """
+    begin = time.monotonic()
+    if plan.options.quick:
+        tensors = tuple(_report(plan, pair) for pair in plan.matching.pairs)
+        return DiffReport(plan, tensors, _same(plan, tensors), seconds=time.monotonic() - begin)
+    crew = Crew(
+        "diff", plan.fingerprint, threads=plan.threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop
+    )
+    with crew:
+        if crew.leads and listener is not None:
+            memory = plan.threads * 6 * plan.tile_bytes
+            listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
+            for text in plan.notes:
+                listener(Note(text))
+        values = read_values(
+            crew,
+            plan.work,
+            plan.matching,
+            plan.sides,
+            tile_bytes=plan.tile_bytes,
+            tolerance=plan.options.tolerance,
+        )
+        for side, before in zip(plan.sides, plan.prints, strict=True):
+            if fingerprint_of(side.reader) != before:
+                raise IntegrityError(
+                    f"{side.label} changed while it was read", hint="wait until nobody writes to it, then compare again"
+                )
+        tensors = tuple(
+            _report(plan, pair, *found) for pair, found in zip(plan.matching.pairs, values.found, strict=True)
+        )
+        same = bool(crew.agree(_same(plan, tensors)))
+    return DiffReport(plan, tensors, same, values.bytes_read, values.records_checked, time.monotonic() - begin)
+
+
+def _report(
+    plan: DiffPlan, pair: Pair, values: Difference | None = None, padding: Difference | None = None
+) -> TensorReport:
+    a, b = (
+        tuple(dict.fromkeys(side.tensors[name].dtype for name in names))
+        for side, names in zip(plan.sides, (pair.a, pair.b), strict=True)
+    )
+    return TensorReport(pair, (a, b), values, padding, plan.options.tolerance is not None)
+
+
+def _same(plan: DiffPlan, tensors: Sequence[TensorReport]) -> bool:
+    matching = plan.matching
+    if any(matching.only) or matching.shapes or matching.config:
+        return False
+    return not any(fact.counts for fact in (*plan.arguments, *plan.facts.found)) and not any(t.differs for t in tensors)

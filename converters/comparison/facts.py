@@ -1,0 +1,376 @@
+"""What two checkpoints say besides their tensors, side by side: arguments, scheduler, param groups, random and extra state.
+
+Everything is compared as inert trees, tensors in them by their elements. What a resharded or converted checkpoint cannot
+have in common with its source is shown, but does not count: layout, paths, options that one version has and another has not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from converters.comparison.trees import ABSENT, differences, tensor_in
+from converters.errors import FormatError
+from converters.facts.model_args import ModelArgs
+from converters.formats.base import CommonReader
+from converters.formats.common_state import Archive
+from converters.names import natural_key, parse_key
+from converters.optimizer.groups import read_param_groups
+from converters.pickles import Obj, describe, parse
+from converters.targets.target_state import open_common
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.catalog import Catalog, ObjectInfo
+    from converters.comparison.pairs import Side
+    from converters.formats.base import Reader
+
+__all__ = ["Fact", "Facts", "compare_arguments", "compare_facts"]
+
+
+_LARGE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something that is not the same on both sides.
+
+    Attributes:
+        group: "iteration", "model", "training", "other arguments", "param groups", "common state", "random state",
+            "extra state" or "object".
+        name: What it is: `args.lr`, `opt_param_scheduler.max_lr`.
+        a: Its value in A as plain data, or `ABSENT`.
+        b: Its value in B.
+        counts: Whether it makes the two different.
+        note: Why it does not count, or what kind of difference it is; may be empty.
+    """
+
+    group: str
+    name: str
+    a: Any
+    b: Any
+    counts: bool = True
+    note: str = ""
+
+
+@dataclass
+class Facts:
+    """What there is to say besides tensors and arguments.
+
+    Attributes:
+        found: What is not the same.
+        notes: Sentences on what could not be compared.
+        compared: Groups that both sides have, the same or not.
+    """
+
+    found: list[Fact] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    compared: list[str] = field(default_factory=list)
+
+
+# arguments of Megatron-LM (core_v0.6 to 0.20, arguments.py) that decide what is learnt, besides those of the model
+_LEARNING = """
+    adam_beta1 adam_beta2 adam_eps attention_softmax_in_fp32 bf16 clip_grad consumed_train_samples decoupled_lr
+    decoupled_min_lr decoupled_weight_decay end_weight_decay eod_mask_loss fp16 fp8 global_batch_size hysteresis
+    initial_loss_scale loss_scale loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction
+    lr_warmup_init lr_warmup_iters lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
+    min_loss_scale min_lr moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff
+    mtp_loss_scaling_factor muon_momentum optimizer params_dtype rampup_batch_size reset_attention_mask
+    reset_position_ids seed seq_length sgd_momentum split start_weight_decay tokenizer_type train_iters train_samples
+    weight_decay weight_decay_incr_style
+"""
+_TRAINING = frozenset(_LEARNING.split())
+_LAYOUT_FIELDS = frozenset(("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "world_size"))
+_NOT_FACTS = _LAYOUT_FIELDS | {"padded_vocab_size", "source", "notes", "extras", "consumed_train_samples", "dtype"}
+_MAY_BE_NONE = frozenset(("window_size", "rope_scaling", "num_experts", "mtp_num_layers", "q_lora_rank"))
+# what frameworks note about themselves in the common state
+_NOTES = ("pytorch-lightning_version", "loops", "callbacks", "datamodule_", "hparams_", "hyper_parameters")
+# parts of the common state that are looked at elsewhere, or that describe how it was saved
+_NOT_COMMON = frozenset(
+    ("args", "checkpoint_version", "content_metadata", "iteration", "optimizer", "rerun_state_machine", "state_dict")
+)
+
+
+def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
+    """Everything but tensors and arguments.
+
+    Args:
+        a: The first.
+        b: The second.
+        keep: Whether something of this name is wanted: `opt_param_scheduler.max_lr`, `rng_state`.
+    """
+    out = Facts()
+    if a.is_hf != b.is_hf:
+        return out
+    one, other = a.catalog.iteration, b.catalog.iteration
+    if one is not None and other is not None:
+        out.compared.append("iteration")
+        out.found += [Fact("iteration", "iteration", one, other)] if one != other else []
+    if not a.is_hf:
+        _groups(a, b, out)
+        _common(a, b, out)
+    _objects(a, b, out, keep)
+    out.found = [fact for fact in out.found if keep(fact.name)]
+    return out
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def compare_arguments(a: Side, b: Side) -> list[Fact]:
+    """Arguments that are not the same, those of the model first.
+
+    The model is compared in the words of `ModelArgs`, which are the same for every framework; only if both sides have
+    Megatron's arguments, these are compared one by one. A Hugging Face folder's config.json is compared with Megatron's
+    through the model's table (`Matching.config`).
+    """
+    if a.is_hf or b.is_hf:
+        return _configurations(a, b) if a.is_hf and b.is_hf else []
+    out = []
+    stated = all(side.catalog.args or side.catalog.config for side in (a, b))
+    for name in (f.name for f in fields(ModelArgs) if f.name not in _NOT_FACTS):
+        one, other = getattr(a.args, name), getattr(b.args, name)
+        known = (one is not None and other is not None) or (stated and name in _MAY_BE_NONE)
+        # the training length stands in for the longest position where nothing says more
+        guessed = any(side.args.source.get(name, "").endswith("seq_length") for side in (a, b))
+        if one != other and known and not guessed:
+            out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
+    for name in sorted({*a.args.extras, *b.args.extras}):
+        one, other = a.args.extras.get(name), b.args.extras.get(name)
+        if one != other:
+            out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
+    given_a, given_b = a.catalog.args, b.catalog.args
+    if not given_a or not given_b:
+        return out
+    for name in sorted({*given_a, *given_b}):
+        if name in given_a and name in given_b:
+            for _, one, other in differences(given_a[name], given_b[name], "", None, None):
+                counts = name in _TRAINING
+                group = "training" if counts else "other arguments"
+                out.append(Fact(group, f"args.{name}", one, other, counts, "" if counts else "says how the job ran"))
+                break
+        else:
+            one, other = (describe(g[name]) if name in g else ABSENT for g in (given_a, given_b))
+            out.append(Fact("other arguments", f"args.{name}", one, other, False, "one side does not have it"))
+    order = ("model", "training", "other arguments")
+    return sorted(out, key=lambda fact: (order.index(fact.group), fact.a is ABSENT or fact.b is ABSENT))
+
+
+_NOT_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+
+
+def _configurations(a: Side, b: Side) -> list[Fact]:
+    """Keys of two config.json that are not the same; what one does not state may be a default."""
+    one, other = a.catalog.config, b.catalog.config
+    both = [name for name in one if name in other and name not in _NOT_CONFIG and one[name] != other[name]]
+    return [Fact("model", f"config.{name}", _plain(one[name]), _plain(other[name])) for name in both]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else describe(value)
+
+
+# ---------------------------------------------------------------------- optimizer and common state
+
+
+def _groups(a: Side, b: Side, out: Facts) -> None:
+    """Param groups, matched by what Megatron matches them by."""
+    sides = []
+    for side in (a, b):
+        try:
+            has = any(name.startswith("optimizer.") for name in side.tensors)
+            found = read_param_groups(side.reader) if has else None
+        except FormatError as error:
+            out.notes.append(f"{side.label}: param groups are not compared: {error.message}")
+            return
+        sides.append({} if found is None else {_group_name(g): g for g in found.merged()})
+    if not all(sides):
+        return
+    out.compared.append("param groups")
+    for name in sorted({*sides[0], *sides[1]}):
+        groups = [side.get(name) for side in sides]
+        path = f"optimizer.param_groups.{name}"
+        if groups[0] is None or groups[1] is None:
+            one, other = (ABSENT if g is None else describe(g) for g in groups)
+            out.found.append(Fact("param groups", path, one, other))
+            continue
+        for key in dict.fromkeys((*groups[0], *groups[1])):
+            if key in groups[0] and key in groups[1] and key != "is_expert_parallel":
+                for inner, one, other in differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
+                    out.found.append(Fact("param groups", inner, one, other))
+
+
+def _group_name(group: Mapping[str, Any]) -> str:
+    """What tells one group from another, as a word."""
+    decay = group.get("wd_mult", group.get("pre_wd_mult"))
+    scale = group.get("lr_mult", group.get("pre_lr_mult"))
+    words = ["no_decay" if decay == 0 else "decay" if decay in (1, None) else f"wd_mult={describe(decay)}"]
+    words += [f"lr_mult={describe(scale)}"] if scale not in (1, None) else []
+    return "+".join([*words, *(["decoupled_lr"] if group.get("is_decoupled_lr") is True else [])])
+
+
+def _common(a: Side, b: Side, out: Facts) -> None:
+    in_a, in_b = _common_archive(a.reader), _common_archive(b.reader)
+    if in_a is None or in_b is None:
+        return
+    trees = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
+    if not all(isinstance(tree, Mapping) for tree in trees):
+        return
+    for name in dict.fromkeys((*trees[0], *trees[1])):
+        if not isinstance(name, str) or name in _NOT_COMMON or name.startswith(("model", "rng_")) or "rng_" in name:
+            continue
+        if name in trees[0] and name in trees[1]:
+            out.compared += ["scheduler"] if name == "opt_param_scheduler" else []
+            for path, one, other in differences(trees[0][name], trees[1][name], name, in_a, in_b):
+                counts = not name.startswith(_NOTES)
+                note = "" if counts else "a framework's own notes"
+                out.found.append(Fact("common state", path, one, other, counts, note))
+        else:
+            # versions and frameworks keep different things there, but a job resumes with another rate without its scheduler
+            counts = name == "opt_param_scheduler" and a.catalog.flavour == b.catalog.flavour
+            one, other = (describe(tree[name]) if name in tree else ABSENT for tree in trees)
+            out.found.append(
+                Fact("common state", name, one, other, counts, "" if counts else "one side does not have it")
+            )
+
+
+def _common_archive(reader: Reader) -> Archive | None:
+    return None if reader.catalog.common is None else open_common(reader)[0]
+
+
+def _unwrapped(tree: Any) -> Any:
+    """What is in lists of one: formats wrap objects in none, one or two of them."""
+    while isinstance(tree, list) and len(tree) == 1:
+        tree = tree[0]
+    return tree
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def _objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
+    sides = [_by_kind(side.catalog, keep) for side in (a, b)]
+    _random(a, b, sides[0]["random state"], sides[1]["random state"], out)
+    for group in ("extra state", "object"):
+        one, other = sides[0][group], sides[1][group]
+        out.compared += [f"{group}s"] if one.keys() & other.keys() else []
+        for name in sorted({*one, *other}, key=natural_key):
+            if name in one and name in other:
+                _object(group, name, (a.reader, one[name]), (b.reader, other[name]), out)
+                continue
+            reader, info = (a.reader, one[name]) if name in one else (b.reader, other[name])
+            # which modules have an extra state changed with every version; without FP8 all of them are empty
+            empty = group == "extra state" and _is_empty(reader, info)
+            shown = f"{info.length:,} bytes"
+            x, y = (shown, ABSENT) if name in one else (ABSENT, shown)
+            out.found.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
+
+
+def _by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str, dict[str, ObjectInfo]]:
+    """Objects by kind and canonical name; what belongs to the optimizer or to single ranks of the job is left out."""
+    out: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
+    for key, info in catalog.objects.items():
+        base = info.name.rpartition("/")[2]
+        if info.name in ("common_state", "rerun_state_machine_state") or ".dp_group_idx_" in info.name:
+            continue
+        if base == "rng_state" and not keep("rng_state"):
+            continue
+        if base == "rng_state":
+            out["random state"][".".join(map(str, info.offset))] = info
+        elif base.endswith("._extra_state"):
+            parsed, indices = parse_key(info.name), iter(info.offset)
+            out["extra state"][parsed.template.format(*(next(indices) for _ in parsed.axes))] = info
+        else:
+            out["object"][key] = info
+    return out
+
+
+def _random(a: Side, b: Side, one: Mapping[str, ObjectInfo], other: Mapping[str, ObjectInfo], out: Facts) -> None:
+    if not one or not other:
+        out.notes += [f"only {'A' if one else 'B'} has random states"] if one or other else []
+        return
+    grids = [next(iter(side.values())).grid for side in (one, other)]
+    if grids[0] != grids[1]:
+        shown = [" x ".join(f"{axis} {n}" for axis, n in zip(("pp", "tp", "dp"), g, strict=False)) for g in grids]
+        out.notes.append(f"random states are not compared: A was saved on {shown[0]}, B on {shown[1]}")
+        return
+    out.compared.append("random states")
+    for place in sorted({*one, *other}):
+        name = f"rng_state.{place}"
+        if place in one and place in other:
+            _object("random state", name, (a.reader, one[place]), (b.reader, other[place]), out)
+        else:
+            x, y = ("present" if place in side else ABSENT for side in (one, other))
+            out.found.append(Fact("random state", name, x, y))
+
+
+def _object(
+    group: str, name: str, one: tuple[Reader, ObjectInfo], other: tuple[Reader, ObjectInfo], out: Facts
+) -> None:
+    if max(one[1].length, other[1].length) > _LARGE:
+        sizes = f"{one[1].length:,} bytes in A, {other[1].length:,} in B"
+        out.notes.append(f"{name} is not compared, being an object of {sizes}")
+        return
+    sides: list[tuple[Any, Archive | None]] = []
+    shown: list[str] = []
+    for reader, info in (one, other):
+        try:
+            sides.append(_extra_state(reader, info) if group == "extra state" else _contents(reader, info))
+            shown.append("readable")
+        except FormatError as error:
+            shown.append(f"unreadable: {error.message}")
+    if len(sides) < 2:
+        out.found.append(Fact(group, name, shown[0], shown[1]))
+        return
+    (a, in_a), (b, in_b) = sides
+    out.found += [Fact(group, path, x, y) for path, x, y in differences(a, b, name, in_a, in_b)]
+
+
+def _is_empty(reader: Reader, info: ObjectInfo) -> bool:
+    try:
+        return _extra_state(reader, info)[0] is None
+    except FormatError:
+        return False
+
+
+def _contents(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive]:
+    archive = _open(reader, info)
+    return _unwrapped(archive.tree), archive
+
+
+def _open(reader: Reader, info: ObjectInfo) -> Archive:
+    if not isinstance(reader, CommonReader):
+        return Archive(reader.catalog.path / info.file, info.start, info.length, f"{info.file}: {info.key}")
+    return Archive.parse(reader.object_record(info.key), info.key)
+
+
+def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]:
+    """What a module stored, without what it is packed into, and the archive that tensors in it lie in; None if nothing.
+
+    TransformerEngine and Megatron pack an extra state with `torch.save` or `pickle` into a tensor of bytes or a buffer.
+    """
+    archive = _open(reader, info)
+    tree = _unwrapped(archive.tree)
+    ref = tensor_in(tree)
+    if ref is not None and ref.dtype.name == "uint8":
+        raw = archive.elements(ref)
+    elif isinstance(tree, Obj) and tree.func.name == "BytesIO":
+        held = tree.state if isinstance(tree.state, tuple) else tree.args
+        packed = held[0] if held else b""
+        if isinstance(packed, Obj) and packed.args:  # _codecs.encode(text, "latin1"), as protocol 2 writes bytes
+            packed = str(packed.args[0]).encode("latin1", "replace")
+        raw = packed if isinstance(packed, bytes) else b""
+    else:
+        return tree, archive
+    if not raw:
+        return None, None
+    try:
+        if raw[:2] == b"PK":
+            inner = Archive.parse(raw, info.key)
+            return inner.tree, inner
+        return parse(raw, what=info.key), None
+    except FormatError:
+        return raw, None

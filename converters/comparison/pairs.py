@@ -1,0 +1,297 @@
+"""Which elements of one checkpoint belong beside which of another, whatever the two are stored in.
+
+Megatron's checkpoints, of any layout and format, meet under canonical names; the optimizer's flat buckets are taken apart
+first. Megatron and Hugging Face meet through the model's table, whose rules are region copies: a copy says which box of a
+Megatron tensor stands in which box of a Hugging Face tensor, so both are compared where they lie.
+
+    A  linear_qkv  | q0 q1 | k0 | v0 | q2 q3 | k1 | v1 |        B  q_proj | q0 q1 | q2 q3 |   k_proj | k0 | k1 |
+                     '--------------- compared with ----------------'
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from converters.box import Box
+from converters.errors import FormatError, IntegrityError, RequestError
+from converters.facts.model_args import ModelArgs
+from converters.models import KNOWN, by_name, check_hf_config, infer, map_to_hf
+from converters.names import natural_key
+from converters.optimizer.state import has_optimizer, optimizer_state
+from converters.parallel.vocabulary import VOCABULARY
+from converters.planning.plan import Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.formats.base import Reader
+    from converters.models import HfMapping
+
+__all__ = ["Matching", "Pair", "Side", "match"]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two checkpoints, made ready to be compared.
+
+    Attributes:
+        label: "A" or "B".
+        reader: The checkpoint.
+        tensors: Its tensors by canonical name, the optimizer's under the names of its parameters.
+        notes: Sentences a person should read.
+    """
+
+    label: str
+    reader: Reader
+    tensors: Mapping[str, TensorInfo]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def catalog(self) -> Catalog:
+        """What it holds."""
+        return self.reader.catalog
+
+    @property
+    def is_hf(self) -> bool:
+        """Whether its tensors have Hugging Face's names."""
+        return self.catalog.flavour == "Hugging Face"
+
+    @cached_property
+    def args(self) -> ModelArgs:
+        """What is known of its model."""
+        return ModelArgs.from_catalog(self.catalog)
+
+    @classmethod
+    def both(cls, a: Reader, b: Reader) -> tuple[Side, Side]:
+        """Both sides; where one optimizer's flat buckets cannot be taken apart, both are left as they are stored."""
+        try:
+            return cls._named("A", a), cls._named("B", b)
+        except (FormatError, IntegrityError, RequestError) as error:
+            text = f"the optimizers are compared as they are stored, without names: {error.message}"
+            return Side("A", a, a.catalog.tensors, (text,)), Side("B", b, b.catalog.tensors)
+
+    @classmethod
+    def _named(cls, label: str, reader: Reader) -> Side:
+        catalog = reader.catalog
+        kept = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+        if not has_optimizer(catalog):
+            return cls(label, reader, kept)
+        found = optimizer_state(reader, proved=False)  # whether masters fit their weights is for `verify` to say
+        rest = {
+            name: t
+            for name, t in catalog.tensors.items()
+            if t.kind == "optimizer" and name not in found.replaced and not name.startswith("optimizer.state.")
+        }
+        return cls(label, reader, kept | rest | found.tensors, tuple(f"{label}: {text}" for text in found.notes))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A tensor that is compared.
+
+    Attributes:
+        name: As it is shown; the name in B, and in Hugging Face's folder if only one side is one.
+        a: Tensors of A that its elements are in.
+        b: Tensors of B.
+        shape: Its shape, that of the side whose name it has.
+        copies: Boxes that belong together; the source is the tensor of the side that `Matching.shown` is not.
+        padding: The same for rows beyond the vocabulary, whose contents mean nothing.
+        rows: Rows of the padded vocabulary in A and in B, if there are such rows and their numbers differ.
+    """
+
+    name: str
+    a: tuple[str, ...]
+    b: tuple[str, ...]
+    shape: tuple[int, ...]
+    copies: tuple[Copy, ...]
+    padding: tuple[Copy, ...] = ()
+    rows: tuple[int, int] | None = None
+
+
+@dataclass
+class Matching:
+    """What belongs together, and what is left over.
+
+    Attributes:
+        shown: Side whose names and indices are shown, 0 or 1; the copies' targets are its tensors.
+        pairs: What is compared.
+        only: Tensors that only A has, and those that only B has.
+        shapes: Tensors of both whose shapes do not fit: name -> (shape in A, shape in B).
+        skipped: Tensors that are not compared and do not count, with the reason.
+        config: Where B's and A's configurations contradict each other, as sentences (Hugging Face against Megatron).
+        notes: Sentences a person should read.
+    """
+
+    shown: int = 1
+    pairs: list[Pair] = field(default_factory=list)
+    only: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    config: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def match(
+    a: Side, b: Side, keep: Callable[[str], bool], *, vocab_size: int | None = None, arch: str | None = None
+) -> Matching:
+    """Pairs the tensors of two checkpoints.
+
+    Args:
+        a: The first.
+        b: The second.
+        keep: Whether a tensor of this name is wanted.
+        vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
+        arch: Architecture of a Hugging Face folder, if the inferred one is wrong.
+
+    Raises:
+        RequestError: One is a Hugging Face folder, and no known architecture computes what the other one's model does.
+    """
+    if a.is_hf != b.is_hf:
+        return _mapped(a, b, keep, vocab_size, arch)
+    out = Matching()
+    names = sorted({*a.tensors, *b.tensors}, key=natural_key) if a.is_hf else _in_order(a.tensors, b.tensors)
+    known = [n for n in (a.args.vocab_size, b.args.vocab_size) if n is not None] if not a.is_hf else []
+    rows = vocab_size if vocab_size is not None else max(known, default=None)
+    for name in names:
+        if not keep(name):
+            continue
+        if name in a.tensors and name in b.tensors:
+            _same_name(out, name, a.tensors[name].shape, b.tensors[name].shape, None if a.is_hf else rows)
+        else:
+            out.only[name in b.tensors].append(name)
+    return out
+
+
+def _in_order(a: Iterable[str], b: Iterable[str]) -> list[str]:
+    """The names of both, weights as the model has them and optimizer state last."""
+    names = list(dict.fromkeys((*a, *b)))
+    return [*(n for n in names if not n.startswith("optimizer.")), *(n for n in names if n.startswith("optimizer."))]
+
+
+def _parameter(name: str) -> str:
+    """The parameter that a state of the optimizer belongs to, or the name itself."""
+    return name.split(".", 3)[3] if name.startswith("optimizer.state.") and name.count(".") > 2 else name
+
+
+def _same_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...], vocab: int | None) -> None:
+    rows = min(a[0], b[0]) if a and b else 0
+    true = vocab if vocab is not None and _parameter(name) in VOCABULARY else None
+    if a != b and (true is None or len(a) != len(b) or a[1:] != b[1:] or true > rows):
+        out.shapes[name] = a, b
+        return
+    copies, padding = [_whole(name, Box.whole(b))], []
+    if true is not None and true < max(a[0], b[0]):
+        zero, rest = (0,) * (len(a) - 1), a[1:]
+        copies = [_whole(name, Box((0, *zero), (true, *rest)))]
+        padding = [_whole(name, Box((true, *zero), (rows - true, *rest)))] if rows > true else []
+    differ = (a[0], b[0]) if a != b else None
+    out.pairs.append(Pair(name, (name,), (name,), b, tuple(copies), tuple(padding), differ))
+
+
+def _whole(name: str, box: Box) -> Copy:
+    return Copy(name, box, name, box)
+
+
+# ---------------------------------------------------------------------- Megatron and Hugging Face
+
+# computed when a model is built, and stored by some versions of transformers all the same
+_COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+
+
+def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | None, arch: str | None) -> Matching:
+    megatron, hf = (b, a) if a.is_hf else (a, b)
+    mapping, rows = _mapping(megatron, hf, arch, vocab_size)
+    out = Matching(shown=int(hf is b), config=check_hf_config(hf.catalog.config, mapping))
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for copy in mapping.copies:
+        copies[copy.target].append(copy)
+    targets = {name: target.shape for name, target in mapping.targets.items()}
+    if "lm_head.weight" in hf.tensors and "lm_head.weight" not in targets:  # tied, and stored all the same
+        copies["lm_head.weight"] = [
+            replace(c, target="lm_head.weight") for c in mapping.copies if c.source == _EMBEDDING
+        ]
+        targets["lm_head.weight"] = targets[_embedding_target(mapping)]
+    for name in (*targets, *(n for n in hf.tensors if n not in targets)):
+        if not keep(name):
+            continue
+        if name not in hf.tensors:
+            out.only[megatron is b].append(name)
+        elif hf.tensors[name].kind == "optimizer":
+            out.skipped[name] = "optimizer state of another framework"
+        elif name in targets:
+            _mapped_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows)
+        elif name.endswith(_COMPUTED):
+            out.skipped[name] = "computed when the model is built"
+        else:
+            out.only[hf is b].append(name)
+    used, dropped = {c.source for c in mapping.copies}, {d.source: d.reason for d in mapping.drops}
+    for name, tensor in megatron.tensors.items():
+        if tensor.kind == "optimizer":
+            out.skipped[name] = "optimizer state, for which Hugging Face has no place"
+        elif name not in used:
+            out.skipped[name] = dropped.get(name, "it has no place in a Hugging Face model")
+    return out
+
+
+_EMBEDDING = VOCABULARY[0]
+
+
+def _embedding_target(mapping: HfMapping) -> str:
+    return next(copy.target for copy in mapping.copies if copy.source == _EMBEDDING)
+
+
+def _mapping(megatron: Side, hf: Side, arch: str | None, asked: int | None) -> tuple[HfMapping, int]:
+    """The model's table for a Hugging Face folder, and how many rows of the vocabulary mean something."""
+    catalog, args = megatron.catalog, megatron.args
+    kind = arch or hf.catalog.config.get("model_type")
+    model = by_name(arch) if arch else next((m for m in KNOWN if m.name == kind), None)
+    if model is None or (not arch and model.unexpressible(args)):
+        model = infer(args, catalog)  # that the folder's is another one is found when the configurations are compared
+    mtp = "auto"
+    mapping = map_to_hf(catalog, args, model)
+    if args.mtp_num_layers and model.mtp:
+        without = map_to_hf(catalog, args, model, mtp="drop")
+        if hf.tensors.keys().isdisjoint(mapping.targets.keys() - without.targets.keys()):
+            mtp, mapping = "drop", without
+    embedding = _embedding_target(mapping)
+    stored = megatron.tensors[_EMBEDDING].shape[0]
+    have = hf.tensors[embedding].shape[0] if embedding in hf.tensors and hf.tensors[embedding].shape else stored
+    true = asked or args.vocab_size or min(have, stored)
+    rows = min(have, stored) if have >= true else true
+    return map_to_hf(catalog, args, model, vocab_size=rows, mtp=mtp), true
+
+
+def _mapped_tensor(
+    out: Matching, name: str, want: tuple[int, ...], have: tuple[int, ...], copies: list[Copy], vocab: int
+) -> None:
+    vocabulary = copies[0].source in VOCABULARY
+    sources = tuple(dict.fromkeys(copy.source for copy in copies))
+    in_a, in_b = ((name,), sources) if out.shown == 0 else (sources, (name,))
+    if want != have and not (vocabulary and want[1:] == have[1:] and vocab <= have[0]):
+        out.shapes[name] = (have, want) if out.shown == 0 else (want, have)
+        return
+    true, padding = _cut(copies, vocab) if vocabulary else (copies, [])
+    rows = None
+    if want != have:
+        rows = (have[0], want[0]) if out.shown == 0 else (want[0], have[0])
+    out.pairs.append(Pair(name, in_a, in_b, have, tuple(true), tuple(padding), rows))
+
+
+def _cut(copies: Iterable[Copy], rows: int) -> tuple[list[Copy], list[Copy]]:
+    """Copies of the first rows of a target, and of those behind them."""
+    parts: tuple[list[Copy], list[Copy]] = ([], [])
+    for copy in copies:
+        low, n = copy.target_box.start[0], copy.target_box.shape[0]
+        for part, first, end in ((0, low, min(low + n, rows)), (1, max(low, rows), low + n)):
+            if first < end:
+                shape = (end - first, *copy.target_box.shape[1:])
+                source, target = (
+                    Box((box.start[0] + first - low, *box.start[1:]), shape)
+                    for box in (copy.source_box, copy.target_box)
+                )
+                parts[part].append(replace(copy, source_box=source, target_box=target))
+    return parts

@@ -1,0 +1,143 @@
+"""Two inert trees side by side: what a checkpoint keeps besides tensors, compared without being built.
+
+Tensors in a tree are compared by type, shape and elements, wherever their storages lie in the two archives. Lists and
+tuples count as the same, as do modules that were renamed: versions pickle one thing in several ways.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from converters.archive.records import tensor_ref
+from converters.errors import FormatError
+from converters.pickles import Global, Obj, PersId, describe, pairs
+from converters.pickles import fields as attributes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.archive.records import TensorRef
+    from converters.formats.common_state import Archive
+
+__all__ = ["ABSENT", "differences", "tensor_in"]
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "-"
+
+
+ABSENT = _Absent()
+"""Stands for a value that one side does not have."""
+
+_DEPTH = 64
+_MOST = 256  # differences that are listed of one tree
+_MOVED = (("numpy._core", "numpy.core"),)
+
+
+def differences(
+    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None
+) -> Iterator[tuple[str, Any, Any]]:
+    """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data; the first of many.
+
+    Tensors are compared by type, shape and elements, wherever their storages lie in the two archives.
+    """
+    return islice(_walk(a, b, path, in_a, in_b, set(), 0), _MOST)
+
+
+def _walk(
+    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, seen: set[tuple[int, int]], depth: int
+) -> Iterator[tuple[str, Any, Any]]:
+    if a is b or (id(a), id(b)) in seen:  # a small pickle may share its parts 2^60 times
+        return
+    if depth > _DEPTH:
+        yield path, "too deep to compare", "too deep to compare"
+        return
+    refs = tensor_in(a), tensor_in(b)
+    if refs[0] is not None and refs[1] is not None:
+        yield from _tensors(refs[0], refs[1], path, in_a, in_b)
+        return
+    below = _children(a), _children(b)
+    if below[0] is None or below[1] is None:
+        if not _same(a, b):
+            yield path, describe(a), describe(b)
+        return
+    if below[0][0] != below[1][0]:
+        yield path, below[0][0], below[1][0]
+        return
+    seen.add((id(a), id(b)))
+    one, other = below[0][1], below[1][1]
+    for key in dict.fromkeys((*one, *other)):
+        inner = f"{path}.{key}" if path else str(key)
+        if key in one and key in other:
+            yield from _walk(one[key], other[key], inner, in_a, in_b, seen, depth + 1)
+        else:
+            yield inner, _shown(one, key), _shown(other, key)
+
+
+def _shown(side: Mapping[Any, Any], key: Any) -> Any:
+    return describe(side[key]) if key in side else ABSENT
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    if isinstance(a, Global) and isinstance(b, Global):
+        return _spelling(a) == _spelling(b)
+    numbers = isinstance(a, int | float) and isinstance(b, int | float)
+    return bool(a == b) and (numbers or type(a) is type(b)) and isinstance(a, bool) == isinstance(b, bool)
+
+
+def _spelling(node: Global) -> str:
+    for old, new in _MOVED:
+        if node.path.startswith(old):
+            return new + node.path[len(old) :]
+    return node.path
+
+
+def _children(node: Any) -> tuple[str, dict[Any, Any]] | None:
+    """What kind of container a node is, and its parts; None for a value without parts."""
+    if isinstance(node, Mapping):
+        return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in node.items()}
+    if isinstance(node, list | tuple):  # versions pickle the same thing as one or the other
+        return "list", dict(enumerate(node))
+    if isinstance(node, PersId):
+        return "reference", {"value": node.value}
+    if not isinstance(node, Obj):
+        return None
+    if node.pairs is not None and node.state is None:
+        return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in pairs(node)}
+    parts: dict[Any, Any] = dict(enumerate(node.args))
+    held = attributes(node)
+    parts |= held if held or node.state is None else {"state": node.state}
+    parts |= {f"item {n}": item for n, item in enumerate(node.items or ())}
+    return _spelling(node.func), parts
+
+
+def tensor_in(node: Any) -> TensorRef | None:
+    """The tensor that a node stands for; None if it is something else."""
+    try:
+        return tensor_ref(node, "an object")
+    except FormatError:  # of a kind that is not read: its parts are compared
+        return None
+
+
+def _tensors(
+    a: TensorRef, b: TensorRef, path: str, in_a: Archive | None, in_b: Archive | None
+) -> Iterator[tuple[str, Any, Any]]:
+    shown = [f"{ref.dtype.name} {list(ref.shape)}" for ref in (a, b)]
+    if shown[0] != shown[1]:
+        yield path, shown[0], shown[1]
+    elif in_a is not None and in_b is not None:
+        try:
+            one, other = in_a.elements(a), in_b.elements(b)
+        except FormatError as error:
+            yield path, error.message, error.message
+            return
+        if one != other:
+            at = next(n for n, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
+            where = f"{shown[0]}, from element {at // a.dtype.itemsize}"
+            yield path, where, where

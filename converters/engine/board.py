@@ -1,0 +1,118 @@
+"""The folder in which the ranks of a run leave word for each other, and the locks that say which of them live."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from converters.engine.destination import os_trouble
+from converters.engine.ranks import claim, is_held
+from converters.errors import DestinationError
+
+__all__ = ["Board", "machine"]
+
+
+class Board:
+    """What one rank can do with the folder.
+
+    Args:
+        folder: On a file system that all ranks share.
+        rank: Whose view it is.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._lock = -1
+
+    def arrive(self, timeout: float) -> bool:
+        """Takes this rank's place, once no process of an earlier run has it any more.
+
+        Returns:
+            Whether the file system has locks.
+
+        Raises:
+            DestinationError: The place does not become free, or the folder cannot be made.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while time.monotonic() < deadline:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                found = claim(self.folder / f"lock-{self.rank}")
+                if found is not None:
+                    self._lock, locked = found
+                    if self.rank == 0:
+                        self._tidy()
+                    return locked
+                time.sleep(0.1)
+        except OSError as error:
+            raise os_trouble(error, self.folder, "preparing") from error
+        raise DestinationError(
+            f"another process has been rank {self.rank} for {timeout:g} s",
+            hint="end what is left of the earlier run, then run the same command again",
+        )
+
+    def _tidy(self) -> None:
+        """Removes what an earlier run left; ranks of this run that came before us say their word again."""
+        for path in self.folder.iterdir():
+            rank = path.name.removesuffix(".new").rpartition("-")[2]
+            if path.name != "lock-0" and not is_held(self.folder / f"lock-{rank}"):
+                path.unlink(missing_ok=True)
+
+    def is_taken(self, rank: int) -> bool:
+        """Whether a living process has a rank's place, as far as locks reach."""
+        return is_held(self.folder / f"lock-{rank}")
+
+    def write(self, name: str, document: dict[str, Any]) -> None:
+        """Replaces what a file says.
+
+        Raises:
+            DestinationError: Writing failed.
+        """
+        # replaced, never changed, so that nobody reads half of it; closing is what network file systems send it on
+        path, data = self.folder / f"{name}.new", json.dumps(document, separators=(",", ":")).encode()
+        try:
+            try:
+                path.write_bytes(data)
+                path.replace(self.folder / name)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (self.folder / name).exists():
+                    raise
+                with (self.folder / name).open("r+b") as file:  # it has room on the disk already; spaces mean nothing
+                    file.write(data.ljust(os.fstat(file.fileno()).st_size))
+        except OSError as error:
+            raise os_trouble(error, path, "writing") from error
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What a file says; nothing if it cannot be read just now, None if there is no such file."""
+        try:
+            document = json.loads((self.folder / name).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def close(self) -> None:
+        """Gives up this rank's place."""
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):  # the lock is free in any case
+                os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """Removes the folder, as far as that is possible."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def machine() -> str:
+    """Tells machines apart even where two have the same name."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return secrets.token_hex(8)

@@ -1,0 +1,357 @@
+"""Output that is complete or absent: a staging folder, a journal for resuming, fsync, one rename.
+
+    parent/
+        .NAME.distckpt-partial/    what is being written; locked by the writing process
+            model-00001-of-00002.safetensors ...
+            .journal               one JSON line per safe point: which tasks are on disk, for good
+            .journal-2             the same of rank 2, if several processes write
+        NAME/                      appears by one rename, when everything in it has been synced
+
+A destination that is one file is staged in such a folder, too, and appears by one link or rename of that file.
+Running the same command again reads the journals and goes on, with any number of ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from converters.archive.records import check_archive
+from converters.engine import journal
+from converters.engine.destination import beside, is_empty, is_full, os_trouble, resolved
+from converters.engine.journal import JOURNAL
+from converters.engine.ranks import dismiss_earlier
+from converters.errors import DestinationError, FormatError
+from converters.formats.folder import close_source, open_source, read_at
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+    from pathlib import Path
+
+    from converters.planning.job import OutputFile, Slice
+
+__all__ = ["Staging", "sync_folder", "write_at"]
+
+
+class Staging:
+    """The folder being written, held under a lock.
+
+    Args:
+        destination: Where the result will appear.
+        fingerprint: Digest of the job; an interrupted run with another one is not continued.
+        files: What will be written.
+        overwrite: Whether an existing destination is replaced, after success.
+        meeting: Where the ranks of this run meet, if there are several.
+        single: The destination is a file: the only one of `files`.
+
+    Attributes:
+        resumed: The lines of the journals of interrupted runs, whatever number of ranks they had.
+        notes: Sentences a person should read.
+
+    Raises:
+        DestinationError: Another process is writing the same destination, or the folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        destination: Path,
+        fingerprint: str,
+        files: Sequence[OutputFile],
+        *,
+        overwrite: bool = False,
+        meeting: Path | None = None,
+        single: bool = False,
+    ) -> None:
+        self._single = files[0].name if single else None
+        self.destination = resolved(destination)
+        self.folder = beside(destination, "partial")
+        self._overwrite = overwrite
+        self._journal = -1
+        self.notes: list[str] = []
+        try:
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise os_trouble(error, self.folder, "creating") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise DestinationError(
+                f"another distckpt is writing {printable(str(destination))} right now",
+                hint="wait for it, or choose another directory",
+            ) from None
+        except OSError:  # some NFS and Lustre mounts; the final rename still lets only one win
+            self.notes.append("this file system has no locks: see to it that only one distckpt writes here")
+        try:
+            if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+                raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
+            if not overwrite and (self.destination.exists() if single else is_full(self.destination)):
+                self._refuse_late()
+            earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
+            dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
+            self.resumed = self._resume(fingerprint, files)
+            if not self.resumed:
+                if (self.folder / JOURNAL).exists() and not journal.read(self.folder / JOURNAL, fingerprint)[1]:
+                    self.notes.append("unfinished work that this command cannot continue is discarded")
+                self._start(fingerprint, files)
+        except OSError as error:
+            self.close()
+            raise os_trouble(error, self.folder, "preparing") from error
+        except BaseException:  # also when an object that is copied turns out to be damaged
+            self.close()
+            raise
+
+    def _refuse_late(self) -> None:
+        """The destination was filled after `check_destination` looked: say so now, not after the work."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()  # only if nothing is in it
+        self.close()
+        raise DestinationError(
+            f"{printable(str(self.destination))} was filled by someone else meanwhile", hint="choose another directory"
+        )
+
+    def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> list[dict[str, Any]]:
+        """The trustworthy lines of the journals of earlier runs, empty if there is nothing to continue."""
+        path = self.folder / JOURNAL
+        lines, good = journal.read(path, fingerprint)
+        if not good:
+            return []
+        others = journal.merged(self.folder, fingerprint, lines)
+        for output in files:
+            file = self.folder / output.name
+            if file.is_symlink() or not file.is_file() or file.stat().st_size != output.size:
+                return []
+        if not lines and not others:
+            return []
+        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+        os.ftruncate(self._journal, good)
+        journal.append(self._journal, others)
+        self._clear(keep={JOURNAL, *(output.name for output in files)})
+        return lines + others
+
+    def _clear(self, keep: Collection[str] = ()) -> None:
+        """Removes what an earlier run left and this one does not write."""
+        for path in sorted(self.folder.rglob("*"), reverse=True):
+            if path.is_dir() and not path.is_symlink():
+                if is_empty(path):
+                    path.rmdir()
+            elif str(path.relative_to(self.folder)) not in keep:
+                path.unlink()
+
+    def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
+        self._clear()
+        for output in files:
+            path = self.folder / output.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                _reserve(fd, output.size)
+                _write_all(fd, output.literal)
+                for piece in output.slices:
+                    _write_slice(fd, piece)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        self.log(journal.header(fingerprint))
+        sync_folder(self.folder)
+
+    def add(self, name: str, data: bytes) -> None:
+        """Writes a small file of the result and syncs it."""
+        path = self.folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            try:
+                _write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise os_trouble(error, path, "writing") from error
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Appends a line to the journal and syncs it. The data it speaks of must have been synced before."""
+        try:
+            journal.append(self._journal, [line])
+        except OSError as error:
+            raise os_trouble(error, self.folder / JOURNAL, "writing") from error
+
+    def publish(self) -> None:
+        """Makes the result appear at the destination: complete, synced, in one rename.
+
+        Raises:
+            DestinationError: The destination is not empty any more, or the file system failed.
+        """
+        published = False
+        journals: dict[Path, bytes] = {}
+        try:
+            journals = self._take_journals()
+            for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
+                sync_folder(folder)
+            replaced = self._single is not None or (self._overwrite and is_full(self.destination))
+            if self._single is not None:
+                self._place(self.folder / self._single)
+            elif not replaced:
+                self.folder.rename(self.destination)  # onto nothing or an empty folder; never onto a full one
+            elif not _exchange(self.folder, self.destination):
+                self._swap()
+            published = True
+            sync_folder(self.destination.parent)
+            if replaced:
+                shutil.rmtree(self.folder)  # now the old contents, or what is left of the folder around a single file
+        except OSError as error:
+            shown = printable(str(self.destination))
+            if not published:
+                with contextlib.suppress(OSError, DestinationError):  # so that the same command need not begin again
+                    for path, content in journals.items():
+                        self.add(path.name, content)
+            if published:
+                raise DestinationError(
+                    f"{shown} is complete, but tidying up after it failed: {error.strerror or error}",
+                    hint="check the disk; until its folder is synced, a power failure may undo it",
+                ) from error
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise DestinationError(
+                    f"{shown} was filled by someone else meanwhile",
+                    details=[f"the complete result is in {printable(str(self.folder))}"],
+                ) from error
+            raise os_trouble(error, self.destination, "publishing") from error
+        finally:
+            self.close()
+
+    def _place(self, file: Path) -> None:
+        """Gives a file its place: over an earlier one only if that was asked for."""
+        if self._overwrite:
+            file.replace(self.destination)
+            return
+        try:
+            self.destination.hardlink_to(file)  # unlike a rename, never onto a file that came meanwhile
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
+                raise
+            if self.destination.exists():  # a file system without hard links
+                raise FileExistsError(errno.EEXIST, "filled by someone else") from error
+            file.rename(self.destination)
+
+    def _swap(self) -> None:
+        """Exchanges the result and an existing destination where the file system cannot do it in one step."""
+        old = self.destination.with_name(f".{self.destination.name}.distckpt-old")
+        if old.exists():
+            shutil.rmtree(old)
+        self.destination.rename(old)
+        try:
+            self.folder.rename(self.destination)
+        except OSError:
+            old.rename(self.destination)
+            raise
+        old.rename(self.folder)
+
+    def discard(self) -> None:
+        """Removes all that was written: it can never become a good result."""
+        with contextlib.suppress(OSError):
+            self._take_journals()  # first: what is left after a crash shall not be continued
+            shutil.rmtree(self.folder)
+        self.close()
+
+    def _take_journals(self) -> dict[Path, bytes]:
+        """Removes the journals, which are no part of the result, and returns what was in them."""
+        if self._journal >= 0:
+            fd, self._journal = self._journal, -1
+            os.close(fd)
+        found = {path: path.read_bytes() for path in self.folder.glob(f"{JOURNAL}*")}
+        for path in found:
+            path.unlink()
+        return found
+
+    def close(self) -> None:
+        """Releases the lock; what was written stays for the next run."""
+        for fd in (self._journal, self._lock):
+            if fd >= 0:
+                with contextlib.suppress(OSError):  # every line of the journal was synced
+                    os.close(fd)
+        self._journal = self._lock = -1
+
+
+def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Writes all of `data` at an offset."""
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _write_slice(fd: int, piece: Slice) -> None:
+    if isinstance(piece.content, bytes):
+        write_at(fd, piece.content, piece.at)
+        return
+    path, offset, length = piece.content
+    source, at = open_source(path), piece.at
+    try:
+        what = f"{printable(path.name)} at {offset}"
+        check_archive(lambda begin, n: read_at(source, begin, n), offset, length, what)
+        while length:
+            data = read_at(source, offset, min(length, 1 << 20))
+            if not data:
+                raise FormatError(f"{printable(path.name)} ends early: {length} bytes are missing at {offset}")
+            write_at(fd, data, at)
+            offset, at, length = offset + len(data), at + len(data), length - len(data)
+    finally:
+        close_source(source)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Gives an empty file its size and, where the file system can, its blocks: a full disk shows now, not hours later."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    while nbytes and hasattr(libc, "fallocate"):  # not posix_fallocate: where blocks cannot be had it writes zeros
+        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            break
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    os.ftruncate(fd, nbytes)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sees to it that a new name in a folder survives a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swaps two folders in one step, so that both names exist at any time; False where that is not possible."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -1,0 +1,334 @@
+"""Moves the bytes of a job: threads, reused buffers, sums checked on the way, a journal to resume from.
+
+No tensor is ever whole in memory: a worker holds one tile, a scratch of the same size, and nothing that grows with the
+model. The page cache is dropped behind both ends, which also starts the write-back early, so the final sync is short.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from converters.crc import RecordSums
+from converters.engine.destination import os_trouble
+from converters.engine.sealing import seal
+from converters.engine.worker import Worker
+from converters.errors import IntegrityError, Interrupted
+from converters.events import Event, FileDone, Moved, Phase, Resumed
+from converters.formats.base import fingerprint_of
+from converters.reading.gather import Gatherer, Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from converters.crc import Segment
+    from converters.engine.publish import Staging
+    from converters.engine.team import Team, TeamStaging
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+    from converters.planning.job import Job, Task
+    from converters.reading.gather import Segments
+
+__all__ = ["Stats", "run"]
+
+_SAFE_POINT_SECONDS = 5.0
+_SAFE_POINT_BYTES = 1 << 30
+
+
+class Stats:
+    """What a run did.
+
+    Attributes:
+        bytes_read: Bytes of records read, including what was read only to complete a checksum.
+        bytes_written: Bytes of tensor data written.
+        bytes_kept: Bytes of tensor data kept from an interrupted run.
+        records_checked: Records whose checksum was compared.
+        seconds: Wall time.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = self.bytes_written = self.bytes_kept = self.records_checked = 0
+        self.seconds = 0.0
+
+
+def run(
+    job: Job,
+    reader: Reader,
+    staging: Staging | TeamStaging,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    team: Team | None = None,
+    device: str = "cpu",
+) -> Stats:
+    """Does what of the job is not done yet, and returns when all of it is on disk and checked; publishes nothing.
+
+    With a team, every rank calls this and does its share; rank 0 finishes the job, and only there all is done at the end.
+
+    Args:
+        job: The work.
+        reader: The source.
+        staging: Where to write; its journal says what an earlier run has done.
+        listener: Told about progress, from any thread.
+        stop: Polled between tiles.
+        team: The ranks that do the job together, if there are several.
+        device: Where elements are cast: `cpu` or `cuda:N`.
+
+    Raises:
+        Interrupted: `stop` was set, or another rank is lost; what is done is in the journal.
+        IntegrityError: A record does not match its own checksum, or the source changed.
+        FormatError: A record cannot be read.
+        DestinationError: Writing failed.
+    """
+    return _Run(job, reader, staging, listener or _ignore, stop, team, device).run()
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class _Queue:
+    """Tasks, handed out one at a time to any worker."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks, self._lock = iter(tasks), threading.Lock()
+
+    def take(self) -> Task | None:
+        """The next task, None when all are taken."""
+        with self._lock:
+            return next(self._tasks, None)
+
+
+class _Run:
+    """One run of a job: what its workers share."""
+
+    def __init__(
+        self,
+        job: Job,
+        reader: Reader,
+        staging: Staging | TeamStaging,
+        listener: Listener,
+        stop: StopFlag | None,
+        team: Team | None,
+        device: str,
+    ) -> None:
+        self.job, self.reader, self.staging, self.listener, self.stop = job, reader, staging, listener, stop
+        self.team, self.device = team, device
+        self.stats = Stats()
+        self.sources = Sources(reader, job.sources)
+        self.lock = threading.Lock()
+        self.failure: BaseException | None = None
+        self.unsure = False  # a file could not be closed: what was written may be lost, and no later sync says so again
+        self.finished: list[Task] = []  # since the last safe point
+        self.fresh: Segments = []  # checksums of what was read since then
+        self.fresh_written: Segments = []  # and of what was written into sealed records
+        self.written = RecordSums()
+        self.left: Counter[int] = Counter()  # tasks that are left to do for each file
+        self.complete: list[int] = []  # files for which there are none
+
+    def run(self) -> Stats:
+        """See `run`."""
+        begin = time.monotonic()
+        self._same_source()
+        todo = self._resume()
+        if self.team is not None:
+            todo = self._share(self.team, todo)
+        self.left.update(itertools.chain.from_iterable(task.files for task in todo))
+        self._work_off(todo)
+        self._same_source()
+        if self.team is None or self.team.leads:
+            if self.team is not None:
+                self._take_over(self.team)
+            self.listener(Phase("checking"))
+            self._complete_sums()
+            seal(self.job, self.staging.folder, self.written)
+            self._same_source()
+        else:
+            seal(self.job, self.staging.folder, self.written, whole_only=True)
+            self._hand_over(self.team)
+        self.stats.seconds = time.monotonic() - begin
+        return self.stats
+
+    def _work_off(self, todo: Sequence[Task]) -> None:
+        """Does tasks; all of them are in the journal when it returns."""
+        queue = _Queue(todo)
+        threads = [
+            threading.Thread(target=self._work, args=(queue,), name=f"distckpt-{n}", daemon=True)
+            for n in range(min(self.job.threads, max(1, len(todo))))
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            self._watch(threads)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+        self._safe_point()
+        if self.failure is not None:
+            raise self.failure
+        if self.team is not None:
+            self.team.check()
+        if self.stop is not None and self.stop.is_set():
+            raise Interrupted(self.stop.signum or 2, "finished work is kept", hint="run the same command again")
+
+    def _share(self, team: Team, todo: list[Task]) -> list[Task]:
+        """What this rank is to do of the tasks that are left; only rank 0 knows which are."""
+        team.progress = self._progress
+        if not team.leads:
+            tasks = self.job.tasks
+            return [task for first, end in team.share for task in tasks[first:end]]
+        mine, *others = team.deal(todo)
+        team.on_files = self._count_files
+        for part in others:  # a file is complete when all ranks have finished their part of it
+            self.left.update(set(itertools.chain.from_iterable(task.files for task in part)))
+        return list(mine)
+
+    def _progress(self) -> dict[str, Any]:
+        with self.lock:
+            written = self.stats.bytes_written
+            return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self.complete.copy()}
+
+    def _hand_over(self, team: Team) -> None:
+        """Gives rank 0 the checksums of records that this rank has not read or written all of."""
+        self._count_reading()
+        team.hand_over(
+            {"sums": self.sources.sums.listed(), "written": self.written.listed(), "stats": vars(self.stats)}
+        )
+
+    def _take_over(self, team: Team) -> None:
+        """Waits for the other ranks, and goes on with what they have begun."""
+        for left in team.collect():
+            for record, *segment in left["sums"]:
+                self.sources.sums.add(record, tuple(segment))
+            for record, *segment in left["written"]:
+                self.written.add(record, tuple(segment))
+            for name in ("bytes_read", "bytes_written", "records_checked"):
+                setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
+
+    def _same_source(self) -> None:
+        if fingerprint_of(self.reader) != self.job.source_fingerprint:
+            raise IntegrityError(
+                "the source changed after it was opened; nothing was published",
+                hint="wait until nobody writes to it, then run the same command again",
+            )
+
+    def _work(self, queue: _Queue) -> None:
+        try:
+            worker = Worker(self)
+            try:
+                while not self.should_stop() and (task := queue.take()) is not None:
+                    segments = worker.do(task)
+                    if segments is None:
+                        return
+                    self.done(task, segments, worker.written)
+            finally:
+                worker.close()
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
+            self.fail(error)
+
+    def _resume(self) -> list[Task]:
+        """Takes over what the journal says; returns the tasks that are left."""
+        done: set[int] = set()
+        for line in self.staging.resumed:
+            done.update(line["tasks"])
+            for record, *segment in line["sums"]:
+                self.sources.sums.add(record, tuple(segment))
+            for record, *segment in line["written"]:
+                self.written.add(record, tuple(segment))
+        todo = [task for task in self.job.tasks if task.number not in done]
+        kept = [task for task in self.job.tasks if task.number in done]
+        if kept:
+            left = set(itertools.chain.from_iterable(task.files for task in todo))
+            self.stats.bytes_kept = sum(task.nbytes for task in kept)
+            whole = len(self.job.files) - len(left)
+            self.listener(Resumed(self.stats.bytes_kept, whole))
+        return todo
+
+    def _watch(self, threads: Sequence[threading.Thread]) -> None:
+        """Makes safe points while the workers work."""
+        last, mark = time.monotonic(), 0
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.05)
+            late = time.monotonic() - last > _SAFE_POINT_SECONDS
+            if late or self.stats.bytes_written - mark > _SAFE_POINT_BYTES:
+                self._safe_point()
+                last, mark = time.monotonic(), self.stats.bytes_written
+
+    def _safe_point(self) -> None:
+        """Syncs what finished tasks wrote, then says so in the journal."""
+        with self.lock:
+            tasks, segments, written = self.finished, self.fresh, self.fresh_written
+            self.finished, self.fresh, self.fresh_written = [], [], []
+        if not tasks or self.unsure:
+            return
+        for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
+            self._sync(self.staging.folder / self.job.files[number].name)
+        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments, "written": written})
+
+    def _sync(self, path: Path) -> None:
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise os_trouble(error, path, "syncing") from error
+
+    def should_stop(self) -> bool:
+        """Whether workers should stop before the next tile."""
+        if self.failure is not None or (self.stop is not None and self.stop.is_set()):
+            return True
+        return self.team is not None and self.team.should_stop()
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first failure; the others follow from it."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+
+    def wrote(self, record: int, segment: Segment, log: Segments) -> None:
+        """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""
+        self.written.add(record, segment)
+        log.append((record, *segment))
+
+    def done(self, task: Task, segments: Segments, written: Segments) -> None:
+        """Notes a finished task."""
+        with self.lock:
+            self.finished.append(task)
+            self.fresh += segments
+            self.fresh_written += written
+            self.stats.bytes_written += task.nbytes
+        self.listener(Moved(task.nbytes))
+        self._count_files(task.files)
+
+    def _count_files(self, numbers: Iterable[int]) -> None:
+        """Notes that something that was left to do for these files is done."""
+        with self.lock:
+            for number in numbers:
+                self.left[number] -= 1
+            complete = [number for number in numbers if not self.left[number]]
+            self.complete += complete
+        for number in complete:
+            self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
+
+    def _complete_sums(self) -> None:
+        gatherer = Gatherer(self.sources)
+        try:
+            self.sources.complete(gatherer)
+        finally:
+            gatherer.close()
+        self._count_reading()
+
+    def _count_reading(self) -> None:
+        self.stats.bytes_read += self.sources.bytes_read
+        self.stats.records_checked += self.sources.records_checked

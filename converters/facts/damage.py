@@ -1,0 +1,85 @@
+"""Refusing a source that is known to be damaged before hours are spent on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.box import find_overlap, uncovered
+from converters.errors import IntegrityError, RequestError
+from converters.names import fold, printable
+
+if TYPE_CHECKING:
+    from converters.catalog import Catalog, TensorInfo
+    from converters.facts.model_args import ModelArgs
+
+__all__ = ["check_stored", "refuse_contradictions", "refuse_damage", "refuse_foreign_names"]
+
+
+def refuse_damage(catalog: Catalog, used: set[str]) -> None:
+    """What was noticed when the checkpoint was opened: better now than after hours."""
+    found = [p for p in catalog.problems if p.severity == "error" and not used.isdisjoint(p.tensors)]
+    if not found:
+        return
+    hit = used.intersection(name for problem in found for name in problem.tensors)
+    affected = [name for name in catalog.tensors if name in hit]
+    shown = [text for text, _ in fold(affected)]
+    more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
+    raise IntegrityError(
+        f"the checkpoint is damaged: {found[0].message}",
+        details=[*(p.message for p in found[1:8]), "needed for", *(printable(text) for text in shown[:8]), *more],
+        hint="restore the file from a copy, or use another iteration",
+        tensor=affected[0],
+    )
+
+
+def check_stored(source: TensorInfo) -> None:
+    """Checks that every element of a source tensor is stored exactly once and none of its records is missing.
+
+    Raises:
+        IntegrityError: A hole, an overlap, or a missing record.
+    """
+    chunks = source.chunks()
+    boxes = [chunk.box for chunk in chunks if chunk.record >= 0]
+    outside = next((box for box in boxes if not box.inside(source.shape)), None)
+    if outside is not None:
+        raise IntegrityError(
+            f"{source.name}: chunk {outside} lies outside shape {list(source.shape)}", tensor=source.name
+        )
+    gap = uncovered(source.shape, boxes)
+    if gap is not None:
+        raise IntegrityError(
+            f"{source.name} is incomplete: nothing is stored for {gap} of shape {list(source.shape)}",
+            tensor=source.name,
+        )
+    twice = find_overlap(boxes)
+    if twice is not None:
+        raise IntegrityError(
+            f"{source.name} is stored twice at {boxes[twice[0]]} and {boxes[twice[1]]}", tensor=source.name
+        )
+
+
+def refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:
+    """A result made from either side of a contradiction would be wrong."""
+    found = args.contradictions(catalog)
+    if found:
+        raise RequestError(
+            "the checkpoint contradicts itself: its arguments do not fit its tensors",
+            details=[printable(text) for text in found[:8]],
+            hint="a config.json made from either would be wrong; was the checkpoint edited, or args taken from elsewhere?",
+        )
+
+
+def refuse_foreign_names(catalog: Catalog) -> None:
+    """Layouts and architectures are known by Megatron's names.
+
+    Raises:
+        RequestError: The weights have others.
+    """
+    if catalog.megatron:
+        return
+    whose = "Hugging Face's names" if catalog.flavour == "Hugging Face" else "names of their own"
+    raise RequestError(
+        f"the checkpoint's tensors have {whose}, not Megatron's",
+        details=[f"for example {printable(name)}" for name in list(catalog.weights or catalog.tensors)[:2]],
+        hint="convert --to safetensors or --to torch keeps the names",
+    )

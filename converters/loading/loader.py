@@ -1,0 +1,283 @@
+"""Loads what one rank of a job needs, from any checkpoint that can be read, straight onto its device.
+
+    state = load("ckpt/iter_0050000", Layout(tp=4, pp=2), rank=3, device="cuda:0")
+    model.load_state_dict(state)                        # Megatron-Core's GPTModel on that rank, strict
+
+    state = load("ckpt", Layout(tp=4, dp=2), device="cuda")     # under torchrun, every rank for itself and together
+    state.report.exchange                               # how replicas were read: "read by every rank", "nccl", "gloo"
+
+    for name, tensor in load("ckpt", Layout(), 0, names="hf", stream=True):
+        ...
+
+What is promised:
+
+- Bytes: each rank reads what it needs, 1.0 times, whatever the saved layout was: a half of each row is read as halves of
+  rows. With an exchange the ranks of a job read together what is needed once.
+- Checksums: each record that a rank reads whole is compared with the CRC-32 that torch stored with it. A record of which a
+  rank needs a part (TP grows) cannot be checked by that rank alone without reading the rest. In a job, the ranks put the
+  sums of their parts together, so all that was read together whole is checked; `report.records_unchecked` counts the
+  others. `verify="all"` reads those once more, in a job each by one rank. Formats without checksums have none to check.
+- Memory: on the host `max_memory` of buffers; on the device the result and three tiles for each thread. An exchange adds
+  a round, which is 32 MiB, or a tile of each member if that is more, and two members' parts of it. Too little is an error
+  before anything is read.
+- Nothing from a file is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
+
+from converters.dtypes import from_option
+from converters.engine.ranks import Ranks
+from converters.errors import RequestError
+from converters.formats import open_checkpoint
+from converters.loading.plan import plan_load
+from converters.loading.run import LoadOptions, LoadReport, LoadRun
+from converters.reading.device import find_device
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+    from converters.loading.plan import LoadPlan
+    from converters.parallel.layout import Layout
+    from converters.reading.device import Device
+    from converters.registration import Order
+
+__all__ = ["LoadReport", "LoadStream", "LoadedState", "load"]
+
+MIB = 1 << 20
+
+
+class LoadedState(dict[str, Any]):
+    """A state dict of torch tensors, and how it came about.
+
+    With virtual pipeline stages the keys of chunk `v` begin with `model{v}.`; `chunk` has them without. Optimizer state is
+    under `optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, `param` being the fp32 master weight. Keys that end in
+    `_extra_state` are there for `load_state_dict(strict=True)`; their values are None.
+
+    Attributes:
+        report: What the load did.
+    """
+
+    def __init__(self, report: LoadReport) -> None:
+        super().__init__()
+        self.report = report
+
+    def chunk(self, number: int = 0) -> dict[str, Any]:
+        """The state dict of one model chunk, without optimizer state."""
+        model = {name: value for name, value in self.items() if not name.startswith("optimizer.state.")}
+        prefix = f"model{number}."
+        if any(name.startswith("model0.") for name in model):
+            return {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
+        return model
+
+    def optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Key of the parameter -> {"param": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
+        out: dict[str, dict[str, torch.Tensor]] = {}
+        for name, value in self.items():
+            if name.startswith("optimizer.state."):
+                state, _, key = name.removeprefix("optimizer.state.").partition(".")
+                out.setdefault(key, {})[state] = value
+        return out
+
+
+class LoadStream(Iterator[tuple[str, Any]]):
+    """Tensors of a load as they are complete. Also a context manager; no thread of it is left when it is closed.
+
+    In a job all ranks take all of their tensors: one that stops early stops all others with a message.
+
+    Attributes:
+        report: What the load has done so far; complete at the end.
+    """
+
+    def __init__(self, source: Iterator[tuple[str, Any]], report: LoadReport) -> None:
+        self._source, self.report = source, report
+
+    def __next__(self) -> tuple[str, Any]:
+        return next(self._source)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def close(self) -> None:
+        """Ends it; what was not given yet is lost."""
+        self._source.close()  # type: ignore[attr-defined]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Options(TypedDict, total=False):
+    device: str
+    names: Literal["megatron", "hf"]
+    optimizer: bool
+    broadcast: bool | Literal["auto"]
+    verify: Literal["read", "all"]
+    dtype: str | None
+    modules: Order | None
+    vocab_size: int | None
+    arch: str | None
+    max_memory: int
+    threads: int | None
+    timeout: float
+    listener: Listener | None
+    stop: StopFlag | None
+
+
+@overload
+def load(
+    path: str | Path,
+    layout: Layout,
+    rank: int | None = ...,
+    *,
+    stream: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> LoadedState: ...
+@overload
+def load(
+    path: str | Path, layout: Layout, rank: int | None = ..., *, stream: Literal[True], **options: Unpack[_Options]
+) -> LoadStream: ...
+def load(
+    path: str | Path,
+    layout: Layout,
+    rank: int | None = None,
+    *,
+    device: str = "cpu",
+    names: Literal["megatron", "hf"] = "megatron",
+    optimizer: bool = False,
+    broadcast: bool | Literal["auto"] = "auto",
+    stream: bool = False,
+    verify: Literal["read", "all"] = "read",
+    dtype: str | None = None,
+    modules: Order | None = None,
+    vocab_size: int | None = None,
+    arch: str | None = None,
+    max_memory: int = 64 * MIB,
+    threads: int | None = None,
+    timeout: float = 1800.0,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+) -> LoadedState | LoadStream:
+    """The tensors of one rank of a job, from a checkpoint of any format and layout.
+
+    Args:
+        path: The checkpoint, as for every command: a training root, an iteration, a file inside.
+        layout: The job that the tensors are for. Its `dp` counts: optimizer state is given whole on every replica.
+        rank: Which of its ranks. None: that of this process, from torch.distributed or from the environment of torchrun or
+            srun. Where several processes were started, they load together: all of them call this. With a rank and
+            broadcast=False this process loads alone, whatever else was started.
+        device: "cpu", "cuda:N", or "cuda": the GPU of this process's number on its machine.
+        names: "megatron": as modules of Megatron-Core's GPTModel call them, on this rank and its pipeline stage. "hf": as in
+            a checkpoint on the Hub, for `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)`; the
+            layout may then have replicas only.
+        optimizer: Also fp32 master weights and moments; see `LoadedState` for their names.
+        broadcast: Whether replicas are read once and exchanged: True, False, or "auto", which measures both with a few MiB.
+        stream: Return an iterator of `(key, tensor)` in place of a dictionary; no more than `max_memory` bytes of tensors,
+            or one tensor, are made ahead of what was taken. In a job the rounds of an exchange come on top.
+        verify: "read" or "all"; see the top of this file.
+        dtype: "bf16", "fp16" or "fp32": type of floating weights. None keeps what is stored. Optimizer state stays.
+        modules: How the job's modules are made: TransformerEngine's or Megatron's own, and the kind of experts. None
+            infers it from the checkpoint's arguments.
+        vocab_size: True rows of the vocabulary, where the checkpoint does not tell.
+        arch: Hugging Face architecture for names="hf"; None infers it.
+        max_memory: Bytes of host memory for buffers.
+        threads: Threads that read; None takes one for each core, 8 at most.
+        timeout: Seconds after which a rank of the job that does not answer counts as lost.
+        listener: Told about progress, from any thread.
+        stop: Polled; ends the load.
+
+    Returns:
+        A `LoadedState`, or with `stream` a `LoadStream`.
+
+    Raises:
+        RequestError: The layout does not fit the model or the number of processes, there is no such rank or device, or too
+            little memory: all before anything is read.
+        FormatError: The checkpoint is missing, unreadable, or of no known format.
+        IntegrityError: Something needed is damaged.
+        DistckptError: Another rank has failed; with its message.
+    """
+    settings = LoadOptions(
+        broadcast, stream, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
+    )
+    if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
+        raise RequestError(
+            f"broadcast is {broadcast!r}, verify is {verify!r}", hint="True, False, 'auto'; 'read', 'all'"
+        )
+    wanted, together = _who(layout, rank, broadcast)
+    report = LoadReport(wanted)
+
+    def prepare() -> tuple[Reader, LoadPlan, Device]:
+        if rank not in (None, wanted):  # here, so that all ranks hear of it
+            raise RequestError(
+                f"process {wanted} of the job asked for the tensors of rank {rank}",
+                hint="leave rank out, or pass broadcast=False to load any rank's tensors, alone",
+            )
+        where = find_device(device, Ranks.from_environment().local)
+        reader = open_checkpoint(path)
+        plan = plan_load(
+            reader,
+            layout,
+            wanted,
+            names=names,
+            optimizer=optimizer,
+            order=modules,
+            dtype=None if dtype is None else from_option(dtype),
+            vocab_size=vocab_size,
+            arch=arch,
+            together=together,
+        )
+        return reader, plan, where
+
+    run = LoadRun(settings, report)
+    source = run.tensors(prepare, together=together)
+    next(source)  # everything before the first byte is read happens, and fails, now
+    if stream:
+        return LoadStream(source, report)
+    state = LoadedState(report)
+    for name, tensor in source:
+        state[name] = tensor
+    order = {name: number for number, name in enumerate(run.names)}
+    for name in sorted(state, key=order.__getitem__):
+        state[name] = state.pop(name)
+    return state
+
+
+def _who(layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) -> tuple[int, bool]:
+    """The rank whose tensors are wanted, and whether the processes of the job load together."""
+    started = _started()
+    if started.world == 1 or (rank is not None and broadcast is False):
+        if rank is None and layout.world_size > 1:
+            raise RequestError(
+                f"the layout has {layout.world_size} ranks and this process was started alone: whose tensors?",
+                hint=f"rank=0 to rank={layout.world_size - 1}, or start {layout.world_size} processes with torchrun",
+            )
+        layout.coordinates(rank or 0)
+        return rank or 0, False
+    if started.world != layout.world_size:
+        raise RequestError(
+            f"{started.world} processes were started, the layout has {layout.world_size} ranks "
+            f"(tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp})",
+            hint=f"torchrun with {layout.world_size} processes, or another dp",
+        )
+    return started.rank, True
+
+
+def _started() -> Ranks:
+    """This process among those started together: what torch.distributed says, else the environment."""
+    import sys
+
+    started = Ranks.from_environment()
+    if "torch.distributed" in sys.modules:  # it was imported by whoever made a group
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return Ranks(dist.get_rank(), dist.get_world_size(), started.local)
+    return started

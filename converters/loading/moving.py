@@ -1,0 +1,313 @@
+"""Moves the bytes of a load: threads read fetches onto a device, tensors come out as they are complete.
+
+    loading = Loading(plan, reader, device, threads=4)
+    with loading:
+        for name, tensor in loading.complete():
+            ...
+
+A fetch goes straight into its tensor where its elements lie there in one piece and nothing happens to them; otherwise
+through a buffer on the device, where it is cast, transposed and scattered. `ahead` bounds the bytes of tensors that are
+begun and not taken yet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from converters.box import runs
+from converters.errors import Interrupted
+from converters.events import Moved
+from converters.planning.plan import Op
+from converters.reading.cast import apply
+from converters.reading.gather import Gatherer, Sources
+from converters.reading.joint_sums import JointSums
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from converters.dtypes import DType
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+    from converters.loading.plan import Fetch, Landing, LoadPlan
+    from converters.reading.device import Device, Lane
+
+    Task = Callable[[Gatherer, Lane], None]
+
+__all__ = ["Loading"]
+
+
+@dataclass
+class _Begun:
+    """A tensor with memory, in the shape that landings refer to.
+
+    Attributes:
+        tensor: The memory.
+        mark: When it may be written to.
+        left: Fetches that have yet to land in it.
+    """
+
+    tensor: torch.Tensor
+    mark: Any
+    left: int
+
+
+class Loading:
+    """The threads of one load, and what they share. A context manager: none of them outlives it.
+
+    Args:
+        plan: What is read and where it goes.
+        reader: The checkpoint.
+        device: Where tensors go.
+        threads: Number of threads.
+        shared: Fetches that are made elsewhere, and `place`d.
+        joint: Whether the checksum of a fetch counts for the whole job.
+        ahead: Bytes of tensors begun and not yet taken, above which no thread begins another while there is one to be
+            taken; None for no limit.
+        keep_cache: Leave what is read in the page cache.
+        listener: Told about progress.
+        stop: Polled between fetches.
+
+    Attributes:
+        sources: What was read, and which records were checked.
+        failure: The first thing that went wrong in a thread.
+    """
+
+    def __init__(
+        self,
+        plan: LoadPlan,
+        reader: Reader,
+        device: Device,
+        *,
+        threads: int,
+        shared: Collection[Fetch] = (),
+        joint: Callable[[Fetch], bool] = lambda fetch: True,
+        ahead: int | None = None,
+        keep_cache: bool = False,
+        listener: Listener | None = None,
+        stop: StopFlag | None = None,
+    ) -> None:
+        self.plan, self.device = plan, device
+        self.sums = JointSums()
+        self.sources = Sources(reader, plan.sources, sums=self.sums, drop=not keep_cache)
+        self.failure: BaseException | None = None
+        self._joint, self._ahead, self._listener, self._stop = joint, ahead, listener, stop
+        self._left = Counter(landing.target for fetch in plan.fetches for landing in fetch.landings)
+        self._begun: dict[str, _Begun] = {}
+        # what nothing stored fills is ready from the beginning
+        self._ready: deque[str] = deque(name for name in plan.wanted if name not in self._left)
+        self._untaken, self._given = 0, 0
+        elsewhere = {fetch.key for fetch in shared}
+        self._own = deque(fetch for fetch in plan.fetches if fetch.key not in elsewhere)
+        self._urgent: deque[Task] = deque()
+        self._silent = {fetch.key for fetch in self._own if not fetch.landings}  # no tensor waits for them
+        self._lock = threading.Condition()
+        self._closed = False
+        self._threads = [threading.Thread(target=self._work, name=f"load-{n}", daemon=True) for n in range(threads)]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._closed = True
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # ------------------------------------------------------------------ the caller's thread
+
+    def complete(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, as soon as it is complete.
+
+        Raises:
+            BaseException: What went wrong in a thread.
+        """
+        while self._unfinished():
+            with self._lock:
+                while not self._ready and self.failure is None and self._unfinished():
+                    self._check_stop()
+                    self._lock.wait(0.5)
+            if self.failure is not None:
+                raise self.failure
+            yield from self.ready()
+
+    def ready(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that are complete by now and were not given yet."""
+        while True:
+            with self._lock:
+                if not self._ready:
+                    return
+                name = self._ready.popleft()
+            begun = self._begin(name)
+            with self._lock:
+                del self._begun[name]
+                self._untaken -= self.plan.wanted[name].nbytes
+                self._given += 1
+                self._lock.notify_all()
+            tensor = begun.tensor.view(self.plan.wanted[name].shape)
+            del begun
+            yield name, tensor
+            del tensor
+
+    def submit(self, task: Task) -> None:
+        """Has a thread do something before it goes on with its own fetches."""
+        with self._lock:
+            self._urgent.append(task)
+            self._lock.notify()
+
+    def place(self, fetch: Fetch, there: torch.Tensor) -> None:
+        """Puts the bytes of a fetch, which are on the device, where they go; `landed` is for the caller to say."""
+        for landing in fetch.landings:
+            self.device.follow(self._begin(landing.target).mark)
+        self._put(fetch, there)
+
+    def landed(self, fetch: Fetch) -> None:
+        """Notes that a fetch is where it goes."""
+        with self._lock:
+            for landing in fetch.landings:
+                begun = self._begun[landing.target]
+                begun.left -= 1
+                if not begun.left:
+                    self._ready.append(landing.target)
+            self._silent.discard(fetch.key)
+            self._lock.notify_all()
+        if self._listener is not None:
+            self._listener(Moved(fetch.nbytes))
+
+    def read_into(self, gatherer: Gatherer, fetch: Fetch) -> Callable[[NDArray[np.uint8]], None]:
+        """What fills host memory with the bytes of a fetch, for `Lane.run`."""
+
+        def read(into: NDArray[np.uint8]) -> None:
+            self.sums.count(alone=not fetch.again, joint=not fetch.again and self._joint(fetch))
+            gatherer.gather(fetch.source, fetch.box, into)
+
+        return read
+
+    def run(self, lane: Lane, fetch: Fetch, read: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Takes the bytes of a fetch from `read` to where they go."""
+        begun = [self._begin(landing.target) for landing in fetch.landings]
+        marks = [one.mark for one in begun if one.mark is not None]
+        straight = self._straight(fetch) if fetch.landings else None
+
+        def done() -> None:
+            self.landed(fetch)
+
+        if straight is not None:
+            lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)
+        else:
+            lane.run(read, fetch.nbytes, put=lambda there: self._put(fetch, there), done=done, after=marks)
+
+    def fail(self, error: BaseException) -> None:
+        """Notes that something went wrong; threads end after their fetch."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = error
+            self._lock.notify_all()
+
+    # ------------------------------------------------------------------ threads
+
+    def _work(self) -> None:
+        try:
+            gatherer = Gatherer(self.sources)
+            lane = self.device.lane(self.plan.tile_bytes)
+            try:
+                while (task := self._take(lane)) is not None:
+                    task(gatherer, lane)
+                lane.flush()
+            finally:
+                lane.close()
+                gatherer.close()
+        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+            self.fail(error)
+
+    def _take(self, lane: Lane) -> Task | None:
+        """The next thing to do; waits while there may be one. None: there will be none."""
+        for patient in (False, True):
+            with self._lock:
+                while True:
+                    if self._closed or self.failure is not None:
+                        return None
+                    if self._urgent:
+                        return self._urgent.popleft()
+                    if self._own and self._may_begin(self._own[0]):
+                        fetch = self._own.popleft()
+                        for landing in fetch.landings:  # now, so that the next thread sees how much is begun
+                            self._begin(landing.target)
+                        return lambda gatherer, lane: self.run(lane, fetch, self.read_into(gatherer, fetch))
+                    if not patient:
+                        break
+                    self._lock.wait(0.5)
+            lane.flush()  # what is under way may be what others wait for
+        return None
+
+    def _may_begin(self, fetch: Fetch) -> bool:
+        if self._ahead is None or not self._ready:  # nobody can take anything: go on, whatever the order of fetches
+            return True
+        fresh = sum(self.plan.wanted[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
+        return not fresh or self._untaken + fresh <= self._ahead
+
+    def _unfinished(self) -> bool:
+        return self._given < len(self.plan.wanted) or bool(self._silent)
+
+    def _check_stop(self) -> None:
+        if self._stop is not None and self._stop.is_set():
+            raise Interrupted(self._stop.signum or 2, "stopped before everything was loaded")
+
+    def _begin(self, name: str) -> _Begun:
+        """The memory of a tensor; the first that asks allocates it."""
+        with self._lock:
+            begun = self._begun.get(name)
+            if begun is None:
+                wanted = self.plan.wanted[name]
+                tensor = self.device.empty(wanted.dtype.name, wanted.matrix)
+                for box in wanted.fills:
+                    tensor[box.slices].zero_()
+                if name not in self._left:
+                    tensor.zero_()
+                begun = self._begun[name] = _Begun(tensor, self.device.mark(), self._left[name])
+                self._untaken += wanted.nbytes
+            return begun
+
+    def _straight(self, fetch: Fetch) -> torch.Tensor | None:
+        """The bytes of the tensor that a fetch fills, if it fills them as they are read."""
+        import torch
+
+        landing, *more = fetch.landings
+        wanted = self.plan.wanted[landing.target]
+        if more or landing.op is not Op.COPY or wanted.dtype != self.plan.sources[fetch.source].dtype:
+            return None
+        first, length, outer = runs(landing.box, wanted.matrix)
+        if outer:
+            return None
+        flat = self._begun[landing.target].tensor.reshape(-1)[first : first + length]
+        return flat.view(torch.uint8)
+
+    def _put(self, fetch: Fetch, there: torch.Tensor) -> None:
+        """Casts, transposes and scatters the bytes of a fetch, on the device they are on."""
+        source = self.plan.sources[fetch.source].dtype
+        values = _typed(there[: fetch.nbytes], source, fetch.box.shape)
+        for landing in fetch.landings:
+            _land(values, landing, self._begin(landing.target).tensor)
+
+
+def _typed(there: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    return there.view(getattr(torch, dtype.name)).view(shape)
+
+
+def _land(values: torch.Tensor, landing: Landing, tensor: torch.Tensor) -> None:
+    """`tensor[box] = op(values)`, as the engine that writes files does it."""
+    if landing.op is Op.TRANSPOSE:
+        values = values.T
+    out = tensor[landing.box.slices]
+    apply(values.reshape(out.shape), out, landing.op)

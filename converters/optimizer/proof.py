@@ -1,0 +1,244 @@
+"""The proof that optimizer state belongs to the parameters whose names it was given.
+
+Megatron copies the fp32 master weights into the model's weights after every step, so each master weight, rounded to the
+weight's type, is the weight. That holds bit for bit, and for the wrong order of parameters it fails in nearly every
+element. It is also how the `fully_reshardable` files of Megatron-Core 0.15.0 to 0.19.0 that were saved shifted are found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.box import Box, contiguous_tiles
+from converters.errors import FormatError, IntegrityError
+from converters.names import fold, printable
+from converters.reading.gather import UNSIGNED, Gatherer, Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.dtypes import DType
+    from converters.formats.base import Reader
+
+__all__ = ["Masters", "mismatches", "prove_masters", "refusal", "rounded"]
+
+_PREFIX = "optimizer.state.param."
+_TIED = re.compile(r"embedding\.word_embeddings\.weight \(copy of pp \d+(?:, chunk \d+)?\)")
+_TILE = 1 << 18  # elements
+_SAMPLE = 1 << 12
+
+
+@dataclass(frozen=True, slots=True)
+class MasterTask:
+    """A parameter whose master weight, or a copy of it, is to be compared.
+
+    Attributes:
+        number: Its place in the list.
+        name: The parameter.
+        nbytes: What is read for it.
+        other: What it is compared with.
+    """
+
+    number: int
+    name: str
+    nbytes: int
+    other: str
+
+
+class Masters:
+    """The proof as a list of tasks, for a `Crew` to do: every master weight rounds to the weight stored beside it.
+
+    Copies of a tied embedding that later pipeline stages keep must equal the first stage's, too: only that is read.
+
+    Args:
+        reader: The checkpoint.
+        tensors: Canonical optimizer tensors; only `optimizer.state.param.*` are looked at.
+
+    Attributes:
+        tasks: One for each parameter that has a master weight, and for each copy of the embedding.
+        claim: What is proved.
+    """
+
+    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+        weights = reader.catalog.weights
+        self._reader = reader
+        names = [n for name in tensors if name.startswith(_PREFIX) and (n := name.removeprefix(_PREFIX)) in weights]
+        self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
+        self.tensors = {_PREFIX + n: tensors[_PREFIX + n] for n in names} | {n: weights[n] for n in names}
+        for label, copy in self._copies.items():
+            self.tensors |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
+        pairs = [*((n, _PREFIX + n) for n in names), *((copy.name, label) for label, copy in self._copies.items())]
+        self.tasks = [
+            MasterTask(number, name, self.tensors[other].nbytes + weights[name].nbytes, other)
+            for number, (name, other) in enumerate(pairs)
+        ]
+        self.claim = "that master weights round to the weights" if names else "that copies of the embedding are equal"
+
+    @classmethod
+    def needed(cls, reader: Reader, tensors: Mapping[str, TensorInfo]) -> Masters | None:
+        """The proof, or None if there is nothing to prove."""
+        proof = cls(reader, tensors)
+        return proof if proof.tasks else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the proof reads."""
+        return sum(task.nbytes for task in self.tasks)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """What all workers read from."""
+        return Sources(self._reader, self.tensors)
+
+    def worker(self) -> MasterWorker:
+        """What one thread compares with."""
+        return MasterWorker(self.sources)
+
+    def judge(self, results: Mapping[int, bool]) -> None:
+        """Draws the conclusion.
+
+        Args:
+            results: Whether they agree, by the numbers of the tasks.
+
+        Raises:
+            IntegrityError: Some do not; they are named.
+        """
+        failed = [task for task in self.tasks if not results[task.number]]
+        apart = [task.other for task in failed if task.other in self._copies]
+        if apart:
+            raise IntegrityError(
+                f"{apart[0]} differs from the one on the first stage, though the model ties them",
+                details=apart[1:8],
+                hint="Megatron trains both alike: one of the files is damaged, or of another save",
+                tensor=self._copies[apart[0]].name,
+            )
+        wrong = [task.name for task in failed]
+        if wrong:
+            raise refusal(wrong, self._reader.catalog, "master weights of the optimizer do not round to the weights")
+
+
+class MasterWorker:
+    """Compares master weights with weights: all of both, in tiles; what it reads is checked.
+
+    Args:
+        sources: Weights and master weights.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._tensors = sources.tensors
+        self._gatherers = [Gatherer(sources), Gatherer(sources)]
+
+    def do(self, task: MasterTask, *, sample: bool = False) -> bool:
+        """Whether the master weight of a parameter rounds to it; `sample` looks only at the first elements."""
+        master, weight = self._tensors[task.other], self._tensors[task.name]
+        return _agree(self._gatherers, master, weight, sample=sample)
+
+    def close(self) -> None:
+        """Closes what is open."""
+        for gatherer in self._gatherers:
+            gatherer.close()
+
+
+def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+    """Checks for every master weight that it rounds to the weight stored beside it, in this thread.
+
+    Args:
+        reader: The checkpoint.
+        tensors: Canonical optimizer tensors.
+
+    Raises:
+        IntegrityError: Some do not; they are named.
+        FormatError: A record cannot be read.
+    """
+    proof = Masters(reader, tensors)
+    with contextlib.closing(proof.worker()) as worker:
+        proof.judge({task.number: worker.do(task) for task in proof.tasks})
+
+
+def refusal(wrong: list[str], catalog: Catalog, message: str) -> IntegrityError:
+    """The error that names parameters whose master weights are not theirs."""
+    folded = [printable(text) for text, _ in fold(wrong)]
+    listed = folded[:12] + ([f"and {len(folded) - 12} more"] if len(folded) > 12 else [])
+    hint = "convert without the optimizer state (--optimizer none), or start from another iteration"
+    if catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
+        listed.append("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")
+    return IntegrityError(f"{message}: {len(wrong)} do not match", details=listed, hint=hint, tensor=wrong[0])
+
+
+def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo]) -> list[str]:
+    """Names of parameters whose master weights do not round to the weights, in a sample: some tensors of each kind.
+
+    Args:
+        reader: The checkpoint.
+        tensors: Canonical optimizer tensors.
+    """
+    proof = Masters(reader, tensors)
+    tasks = {task.name: task for task in proof.tasks}
+    with contextlib.closing(proof.worker()) as worker:
+        chosen = [name for _, members in fold(list(tasks)) for name in _spread(members)]
+        return [name for name in chosen if not worker.do(tasks[name], sample=True)]
+
+
+def _spread(members: list[str], most: int = 16) -> list[str]:
+    """Some of them, evenly spread: a wrong order of ranks or experts may leave the first and the last where they are."""
+    steps = min(most, len(members)) - 1
+    return [members[i * (len(members) - 1) // steps] for i in range(steps + 1)] if steps else members[:1]
+
+
+def _agree(gatherers: Sequence[Gatherer], master: TensorInfo, weight: TensorInfo, *, sample: bool) -> bool:
+    if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
+        return False
+    rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
+    for number, box in enumerate(contiguous_tiles(Box.whole(rows), _SAMPLE if sample else _TILE)):
+        if sample and number:
+            break
+        have, want = (g.gather(tensor.name, box) for g, tensor in zip(gatherers, (master, weight), strict=True))
+        if not _same(rounded(have, master.dtype, weight.dtype), want, weight.dtype):
+            return False
+    return True
+
+
+def _same(a: NDArray[Any], b: NDArray[Any], kind: DType) -> bool:
+    if np.array_equal(a, b):
+        return True
+    differ = a != b
+    return bool(np.isnan(_floats(a[differ], kind)).all() and np.isnan(_floats(b[differ], kind)).all())
+
+
+def _floats(bits: NDArray[Any], kind: DType) -> NDArray[Any]:
+    if kind.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    values: NDArray[Any] = bits.view(np.dtype(f"<f{kind.itemsize}"))
+    return values
+
+
+def rounded(bits: NDArray[Any], source: DType, target: DType) -> NDArray[Any]:
+    """Elements cast to another floating type, to nearest and ties to even as torch does; both as unsigned integers.
+
+    Raises:
+        FormatError: A type that is not fp64, fp32, fp16 or bf16.
+    """
+    if source == target:
+        return bits
+    known = ("float64", "float32", "float16", "bfloat16")
+    if source.name not in known or target.name not in known:
+        raise FormatError(f"master weights in {source} cannot be compared with weights in {target}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        values = _floats(np.ascontiguousarray(bits), source)
+        out: NDArray[Any]
+        if target.name != "bfloat16":
+            out = values.astype(f"<f{target.itemsize}").view(UNSIGNED[target.itemsize])
+            return out
+        wide: NDArray[Any] = values.astype("<f4").view("<u4")
+        out = ((wide + (((wide >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype("<u2")
+        out[np.isnan(values)] = 0x7FC0
+        return out

@@ -1,0 +1,341 @@
+"""Optimizer state under canonical names, whatever layout it was saved in.
+
+    found = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
+    if found.doubt:                              # before anything is published:
+        prove_masters(reader, found.tensors)     # master weights round to the weights; or `Masters`, for a crew
+
+Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
+`param` here). Flat buckets store no names: the order of parameters follows from the model (`registration`), and what the
+checkpoint does not tell is tried out on the values: each candidate must turn master weights into the weights stored beside
+them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from converters.catalog import FlatPart, TensorInfo
+from converters.errors import FormatError
+from converters.facts.model_args import ModelArgs
+from converters.formats.base import CommonReader
+from converters.optimizer.flat import FlatReader, stored_groups
+from converters.optimizer.groups import param_groups
+from converters.optimizer.proof import Masters, mismatches, prove_masters, refusal
+from converters.parallel.buffers import Bucket, Misfit, Owners, Rules, arrange, bucket_size, fit
+from converters.parallel.layout import Layout
+from converters.parallel.split import Outline
+from converters.planning.plan import Target
+from converters.registration import EXPERTS, Order, trainable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from converters.box import Box
+    from converters.catalog import Catalog, StoredArray
+    from converters.dtypes import DType
+    from converters.formats.base import Reader
+    from converters.optimizer.flat import StoredBuffer, StoredGroup
+
+__all__ = [
+    "Candidate",
+    "Masters",
+    "OptimizerState",
+    "candidates",
+    "has_optimizer",
+    "optimizer_state",
+    "param_groups",
+    "prove_masters",
+    "unflatten",
+]
+
+_MASTERS = {"fp32_param": "param", "master_param": "param"}
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """How the writing job may have ordered things.
+
+    Attributes:
+        order: Order of parameters.
+        align: Parameters begin at multiples of so many elements.
+        expert_groups: How the experts' data-parallel groups are counted: "pp-ep-tp" (0.12 and later) or "ep-pp-tp".
+    """
+
+    order: Order
+    align: int
+    expert_groups: str
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What a checkpoint holds of the optimizer.
+
+    Attributes:
+        tensors: `optimizer.state.STATE.NAME` -> tensor, in the order of the parameters.
+        replaced: Stored tensors and objects whose elements are in `tensors` now, each with what it was.
+        candidate: For flat buckets, the order that a sample of the values confirms; None where names are stored.
+        doubt: Why `prove_masters` must be asked before anything is published; None if nothing speaks against the names.
+        notes: Sentences a person should read.
+    """
+
+    tensors: dict[str, TensorInfo]
+    replaced: dict[str, str] = field(default_factory=dict)
+    candidate: Candidate | None = None
+    doubt: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def has_optimizer(catalog: Catalog) -> bool:
+    """Whether a checkpoint holds optimizer state: tensors, or objects of data-parallel groups (dp_zero_gather_scatter)."""
+    stored = any(t.kind == "optimizer" for t in catalog.tensors.values())
+    return stored or any(".dp_group_idx_" in o.name for o in catalog.objects.values())
+
+
+def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: bool = True) -> OptimizerState:
+    """The optimizer's tensors under canonical names.
+
+    Args:
+        reader: The checkpoint.
+        layout: The job that saved it, if its arguments do not tell.
+        proved: Of orders that fill flat buckets, accept none that a sample of the values speaks against; False takes the
+            one that the least speaks against, and notes what does.
+
+    Raises:
+        IntegrityError: No known order of parameters turns the stored master weights into the stored weights.
+        FormatError: The buckets are incomplete or no order of parameters fills them.
+    """
+    catalog = reader.catalog
+    groups = stored_groups(reader) if isinstance(reader, FlatReader) else {}
+    if groups and isinstance(reader, FlatReader):
+        return unflatten(reader, groups, layout or Layout.saved(catalog), proved=proved)
+    tensors: dict[str, TensorInfo] = {}
+    for info in catalog.tensors.values():
+        if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
+            continue
+        state, _, name = info.name.removeprefix("optimizer.state.").partition(".")
+        renamed = f"optimizer.state.{_MASTERS.get(state, state)}.{name}"
+        tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
+    notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
+    doubt = reader.optimizer_doubt if isinstance(reader, CommonReader) else _shifted(catalog)
+    return OptimizerState(tensors, doubt=doubt if tensors else None, notes=notes)
+
+
+def _shifted(catalog: Catalog) -> str | None:
+    """Whether Megatron-Core 0.15.0 to 0.19.0 may have stored the state shifted by the padding of its buckets.
+
+    It did when a buffer had several: with overlap_grad_reduce, or around an embedding that two pipeline stages share.
+    """
+    if catalog.content.get("distrib_optim_sharding_type") != "fully_reshardable":
+        return None
+    args = catalog.args
+    stages = args.get("pipeline_model_parallel_size")
+    shared = args.get("untie_embeddings_and_output_weights") is not True or args.get("mtp_num_layers")
+    if args.get("overlap_grad_reduce") is False and (stages == 1 or not shared):
+        return None
+    return "Megatron-Core 0.15.0 to 0.19.0 may have stored it shifted by the padding of its buckets"
+
+
+def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
+    """A parameter that is itself fp32 has no master copy in the plain optimizer: it is its own master."""
+    added = 0
+    for name, weight in catalog.weights.items():
+        master = f"optimizer.state.param.{name}"
+        if f"optimizer.state.exp_avg.{name}" in tensors and master not in tensors and weight.dtype.name == "float32":
+            tensors[master] = TensorInfo(master, weight.dtype, weight.shape, "optimizer", weight.parts)
+            added += 1
+    return (f"{added} parameters are fp32 and are their own master weights",) if added else ()
+
+
+def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
+    """Orders in which the writing job may have kept its parameters, the likeliest first."""
+    args = catalog.args
+    made_by = catalog.producer[0] if catalog.producer else ""
+    fused = [True, False] if args.get("transformer_impl") != "local" else [False, True]
+    experts: list[str] = ["grouped"]
+    if any(".mlp.experts." in name for name in catalog.weights):
+        if args.get("moe_grouped_gemm") is False:
+            experts = ["sequential"]
+        elif args.get("moe_use_legacy_grouped_gemm") is True or args.get("transformer_impl") == "local":
+            experts = ["stacked"]
+        experts += [kind for kind in EXPERTS if kind not in experts]
+    aligns = [1, 64] if made_by.startswith("Megatron-Core 0.6") else [64, 1]
+    old = any(made_by.startswith(f"Megatron-Core 0.{n}") for n in ("6", "8", "11"))
+    counts = ["ep-pp-tp", "pp-ep-tp"] if old else ["pp-ep-tp", "ep-pp-tp"]
+    counts = counts if layout.ep > 1 else counts[:1]
+    direct = [False]
+    if any(".mixer.conv1d." in name for name in catalog.weights):
+        direct = [True, False] if "0.19" in made_by else [False, True]
+    for align, conv, kind, norm, count in itertools.product(aligns, direct, experts, fused, counts):
+        yield Candidate(Order(norm, kind, conv), align, count)
+
+
+def unflatten(
+    reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout, *, proved: bool = True
+) -> OptimizerState:
+    """Names and boxes for the elements of flat buckets.
+
+    Args:
+        reader: The checkpoint.
+        groups: What `stored_groups` found.
+        layout: The job that saved it.
+        proved: See `optimizer_state`.
+
+    Raises:
+        IntegrityError: Orders that fill the buckets exist, but with none do master weights round to the weights.
+        FormatError: The buckets are incomplete or no order of parameters fills them.
+    """
+    catalog = reader.catalog
+    reason: Misfit | None = None
+    refused: list[str] = []
+    best: OptimizerState | None = None
+    for candidate in candidates(catalog, layout):
+        try:
+            tensors = _Unflattener(catalog, groups, layout, candidate).run()
+        except Misfit as error:
+            reason = reason or error
+            continue
+        wrong = mismatches(reader, tensors)
+        doubt = "the order of parameters in its flat buckets was inferred"
+        if not wrong:
+            return OptimizerState(tensors, _replaced(catalog), candidate, doubt)
+        if best is None or len(wrong) < len(refused):
+            note = f"{len(wrong)} master weights do not round to the weights; flat buckets are named by the likeliest order"
+            best, refused = OptimizerState(tensors, _replaced(catalog), candidate, doubt, (note,)), wrong
+    if best is not None and not proved:
+        return best
+    if refused:
+        raise refusal(refused, catalog, "no known order of parameters fits the flat optimizer buckets")
+    raise reason or FormatError("the optimizer's flat buckets hold nothing")
+
+
+def _replaced(catalog: Catalog) -> dict[str, str]:
+    out = {t.name: t.opaque for t in catalog.tensors.values() if t.opaque and t.kind == "optimizer"}
+    for key, item in catalog.objects.items():
+        if ".distributed.dp_group_idx_" in item.name:
+            out[key] = "optimizer state of one data-parallel group"
+    return out
+
+
+class _Unflattener:
+    """One attempt, with one candidate."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        groups: Mapping[tuple[int | None, int], StoredGroup],
+        layout: Layout,
+        candidate: Candidate,
+    ) -> None:
+        self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.args
+        weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n)}
+        self.weights = weights
+        made_by = catalog.producer[0] if catalog.producer else ""
+        self.early = made_by.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
+        outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
+        parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
+        self.owners = Owners(parameters, layout, outline, candidate.order)
+        # tensor -> state -> number of an array -> pieces
+        self.pieces: dict[str, dict[str, dict[int, list[tuple[Box, int]]]]] = defaultdict(dict)
+        self.arrays: list[tuple[StoredArray, DType]] = []
+        self.used: set[tuple[int | None, int]] = set()
+
+    def run(self) -> dict[str, TensorInfo]:
+        """The tensors."""
+        for chain, chunks, experts in self._chains():
+            tps = self.layout.expert_tp if experts else self.layout.tp
+            for pp in range(self.layout.pp):
+                for ep in range(self.layout.ep if experts else 1):
+                    for tp in range(tps):
+                        self._group(chain, chunks, experts, pp, ep, tp)
+        extra = [group for where, group in self.groups.items() if where not in self.used]
+        if extra:
+            raise Misfit(f"no rank of the job has {extra[0].what(0)}", details=[f"{len(extra)} such groups"])
+        return self._tensors()
+
+    def _chains(self) -> list[tuple[int | None, range, bool | None]]:
+        """Number, model chunks and kind of parameters of each chained optimizer (get_megatron_optimizer)."""
+        numbers = sorted({-1 if chain is None else chain for chain, _ in self.groups})
+        every = range(self.layout.chunks)
+        if len(numbers) == 1:
+            return [(None if numbers[0] < 0 else numbers[0], every, None)]
+        expert = [] if self.layout.ep == 1 else [(numbers[-1], every, True)]
+        dense = numbers[: len(numbers) - len(expert)]
+        kind = False if expert else None
+        if (
+            len(dense) == 2
+        ):  # overlap_param_gather_with_optimizer_step: the first model chunk has an optimizer of its own
+            return [(dense[0], range(1), kind), (dense[1], every[1:], kind), *expert]
+        if len(dense) != 1:
+            raise Misfit(f"{len(numbers)} chained optimizers are not known to Megatron with ep {self.layout.ep}")
+        return [(dense[0], every, kind), *expert]
+
+    def _group(self, chain: int | None, chunks: range, experts: bool | None, pp: int, ep: int, tp: int) -> None:
+        layout = self.layout
+        index = pp * layout.tp + tp
+        if experts and self.candidate.expert_groups == "pp-ep-tp":
+            index = (pp * layout.ep + ep) * layout.expert_tp + tp
+        elif experts:
+            index += ep * layout.pp * layout.tp
+        group = self.groups.get((chain, index))
+        wanted = self.owners.buffers(pp, chunks, tp, ep if experts else None, experts=experts)
+        have = group.buffers if group else {}
+        self.used.add((chain, index))
+        if len(wanted) != len(have):
+            raise Misfit(
+                f"data-parallel group {index} has {len(have)} buffers, its parameters make {len(wanted)}",
+                details=[f"pipeline rank {pp}, tensor-parallel rank {tp}"],
+            )
+        for number, buffer in enumerate(wanted):
+            assert group is not None
+            stored, what = have.get(number), group.what(number)
+            if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
+                raise Misfit(f"{what} should hold {buffer.dtype} parameters")
+            rules = self._rules(pp, buffer.chunk, bool(experts))
+            if stored.sizes is None and stored.coalesced:
+                buckets = arrange(buffer.parameters, rules)
+            else:
+                sizes = stored.sizes or [a.shape[0] for a, _ in next(iter(stored.states.values()))]
+                buckets = fit(buffer.parameters, sizes, self.candidate.align, what)
+            self._place(stored, buckets, what)
+
+    def _rules(self, pp: int, chunk: int, experts: bool) -> Rules:
+        dp = self.layout.edp if experts else self.layout.dp_cp
+        size = bucket_size(self.args, self.layout, self.owners) if pp == 0 and chunk == 0 else None
+        busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
+        return Rules(dp, self.candidate.align, size, busbw, early=self.early)
+
+    def _place(self, stored: StoredBuffer, buckets: list[Bucket], what: str) -> None:
+        total = sum(bucket.numel_unpadded for bucket in buckets)
+        for state, arrays in stored.states.items():
+            name = _MASTERS.get(state, state)
+            if stored.coalesced and arrays[0][0].shape[0] != total:
+                raise Misfit(f"{what} has {arrays[0][0].shape[0]:,} elements, its parameters take {total:,}")
+            if not stored.coalesced and len(arrays) != len(buckets):
+                raise Misfit(f"{what} has {len(arrays)} buckets, its parameters fill {len(buckets)}")
+            base, first = 0, len(self.arrays)
+            self.arrays += arrays
+            for number, bucket in enumerate(buckets):
+                key = first if stored.coalesced else first + number
+                if base + bucket.numel_unpadded > self.arrays[key][0].shape[0]:
+                    raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
+                for local, start in bucket.placed:
+                    at = base + start
+                    for tensor, box in local.segments if local.first else ():
+                        self.pieces[tensor].setdefault(name, {}).setdefault(key, []).append((box, at))
+                        at += box.volume
+                base += bucket.numel_unpadded if stored.coalesced else 0
+
+    def _tensors(self) -> dict[str, TensorInfo]:
+        out = {}
+        for tensor, weight in self.weights.items():
+            for state, found in sorted(self.pieces[tensor].items()):
+                name = f"optimizer.state.{state}.{tensor}"
+                kinds = {self.arrays[key][1] for key in found}
+                if len(kinds) > 1:
+                    raise FormatError(f"{name} is stored in several types: {', '.join(map(str, kinds))}", tensor=name)
+                parts = tuple(FlatPart(self.arrays[key][0], tuple(pieces)) for key, pieces in found.items())
+                out[name] = TensorInfo(name, kinds.pop(), weight.shape, "optimizer", parts)
+        return out

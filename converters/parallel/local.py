@@ -1,0 +1,362 @@
+"""What one rank of a job has in memory: the tensors of its model chunks under the names of their modules. No I/O.
+
+    model = LocalModel.of(catalog, Layout(tp=2, pp=2))
+    for tensor in model.chunk(pp=1, tp=0):
+        tensor.name            # decoder.layers.0.mlp.linear_fc1.weight: layers and experts count within the chunk
+        tensor.shape           # this rank's part
+        tensor.copies          # which boxes of which whole tensors fill it
+        tensor.fills           # what nothing fills: rows of the padded vocabulary, zeros
+
+The whole of an MLP's first projection has all gates, then all ups; a rank has its own gates, then its own ups. GroupedMLP
+keeps the experts of a rank in two matrices, each expert transposed:
+
+    experts.1.linear_fc1.weight (2f, h)          mlp.experts.weight1, h rows, E * 2f columns, in memory (E, h, 2f)
+      gate  [0:f]  --transposed-->                 rows h..2h of (E * h, 2f), columns 0..f
+      up    [f:2f] --transposed-->                                            columns f..2f
+
+Facts: Megatron-Core 0.16.1, models/gpt/gpt_layer_specs.py (`sharded_state_dict_keys_map` of the local spec),
+transformer/moe/experts.py, transformer/transformer_block.py, models/common/language_module/language_module.py; compared
+with what the real models hold by tests/test_local.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from converters.box import Box
+from converters.errors import FormatError
+from converters.facts.model_args import ModelArgs
+from converters.parallel.split import Outline, shards
+from converters.parallel.vocabulary import VOCABULARY, vocabulary_rows
+from converters.planning.plan import Copy, Op, Target
+from converters.registration import Order, trainable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from converters.catalog import Catalog
+    from converters.dtypes import DType
+    from converters.parallel.layout import Layout
+    from converters.parallel.pipeline import Stage
+    from converters.parallel.split import Shard
+
+__all__ = ["LocalModel", "LocalTensor", "likely_order", "module_name", "with_extra_states"]
+
+_EMBEDDING = VOCABULARY[0]
+_LAYER = re.compile(r"((?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(linear_fc([12]))\.(\w+)")
+_FUSED = re.compile(
+    r"(.*\.layers\.\d+\.(?:transformer_layer\.)?)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(\w+)"
+)
+_APART = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+_MLA_NORM = re.compile(r"(.*\.self_attention)\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of one model chunk of one rank.
+
+    Attributes:
+        name: In the state dict of the chunk.
+        dtype: Element type.
+        shape: Its shape.
+        matrix: The shape that boxes refer to. Another than `shape` only for GroupedMLP's `weight1`; the elements lie in C
+            order of `matrix`.
+        copies: What fills it: boxes of whole tensors, by canonical name, and of this one.
+        fills: Boxes that nothing fills: they are zero.
+        trained: It is a parameter, so that the optimizer has state for it; otherwise a buffer.
+        expert: It belongs to routed experts.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    matrix: tuple[int, ...]
+    copies: tuple[Copy, ...]
+    fills: tuple[Box, ...]
+    trained: bool
+    expert: bool
+
+    @property
+    def sources(self) -> list[str]:
+        """Canonical names of the tensors that fill it."""
+        return list(dict.fromkeys(copy.source for copy in self.copies))
+
+
+def likely_order(catalog: Catalog) -> Order:
+    """How the modules of the job that saved a checkpoint are most likely made, by its arguments."""
+    args = catalog.args
+    experts = "grouped"
+    if args.get("moe_grouped_gemm") is False:
+        experts = "sequential"
+    elif args.get("moe_use_legacy_grouped_gemm") is True or args.get("transformer_impl") == "local":
+        experts = "stacked"
+    made_by = catalog.producer[0] if catalog.producer else ""
+    return Order(args.get("transformer_impl") != "local", experts, "0.19" in made_by)
+
+
+def module_name(name: str, order: Order, *, dense: bool = True, expert: int | None = None) -> str:
+    """What a model calls a tensor of a canonical name.
+
+    Args:
+        name: Canonical name, with the layer's number in its model chunk.
+        order: How the model's modules are made.
+        dense: The layer's MLP is not a mixture of experts, so that its norm may be fused into it.
+        expert: Number of an expert on its rank.
+    """
+    if found := _EXPERT.fullmatch(name):
+        stem, number, linear, projection, leaf = found.groups()
+        number = number if expert is None else str(expert)
+        if order.experts == "stacked" and leaf == "weight":
+            return f"{stem}.weight{projection}"
+        if order.experts == "sequential" or leaf not in ("weight", "bias"):
+            return f"{stem}.local_experts.{number}.{linear}.{leaf}"
+        return f"{stem}.{linear}.{leaf}{number}"
+    if found := _FUSED.fullmatch(name):
+        if order.fused_norms and (dense or found[2] != "mlp.linear_fc1"):
+            return name
+        return f"{found[1]}{_APART[found[2]]}.{found[3]}"
+    if not order.fused_norms and (found := _MLA_NORM.fullmatch(name)):
+        return f"{found[1]}.{found[2]}_layernorm.{found[3]}"
+    return order.parameter(name)
+
+
+class LocalModel:
+    """What the ranks of a job have in memory.
+
+    Args:
+        tensors: Type and shape of every whole tensor at the target, by canonical name.
+        layout: The job.
+        outline: What of the model decides where its tensors live.
+        order: How its modules are made.
+        available: Shapes of the source's tensors where they are not the target's: another padding of the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Target],
+        layout: Layout,
+        outline: Outline,
+        order: Order,
+        available: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.tensors, self.layout, self.outline, self.order = tensors, layout, outline, order
+        self._available = available or {}
+        self._pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
+        self._shards: dict[str, list[Shard]] = {}
+
+    @classmethod
+    def of(
+        cls, catalog: Catalog, layout: Layout, *, order: Order | None = None, vocab_size: int | None = None
+    ) -> LocalModel:
+        """The job at a layout that loads a checkpoint.
+
+        Args:
+            catalog: The checkpoint.
+            layout: Of the job.
+            order: How its modules are made; None takes `likely_order`.
+            vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
+
+        Raises:
+            RequestError: The model cannot be laid out so.
+        """
+        order, args = order or likely_order(catalog), ModelArgs.from_catalog(catalog)
+        shapes = {name: info.shape for name, info in catalog.weights.items()}
+        outline = Outline.of(args, shapes)
+        # Megatron's own layers divide the down projections, TransformerEngine's have not since core 0.14
+        outline = replace(outline, mla_down_split=not order.fused_norms)
+        tensors = {}
+        for name, info in catalog.weights.items():
+            shape = info.shape
+            if name in VOCABULARY:
+                rows = vocabulary_rows(name, shape[0], layout.tp, catalog, args.vocab_size, vocab_size)
+                shape = (rows, *shape[1:])
+            tensors[name] = Target(name, catalog.trained_type(info), shape)
+        return cls(tensors, layout, outline, order, shapes)
+
+    def rank(self, rank: int) -> list[list[LocalTensor]]:
+        """All tensors of a rank, one list for each of its model chunks."""
+        at = self.layout.coordinates(rank)
+        return [
+            self.chunk(pp=at.pp, chunk=chunk, tp=at.tp, ep=at.ep, etp=at.etp) for chunk in range(self.layout.chunks)
+        ]
+
+    def chunk(
+        self, *, pp: int = 0, chunk: int = 0, tp: int = 0, ep: int = 0, etp: int | None = None
+    ) -> list[LocalTensor]:
+        """The tensors of one model chunk of one rank, in the order of its state dict.
+
+        Args:
+            pp: Pipeline rank.
+            chunk: Which of its model chunks.
+            tp: Tensor-parallel rank of the dense part.
+            ep: Expert-parallel rank.
+            etp: Tensor-parallel rank of the experts; None is `tp`.
+
+        Raises:
+            RequestError: A tensor cannot be divided so.
+        """
+        etp = tp if etp is None else etp
+        grouped: dict[str, list[str]] = {}
+        for parameter, name in self._stages.get((pp, chunk), ()):
+            if self._held(name)[0].ep in (None, ep):
+                grouped.setdefault(parameter, []).append(name)
+        return [self._tensor(parameter, names, tp, etp) for parameter, names in grouped.items()]
+
+    def places(self, name: str) -> Iterator[tuple[int, int, str]]:
+        """`(pp, chunk, name there)` of what a canonical tensor or extra state is on, the stage that saves it first.
+
+        An expert keeps its number in the whole model.
+        """
+        for stage in self._pipeline.homes(name, tied=self.outline.tied):
+            yield stage.pp, stage.vp, self._module(_on_stage(stage, name), name)
+
+    def trains(self, name: str) -> bool:
+        """Whether a tensor is a parameter, so that the optimizer has state for it; otherwise it is a buffer."""
+        return trainable(name) and self.tensors[name].dtype.floating
+
+    def has_output(self, pp: int, chunk: int) -> bool:
+        """Whether a model chunk has an output layer, its own or one that uses the embedding's weight."""
+        return any(stage.has_output for stage in self._pipeline.stages if (stage.pp, stage.vp) == (pp, chunk))
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int], list[tuple[str, str]]]:
+        """`(name there, canonical name)` of the tensors of each model chunk, in the order of registration."""
+        found: dict[tuple[int, int], list[tuple[tuple[int, ...], str, str]]] = defaultdict(list)
+        for name in self.tensors:
+            for stage in self._pipeline.homes(name, tied=self.outline.tied):
+                local = _on_stage(stage, name)
+                entry = (self._position(local), self._module(local, name), name)
+                found[stage.pp, stage.vp].append(entry)
+        return {where: [entry[1:] for entry in sorted(entries)] for where, entries in found.items()}
+
+    def _module(self, local: str, name: str) -> str:
+        """The name in the state dict; experts count on their rank."""
+        expert = _EXPERT.fullmatch(local)
+        each = max(1, (self.outline.num_experts or 1) // self.layout.ep)
+        dense = f"{name.partition('.mlp.')[0]}.mlp.linear_fc1.weight" in self.tensors
+        return module_name(local, self.order, dense=dense, expert=int(expert[2]) % each if expert else None)
+
+    def _position(self, local: str) -> tuple[int, ...]:
+        """A sort key; a buffer comes behind the parameters of its module."""
+        if not self.order.fused_norms and _MLA_NORM.fullmatch(local):
+            local = module_name(local, self.order)
+        for name, behind in ((local, ()), (f"{local.rpartition('.')[0]}.weight", (1,))):
+            try:
+                return *self.order.position(name), *behind
+            except FormatError:
+                continue
+        return (9,)
+
+    def _held(self, name: str) -> list[Shard]:
+        if name not in self._shards:
+            self._shards[name] = shards(name, self.tensors[name].shape, self.layout, self.outline)
+        return self._shards[name]
+
+    def _tensor(self, parameter: str, names: Sequence[str], tp: int, etp: int) -> LocalTensor:
+        """One tensor in memory from the whole tensors that it has parts of, one behind the other."""
+        copies: list[Copy] = []
+        fills: list[Box] = []
+        matrix: tuple[int, ...] = ()
+        rows, stacked, expert = 0, False, False
+        for name in names:
+            held = self._held(name)
+            expert = held[0].ep is not None
+            stacked = expert and self.order.experts == "stacked" and len(self.tensors[name].shape) == 2
+            at = etp if expert else tp
+            mine = [shard for shard in held if shard.tp in (None, at)]
+            for shard in mine:
+                for source, target in self._parts(name, shard):
+                    local = Box(target.start[::-1], target.shape[::-1]) if stacked else target
+                    if local.shape and rows:
+                        local = local.shifted((rows, *(0,) * (len(local.shape) - 1)))
+                    if source is None:
+                        fills.append(local)
+                    else:
+                        copies.append(Copy(name, source, parameter, local, Op.TRANSPOSE if stacked else Op.COPY))
+            extent = tuple(max(ends) for ends in zip(*(shard.local.stop for shard in mine), strict=True))
+            extent = extent[::-1] if stacked else extent
+            rows += extent[0] if extent else 0
+            matrix = (rows, *extent[1:]) if extent else ()
+        shape = matrix
+        if stacked and parameter.endswith("1"):  # (experts * hidden, ffn) in memory is called (hidden, experts * ffn)
+            shape = (matrix[0] // len(names), matrix[1] * len(names))
+        kind = self.tensors[names[0]].dtype
+        return LocalTensor(
+            parameter,
+            kind,
+            shape,
+            matrix,
+            tuple(copies),
+            tuple(fills),
+            self.trains(names[0]),
+            expert,
+        )
+
+    def _parts(self, name: str, shard: Shard) -> Iterator[tuple[Box | None, Box]]:
+        """`(box of the source, box of the rank's part)`; None for rows that the source lacks."""
+        box, local = shard.box, shard.local
+        rows = self._available.get(name, self.tensors[name].shape)[0] if box.shape else 0
+        if not box.shape or box.stop[0] <= rows:
+            yield box, local
+            return
+        kept = max(0, rows - box.start[0])
+        if kept:
+            yield Box(box.start, (kept, *box.shape[1:])), Box(local.start, (kept, *local.shape[1:]))
+        yield None, Box((local.start[0] + kept, *local.start[1:]), (local.shape[0] - kept, *local.shape[1:]))
+
+
+_LINEAR = re.compile(r"(?:.*\.)?(?:linear_\w+|eh_proj)")
+_TE_NORM = re.compile(r".*\.(?:\w+_layernorm|final_norm|[eh]norm|core_attention)")
+
+
+def with_extra_states(
+    tensors: Sequence[LocalTensor], order: Order, *, output: bool
+) -> Iterator[tuple[str, LocalTensor | str | None]]:
+    """All entries of a model chunk's state dict, in order: tensors, and the extra states of modules.
+
+    TransformerEngine's modules have one each, behind their parameters; Megatron's own linear layers keep an entry without
+    a value for them.
+
+    Args:
+        tensors: Of the chunk, from `LocalModel.chunk`.
+        order: How the model's modules are made.
+        output: The chunk has an output layer, whose weight may be the embedding's.
+
+    Yields:
+        Name, and a tensor, the canonical name of an extra state, or None for an entry without a value.
+    """
+    core = ""
+    for number, tensor in enumerate(tensors):
+        module = tensor.name.rpartition(".")[0]
+        source = tensor.copies[0].source.rpartition(".")[0] if tensor.copies else ""  # rows of padding alone
+        if order.fused_norms and module.endswith("_attention.linear_proj"):
+            before = module.removesuffix("linear_proj") + "core_attention"
+            if core != before:
+                core = before
+                yield f"{core}._extra_state", source.removesuffix("linear_proj") + "core_attention._extra_state"
+        yield tensor.name, tensor
+        if number + 1 < len(tensors) and tensors[number + 1].name.rpartition(".")[0] == module:
+            continue
+        if order.fused_norms and (_LINEAR.fullmatch(module) or _TE_NORM.fullmatch(module)):
+            core = module if module.endswith("core_attention") else core
+            yield f"{module}._extra_state", f"{source}._extra_state"
+        elif _LINEAR.fullmatch(module):
+            yield f"{module}._extra_state", None
+    if output:
+        yield "output_layer._extra_state", None
+
+
+def _on_stage(stage: Stage, name: str) -> str:
+    """A canonical name as a model chunk counts layers; a copy of the embedding is the output layer's weight there."""
+    if name == _EMBEDDING and not stage.has_embedding and not stage.mtp:
+        return "output_layer.weight"
+    found = _LAYER.match(name)
+    if found is None:
+        return name
+    first = stage.mtp.start if found[1].startswith("mtp") else stage.layers.start
+    return f"{found[1]}.{int(found[2]) - first}.{name[found.end() :]}"

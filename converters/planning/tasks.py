@@ -1,0 +1,178 @@
+"""The work of a job in units. A list of a hundred thousand tasks is arrays until somebody takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from converters.box import Box, contiguous_tiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from converters.catalog import TensorInfo
+    from converters.planning.job import Routes
+
+__all__ = ["Task", "TaskTable", "Tasks", "Tile"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A contiguous box of a source tensor, in its coordinates."""
+
+    source: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Tiles that one worker does in one go: one large tile, or several small tensors.
+
+    Attributes:
+        number: Position in the job; what the journal records.
+        tiles: In order.
+        files: Positions of the output files it writes to.
+        nbytes: Bytes it writes.
+    """
+
+    number: int
+    tiles: tuple[Tile, ...]
+    files: frozenset[int]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TaskTable:
+    """Tasks as columns.
+
+    Attributes:
+        source: (tiles,) position of the tile's source among the job's.
+        piece: (tiles,) which of that source's tiles it is.
+        ends: (tasks,) one past the last tile of each task.
+        nbytes: (tasks,) bytes it writes.
+        files: Positions of the output files it writes to, those of one task after those of another.
+        file_ends: (tasks,) one past the last of these.
+    """
+
+    source: NDArray[Any]
+    piece: NDArray[Any]
+    ends: NDArray[Any]
+    nbytes: NDArray[Any]
+    files: NDArray[Any]
+    file_ends: NDArray[Any]
+
+    @classmethod
+    def make(cls, sources: Mapping[str, TensorInfo], routes: Routes, tile_bytes: int) -> TaskTable:
+        """Cuts the sources into tiles and puts small ones together, in order; the same for any number of workers."""
+        source: list[int] = []
+        piece: list[int] = []
+        ends: list[int] = []
+        nbytes: list[int] = []
+        listed: list[int] = []
+        file_ends: list[int] = []
+        files: set[int] = set()
+        held, written = 0, 0
+
+        def close() -> None:
+            ends.append(len(source))
+            nbytes.append(written)
+            listed.extend(sorted(files))
+            file_ends.append(len(listed))
+
+        for position, (name, tensor) in enumerate(sources.items()):
+            for number, (box, size) in enumerate(_tiles(tensor.shape, tensor.dtype.itemsize, tile_bytes)):
+                reached, taken = routes.touched(name, box)
+                if not taken:
+                    continue  # wholly dropped, padding rows for example
+                if held and held + size > tile_bytes:
+                    close()
+                    files, held, written = set(), 0, 0
+                source.append(position)
+                piece.append(number)
+                held += size
+                files.update(reached)
+                written += taken
+        if held:
+            close()
+        columns = (source, piece, ends, nbytes, listed, file_ends)
+        return cls(*(np.asarray(c, np.int64 if c is nbytes else np.int32) for c in columns))
+
+    def columns(self) -> dict[str, NDArray[Any]]:
+        """The columns by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def check(self, sources: int, files: int) -> None:
+        """Makes sure that the columns fit together.
+
+        Raises:
+            ValueError: They do not.
+        """
+        count = len(self.ends)
+        if any(c.ndim != 1 for c in self.columns().values()) or not count == len(self.nbytes) == len(self.file_ends):
+            raise ValueError("tasks of wrong shape")
+        for column, limit in ((self.source, sources), (self.files, files)):
+            if len(column) and not 0 <= int(column.min()) <= int(column.max()) < limit:
+                raise ValueError("a task that reaches beyond the job")
+        for last, listed in ((self.ends, self.source), (self.file_ends, self.files)):
+            if (np.diff(last, prepend=0) < 0).any() or (int(last[-1]) if count else 0) != len(listed):
+                raise ValueError("tasks out of order")
+        if len(self.piece) != len(self.source) or (len(self.piece) and int(self.piece.min()) < 0):
+            raise ValueError("tiles out of order")
+
+
+class Tasks(Sequence[Task]):
+    """The tasks of a job, made when they are taken.
+
+    Args:
+        table: The tasks.
+        sources: The job's sources, in order.
+        tile_bytes: Size of a tile.
+    """
+
+    def __init__(self, table: TaskTable, sources: Mapping[str, TensorInfo], tile_bytes: int) -> None:
+        self._table, self._sources, self._tile_bytes = table, sources, tile_bytes
+
+    def __len__(self) -> int:
+        return len(self._table.ends)
+
+    @overload
+    def __getitem__(self, at: int) -> Task: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Task]: ...
+    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
+        numbers = range(len(self))[at]
+        return [self._make(number) for number in numbers] if isinstance(numbers, range) else self._make(numbers)
+
+    def __iter__(self) -> Iterator[Task]:
+        return map(self._make, range(len(self)))
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return list(self._sources)
+
+    def _make(self, number: int) -> Task:
+        table = self._table
+        tiles, files = (
+            slice(int(ends[number - 1]) if number else 0, int(ends[number])) for ends in (table.ends, table.file_ends)
+        )
+        made = []
+        for position, piece in zip(table.source[tiles].tolist(), table.piece[tiles].tolist(), strict=True):
+            name = self._names[position]
+            tensor = self._sources[name]
+            made.append(Tile(name, _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes)[piece][0]))
+        return Task(number, tuple(made), frozenset(table.files[files].tolist()), int(table.nbytes[number]))
+
+
+@lru_cache(maxsize=256)
+def _tiles(shape: tuple[int, ...], itemsize: int, tile_bytes: int) -> list[tuple[Box, int]]:
+    """The tiles of a tensor, with the bytes of each."""
+    whole = Box.whole(shape)
+    fits = whole.volume * itemsize <= tile_bytes
+    boxes = (whole,) if fits else contiguous_tiles(whole, max(1, tile_bytes // itemsize))
+    return [(box, box.volume * itemsize) for box in boxes]

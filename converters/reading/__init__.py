@@ -1,0 +1,1 @@
+"""Reading boxes of stored tensors, checked, cast and put onto a device."""

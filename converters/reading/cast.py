@@ -1,0 +1,139 @@
+"""What happens to elements on the way: casts and shifts, by torch, on the host or on a GPU, with the same bits on both.
+
+The rounding is torch's, which is the one training used; norms are shifted in fp32. A NaN becomes the quiet NaN of its
+type: what its bits would be differs between instruction sets, between CPU and GPU, and even with the place in a vector.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.planning.plan import Op
+from converters.reading.device import find_device
+from converters.reading.gather import UNSIGNED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+    from numpy.typing import NDArray
+
+    from converters.dtypes import DType
+
+    Bytes = NDArray[np.uint8]
+
+__all__ = ["Caster", "apply", "choose_device", "pinned"]
+
+# what torch takes from numpy without a copy
+_SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
+_BLOCK = 1 << 18  # elements looked at in one go, so that what is compared needs little memory
+_QUIET = ("float64", "float32", "float16", "bfloat16")
+
+
+def apply(values: torch.Tensor, out: torch.Tensor, op: Op = Op.COPY) -> None:
+    """`out[...] = op(values)`, both on one device.
+
+    Args:
+        values: The elements, transposed already if they are to be.
+        out: Of the same shape; its type is that of the result.
+        op: What happens beside the cast.
+    """
+    changed = out.dtype != values.dtype or op in (Op.ADD_ONE, Op.SUBTRACT_ONE)
+    if op is Op.ADD_ONE:
+        values = values.float() + 1
+    elif op is Op.SUBTRACT_ONE:
+        values = values.float() - 1
+    out.copy_(values)
+    if changed and str(out.dtype).removeprefix("torch.") in _QUIET:
+        _quieten(out)
+
+
+def _quieten(out: torch.Tensor) -> None:
+    flat, block_size = (out.view(-1), _BLOCK) if out.is_contiguous() else (out, out.numel() or 1)
+    for at in range(0, flat.shape[0] if flat.dim() else 0, block_size):
+        block = flat[at : at + block_size]
+        nans = block != block
+        if out.is_cuda or nans.any():  # asking a GPU would make this thread wait for it
+            block.masked_fill_(nans, float("nan"))
+
+
+class Caster:
+    """Changes elements for one thread.
+
+    Args:
+        device: `cpu` or `cuda:N`.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
+
+    def cast(self, values: NDArray[Any], source: DType, target: DType, op: Op, result: Bytes) -> NDArray[Any]:
+        """Elements as they are at their target.
+
+        Args:
+            values: As unsigned integers of their size, strided as they are.
+            source: Their type.
+            target: The type they get.
+            op: What else happens.
+            result: Where they go, `values.size * target.itemsize` bytes.
+
+        Returns:
+            `result`, as unsigned integers in the shape of `values`.
+        """
+        import torch
+
+        if values.size:
+            taken = torch.from_numpy(values.view(_SIGNED[source.itemsize])).view(getattr(torch, source.name))
+            out = torch.frombuffer(result.data, dtype=getattr(torch, target.name)).reshape(values.shape)
+            if self._device == "cpu":
+                apply(taken, out, op)
+            else:
+                there = torch.empty(out.shape, dtype=out.dtype, device=self._device)
+                apply(taken.to(self._device), there, op)
+                out.copy_(there)
+        converted: NDArray[Any] = result.view(UNSIGNED[target.itemsize]).reshape(values.shape)
+        return converted
+
+
+def pinned(device: str) -> Callable[[int], Bytes] | None:
+    """What allocates buffers that a device copies without a detour; None where ordinary memory is as good."""
+    if device == "cpu":
+        return None
+
+    def allocate(nbytes: int) -> Bytes:
+        import torch
+
+        buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return buffer
+
+    return allocate
+
+
+def choose_device(asked: str, *, computes: bool, local_rank: int = 0) -> tuple[str, str | None]:
+    """Where elements are changed, and a sentence about it if a person should know.
+
+    Args:
+        asked: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one and it has something to do.
+        computes: Some elements change their type or value; moving bytes from file to file needs no GPU.
+        local_rank: Number of this process on its machine, which has the GPU of that number.
+
+    Raises:
+        RequestError: There is no such device.
+    """
+    if asked == "cpu":
+        return "cpu", None
+    if asked == "auto":
+        if not computes:
+            return "cpu", None
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not count:
+            return "cpu", None
+        asked = f"cuda:{local_rank % count}"
+    name = find_device(asked, local_rank).name
+    if not computes or name == "cpu":
+        return "cpu", f"--device {asked}: no element changes, bytes go from file to file; the device has nothing to do"
+    return name, f"elements are cast on {name}"

@@ -1,0 +1,250 @@
+"""From any readable checkpoint to a plain container of whole tensors: one file of torch.save, or safetensors.
+
+plan = plan_torch(open_checkpoint("ckpt"), Path("model.pt"), TorchOptions(names="hf"))
+run_conversion(plan)
+torch.load("model.pt", weights_only=True, mmap=True)
+
+Names are those that a model without tensor and pipeline parallelism has, Megatron's own or Hugging Face's. A torch file with
+Hugging Face's is a flat state dict, as `pytorch_model.bin` is; one with Megatron's is a dictionary as Megatron-LM's own
+files are, of plain data, so that `weights_only` takes it:
+
+    model           {name: tensor}, for `load_state_dict`
+    optimizer       {"state": {"param" | "exp_avg" | "exp_avg_sq": {name: tensor}}, "param_groups": [...]}, and with fp16 the
+                    state of its loss scaler under "grad_scaler"
+    args            training arguments as a plain dictionary; enumerations and other objects are left out
+    iteration, checkpoint_version, opt_param_scheduler, ...
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from converters.archive.records_out import tensor_node
+from converters.box import Box
+from converters.engine.destination import check_destination
+from converters.facts.damage import refuse_damage
+from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
+from converters.formats.base import fingerprint_of
+from converters.formats.folder import read_small
+from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
+from converters.names import printable, quoted
+from converters.optimizer.groups import read_param_groups
+from converters.optimizer.state import Masters, OptimizerState
+from converters.planning.job import CopyRoutes, Job
+from converters.planning.plan import Target
+from converters.targets.container_content import (
+    choose_content,
+    left_out,
+    named_optimizer,
+    plain,
+    state_of_job,
+    state_tensors,
+)
+from converters.targets.conversion import Conversion, WriteOptions
+from converters.targets.export import ExportOptions, hf_companions, plan_export
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from converters.formats.base import Reader
+    from converters.parallel.local import LocalTensor
+    from converters.pickles import Node
+    from converters.targets.conversion import ExtraFile
+
+__all__ = ["SafetensorsOptions", "TorchOptions", "plan_safetensors", "plan_torch"]
+
+SIDECAR = "distckpt.json"
+"""Beside safetensors with Megatron's names: what a `model.pt` says of the job, so that the way back is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchOptions(WriteOptions):
+    """What a person may ask of a torch file.
+
+    Attributes:
+        names: "megatron" or "hf"; None is Megatron's, and for a source with other names those.
+        weights_only: No optimizer state.
+        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
+    """
+
+    names: str | None = None
+    weights_only: bool = False
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsOptions(WriteOptions):
+    """What a person may ask of safetensors.
+
+    Attributes:
+        names: "megatron" or "hf"; None is Megatron's, and for a source with other names those.
+        weights_only: As it always is: safetensors hold the model.
+        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
+        max_shard_bytes: Largest shard.
+    """
+
+    names: str | None = None
+    weights_only: bool = False
+    vocab_size: int | None = None
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+
+
+def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None = None) -> Conversion:
+    """Decides everything about one torch.save file of whole tensors and proves it complete; writes nothing.
+
+    Args:
+        reader: The source.
+        destination: The file.
+        options: What is asked.
+
+    Raises:
+        RequestError: The names cannot be made, or a tensor has no place.
+        IntegrityError: Needed data is missing in the source.
+        DestinationError: The file cannot be written.
+    """
+    options = options or TorchOptions()
+    catalog = reader.catalog
+    check_destination(catalog.root, destination, overwrite=options.overwrite, file=True)
+    content = choose_content(catalog, options.names, options.vocab_size)
+    file = ArchiveFile(destination.name)
+    file.tree = {tensor.name: _archived(file, tensor) for tensor in content.tensors}
+    state, strange = OptimizerState({}), list[tuple[str, str]]()
+    reason = f"a state dict with {content.whose} names has no place for it"
+    if content.names == "megatron":
+        known, strange = state_of_job(catalog, content)
+        file.tree = {"model": file.tree, **known}
+        state = state if options.weights_only else named_optimizer(reader)
+        reason = "" if state.tensors else "optimizer state is not wanted"
+    sources = dict(content.sources)
+    if state.tensors:
+        used = state_tensors(content, state.tensors)
+        sources |= state.tensors
+        file.tree["optimizer"] = _archived_optimizer(file, reader, used)
+    refuse_damage(catalog, set(sources))
+    output = ArchiveOutput([file])
+    job = Job.build(
+        sources,
+        output.routes,
+        output.files,
+        source_fingerprint=fingerprint_of(reader),
+        max_memory=options.max_memory,
+        threads=options.threads,
+        seals=output,
+    )
+    code = f"import torch; print(torch.load({json.dumps(str(destination))}, weights_only=True, mmap=True).keys())"
+    hint = "transformers wants it as pytorch_model.bin with a config.json beside it; export-hf makes a whole folder"
+    return Conversion(
+        command="convert",
+        reader=reader,
+        destination=destination,
+        job=job,
+        dropped=(*left_out(catalog, content, reason), *strange),
+        notes=content.notes,
+        summary=content.summary,
+        facts=content.facts,
+        advice=(hint,) if content.names == "hf" else (),
+        next_step=f"python -c {shlex.quote(code)}",
+        overwrite=options.overwrite,
+        device=options.device,
+        single=True,
+        proof=Masters.needed(reader, state.tensors if state.doubt else {}),
+    )
+
+
+def _beside(folder: Path, notes: list[str]) -> dict[str, ExtraFile]:
+    """`config.json`, tokenizer and the like of a Hugging Face folder."""
+    if not (folder / "config.json").is_file():
+        return {}
+    try:
+        config = json.loads(read_small(folder / "config.json", 16 << 20))
+        if not isinstance(config, dict):
+            raise ValueError("not an object")
+        files = hf_companions(folder, False, config, notes, of="the source")
+    except (ValueError, RecursionError, OSError) as error:
+        notes.append(f"config.json and what lies beside it is not carried over: {printable(str(error))}")
+        return {}
+    return {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
+
+
+def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOptions | None = None) -> Conversion:
+    """Decides everything about a safetensors folder of whole tensors and proves it complete; writes nothing.
+
+    Hugging Face's names make it what `export-hf` makes, `config.json` and all.
+
+    Args:
+        reader: The source.
+        destination: The folder.
+        options: What is asked.
+
+    Raises:
+        RequestError: The names cannot be made, or a tensor has no place.
+        IntegrityError: Needed data is missing in the source.
+        DestinationError: The folder cannot be written.
+    """
+    options = options or SafetensorsOptions()
+    catalog = reader.catalog
+    if options.names == "hf" and catalog.megatron:
+        shared = {
+            name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device", "vocab_size")
+        }
+        return plan_export(reader, destination, ExportOptions(**shared, max_shard_bytes=options.max_shard_bytes))
+    check_destination(catalog.root, destination, overwrite=options.overwrite)
+    content = choose_content(catalog, options.names, options.vocab_size)
+    refuse_damage(catalog, set(content.sources))
+    targets = {t.name: Target(t.name, t.dtype, t.shape) for t in content.tensors}
+    layout = plan_shards(targets, options.max_shard_bytes)
+    boxed = {t.name: Target(t.name, t.dtype, t.matrix) for t in content.tensors}
+    job = Job.build(
+        content.sources,
+        CopyRoutes.of([copy for t in content.tensors for copy in t.copies], boxed, layout.places),
+        layout.files,
+        source_fingerprint=fingerprint_of(reader),
+        max_memory=options.max_memory,
+        threads=options.threads,
+    )
+    extra: dict[str, ExtraFile] = {}
+    if layout.index is not None:
+        extra["model.safetensors.index.json"] = layout.index
+    strange: list[tuple[str, str]] = []
+    notes = list(content.notes)
+    if not catalog.megatron:
+        extra |= _beside(catalog.path, notes)
+    if content.names == "megatron":
+        known, strange = state_of_job(catalog, content)
+        extra[SIDECAR] = json.dumps({"schema": "distckpt.container/1", **known}, indent=2).encode() + b"\n"
+    return Conversion(
+        command="convert",
+        reader=reader,
+        destination=destination,
+        job=job,
+        extra_files=extra,
+        dropped=(*left_out(catalog, content, "safetensors hold the model, not the state of training"), *strange),
+        notes=tuple(notes),
+        summary=content.summary,
+        facts=content.facts,
+        next_step=f"distckpt inspect {quoted(destination)}",
+        overwrite=options.overwrite,
+        device=options.device,
+    )
+
+
+def _archived(file: ArchiveFile, tensor: LocalTensor) -> Node:
+    region = Region(tensor.matrix, tensor.copies, tensor.fills, name=tensor.name)
+    storage = file.storage(tensor.dtype, Box.whole(tensor.shape).volume, [region])
+    return tensor_node(storage, tensor.dtype, tensor.shape)
+
+
+def _archived_optimizer(
+    file: ArchiveFile, reader: Reader, used: Mapping[str, Sequence[LocalTensor]]
+) -> dict[str, Node]:
+    groups = read_param_groups(reader)
+    scaler = {} if groups.scaler is None else {"grad_scaler": file.adopt(groups.scaler, groups.storages)}
+    return {
+        "state": {kind: {t.name: _archived(file, t) for t in tensors} for kind, tensors in used.items()},
+        "param_groups": [plain(group) for group in groups.merged()],
+        **scaler,
+    }

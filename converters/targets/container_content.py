@@ -1,0 +1,242 @@
+"""What goes into a container of whole tensors: the model under somebody's names, the optimizer, the facts of the job.
+
+Names are those that a model without tensor and pipeline parallelism has, Megatron's own or Hugging Face's; a source with
+other names keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from converters.box import Box
+from converters.errors import RequestError
+from converters.facts.damage import refuse_contradictions
+from converters.facts.model_args import ModelArgs
+from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
+from converters.parallel.layout import Layout
+from converters.parallel.local import LocalModel, LocalTensor
+from converters.parallel.vocabulary import VOCABULARY
+from converters.pickles import Global
+from converters.planning.plan import Copy, Drop, Target, prove
+from converters.targets.export import ExportOptions, choose_mapping
+from converters.targets.target_state import layout_arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.formats.base import Reader
+
+__all__ = ["Content", "choose_content", "left_out", "named_optimizer", "plain", "state_of_job", "state_tensors"]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a container.
+
+    Attributes:
+        names: Whose names they are: "megatron", "hf", or "own" for a source that has others.
+        tensors: The model's.
+        sources: The tensors of the source that they come from.
+        drops: What of those is left out, and why.
+        notes: Sentences a person should read.
+    """
+
+    names: str
+    tensors: Sequence[LocalTensor]
+    sources: Mapping[str, TensorInfo]
+    drops: Sequence[Drop] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def whose(self) -> str:
+        """The names' owner, in words."""
+        return {"hf": "Hugging Face's", "own": "the source's own", "megatron": "Megatron's"}[self.names]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What it is, for a program."""
+        numel = sum(Box.whole(tensor.shape).volume for tensor in self.tensors)
+        return {"names": self.names, "target_tensors": len(self.tensors), "parameters": numel}
+
+    @property
+    def summary(self) -> tuple[tuple[str, str], ...]:
+        """The same as a line for a person."""
+        facts = self.facts
+        text = f"{facts['parameters']:,} parameters, {facts['target_tensors']} tensors under {self.whose} names"
+        return (("model", text),)
+
+
+def choose_content(catalog: Catalog, names: str | None, vocab_size: int | None) -> Content:
+    """The model's tensors under the names that were asked for; every element of the source is used or dropped.
+
+    Args:
+        catalog: The source.
+        names: "megatron" or "hf"; None is Megatron's, and for a source with other names those.
+        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
+
+    Raises:
+        RequestError: The names cannot be made, or a tensor has no place.
+    """
+    if not catalog.megatron:
+        made = _own_names(catalog, names, vocab_size)
+    elif names == "hf":
+        made = _hf_names(catalog, vocab_size)
+    else:
+        made = _megatron_names(catalog, vocab_size)
+    prove(
+        {name: t.shape for name, t in made.sources.items()},
+        {t.name: Target(t.name, t.dtype, t.matrix) for t in made.tensors},
+        [copy for t in made.tensors for copy in t.copies],
+        made.drops,
+        {t.name: t.fills for t in made.tensors},
+    )
+    used = {copy.source for tensor in made.tensors for copy in tensor.copies}
+    return replace(made, sources={name: t for name, t in made.sources.items() if name in used})
+
+
+def _own_names(catalog: Catalog, names: str | None, vocab_size: int | None) -> Content:
+    hugging = catalog.flavour == "Hugging Face"
+    if names == "megatron" or (names == "hf" and not hugging) or vocab_size is not None:
+        whose = "Hugging Face's names" if hugging else "names that are neither Megatron's nor Hugging Face's"
+        what = (
+            "--vocab-size needs a Megatron model" if vocab_size is not None else f"there is no way to --names {names}"
+        )
+        raise RequestError(
+            f"the checkpoint has {whose}: {what}",
+            details=[f"for example {name}" for name in list(catalog.tensors)[:2]],
+            hint="leave the option out to keep the names",
+        )
+    sources = dict(catalog.weights) or {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+    tensors = [_same(name, Target(name, t.dtype, t.shape)) for name, t in sources.items()]
+    return Content("hf" if hugging else "own", tensors, sources)
+
+
+def _same(name: str, target: Target) -> LocalTensor:
+    box = Box.whole(target.shape)
+    copies = (Copy(name, box, name, box),) if box.volume else ()
+    return LocalTensor(name, target.dtype, target.shape, target.shape, copies, (), trained=True, expert=False)
+
+
+def _hf_names(catalog: Catalog, vocab_size: int | None) -> Content:
+    _, mapping, sources = choose_mapping(catalog, ExportOptions(vocab_size=vocab_size))
+    copies: dict[str, list[Copy]] = {name: [] for name in mapping.targets}
+    for copy in mapping.copies:
+        copies[copy.target].append(copy)
+    tensors = [
+        LocalTensor(name, t.dtype, t.shape, t.shape, tuple(copies[name]), (), trained=True, expert=False)
+        for name, t in mapping.targets.items()
+    ]
+    return Content("hf", tensors, sources, mapping.drops, tuple(mapping.notes))
+
+
+def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
+    refuse_contradictions(ModelArgs.from_catalog(catalog), catalog)
+    model = LocalModel.of(catalog, Layout(), vocab_size=vocab_size).chunk()
+    # as they are stored: Megatron-FSDP keeps a bf16 model's weights in fp32, and nothing is rounded that nobody asked for
+    tensors = [replace(t, dtype=catalog.weights[t.sources[0]].dtype) for t in model]
+    drops = []
+    for copy in (copy for tensor in tensors for copy in tensor.copies):
+        shape = catalog.weights[copy.source].shape
+        rows = copy.source_box.stop[0] if shape else 0
+        if copy.source in VOCABULARY and rows < shape[0]:
+            rest = Box((rows, *(0,) * (len(shape) - 1)), (shape[0] - rows, *shape[1:]))
+            drops.append(Drop(copy.source, rest, "padding rows of the vocabulary"))
+    return Content("megatron", tensors, catalog.weights, drops)
+
+
+# ---------------------------------------------------------------------- the state of training
+
+
+def named_optimizer(reader: Reader) -> OptimizerState:
+    """The optimizer's tensors by the parameters' names; none if there is no optimizer."""
+    return optimizer_state(reader) if has_optimizer(reader.catalog) else OptimizerState({})
+
+
+def state_tensors(content: Content, state: Mapping[str, TensorInfo]) -> dict[str, list[LocalTensor]]:
+    """The optimizer's tensors, cut and put together as their parameters are; every element is used or dropped."""
+    kinds = dict.fromkeys(name.split(".")[2] for name in state)
+    out: dict[str, list[LocalTensor]] = {}
+    for kind in kinds:
+        prefix = f"optimizer.state.{kind}."
+        for tensor in content.tensors:
+            held = [state.get(prefix + copy.source) for copy in tensor.copies]
+            found = [info for info in held if info is not None]
+            if not found:
+                continue
+            if len(found) < len(held):
+                raise RequestError(f"only a part of {tensor.name} has optimizer state {kind}", tensor=tensor.name)
+            copies = tuple(replace(copy, source=prefix + copy.source) for copy in tensor.copies)
+            out.setdefault(kind, []).append(replace(tensor, dtype=found[0].dtype, copies=copies))
+        prefixed = (replace(drop, source=prefix + drop.source) for drop in content.drops)
+        mine = out.get(kind, [])
+        prove(
+            {name: t.shape for name, t in state.items() if name.startswith(prefix)},
+            {t.name: Target(t.name, t.dtype, t.matrix) for t in mine},
+            [copy for t in mine for copy in t.copies],
+            [drop for drop in prefixed if drop.source in state],
+            {t.name: t.fills for t in mine},
+        )
+    return out
+
+
+_NOT_COMMON = ("args", "optimizer", "content_metadata", "rerun_state_machine", "rng_state", "iteration")
+
+
+def state_of_job(catalog: Catalog, content: Content) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """What is known of the job that saved, as plain data, with the sizes of a job without parallelism; and what is none."""
+    rows = next((tensor.shape[0] for tensor in content.tensors if tensor.name == VOCABULARY[0]), None)
+    out: dict[str, Any] = {"checkpoint_version": 3.0}
+    strange = []
+    if catalog.iteration is not None:
+        out["iteration"] = catalog.iteration
+    if catalog.args:
+        args = plain(dict(catalog.args))
+        out["args"] = args | layout_arguments(args, Layout(), rows)
+        strange += [f"args.{name}" for name in catalog.args if name not in args]
+    common = catalog.common if isinstance(catalog.common, Mapping) else {}
+    for name, value in common.items():
+        if not isinstance(name, str) or name in _NOT_COMMON:
+            continue
+        made = plain(value)
+        if made is _OBJECT:
+            strange.append(name)
+        else:
+            out.setdefault(name, made)
+    return out, [(name, "no plain data") for name in strange]
+
+
+_OBJECT = object()
+
+
+def plain(value: Any) -> Any:
+    """The value as plain data, element types by their names; `_OBJECT` for one that is none, left out of dictionaries."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Global) and value.module == "torch":
+        return value.path
+    if isinstance(value, Mapping):
+        made = {key: plain(item) for key, item in value.items() if isinstance(key, str | int)}
+        return {key: item for key, item in made.items() if item is not _OBJECT}
+    if isinstance(value, list | tuple):
+        items = [plain(item) for item in value]
+        return _OBJECT if any(item is _OBJECT for item in items) else items
+    return _OBJECT
+
+
+def left_out(catalog: Catalog, content: Content, optimizer: str = "") -> list[tuple[str, str]]:
+    """`(what, reason)` of all that does not go along.
+
+    Args:
+        catalog: The source.
+        content: What goes along.
+        optimizer: Why the optimizer's state does not; empty if it does.
+    """
+    dropped = [(drop.source, drop.reason) for drop in content.drops]
+    others = (name for name, t in catalog.tensors.items() if t.kind == "other")
+    dropped += [(name, "no part of the model") for name in others if name not in content.sources]
+    kinds: Iterable[str] = sorted({o.name.rpartition(".")[2] for o in catalog.objects.values()})
+    dropped += [(kind, f"{len(catalog.objects)} stored objects") for kind in kinds]
+    return dropped + [(name, optimizer) for name, t in catalog.tensors.items() if t.kind == "optimizer" and optimizer]

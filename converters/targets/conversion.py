@@ -1,0 +1,285 @@
+"""What every command that writes makes, and how it is carried out: in one process or on many ranks.
+
+A writer is a module with `plan_<format>(reader, destination, ...) -> Conversion`. It decides and proves everything, reads
+and writes no tensor data, and says in the conversion what a person and a program may want to know of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from converters.engine.crew import Crew
+from converters.engine.destination import beside, free_bytes, os_trouble, replaced
+from converters.engine.publish import Staging
+from converters.engine.ranks import Ranks
+from converters.engine.run import run
+from converters.engine.team import Team, TeamStaging
+from converters.errors import DestinationError, FormatError, IntegrityError
+from converters.events import Moved, Note, Phase, PlanReady
+from converters.formats.folder import Status, read_small, status
+from converters.names import printable
+from converters.reading.cast import choose_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.engine.crew import Worker
+    from converters.engine.run import Stats
+    from converters.events import Listener, StopFlag
+    from converters.formats.base import Reader
+    from converters.planning.job import Job
+
+__all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
+
+MIB = 1 << 20
+_NOTHING = Status(False, False, 0, 0)
+
+ExtraFile = bytes | Path | Callable[[], bytes]
+"""Contents of a small file: given, those of another file, or made when everything else is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """What a person may ask of every command that writes.
+
+    Attributes:
+        max_memory: Bytes of buffers.
+        threads: Workers in this process.
+        overwrite: Replace an existing destination after success.
+        device: Where elements are cast: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it has work.
+    """
+
+    max_memory: int = 64 * MIB
+    threads: int = 2
+    overwrite: bool = False
+    device: str = "auto"
+
+
+class Proof(Protocol):
+    """Something that must be true of the source's data.
+
+    Attributes:
+        claim: What, in a few words.
+    """
+
+    claim: str
+
+    @property
+    def tasks(self) -> Sequence[Any]:
+        """What is to be looked at, as a `Crew` takes it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read for it."""
+        ...
+
+    def worker(self) -> Worker[Any]:
+        """What one thread does tasks with."""
+        ...
+
+    def judge(self, results: Mapping[int, Any]) -> None:
+        """Raises if it is not true, given what the workers found."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Something to be written, decided and proved, with nothing moved yet.
+
+    Attributes:
+        command: The verb, as progress shows it: `reshard`.
+        reader: The source.
+        destination: Where the result will appear; with several ranks, on a file system that all share.
+        job: The work; planned alike on every rank.
+        folder: Where in the destination the checkpoint lies: `iter_0050000`; empty if it is the destination itself.
+        extra_files: Small files of the result by name within the destination, in the order in which they are written.
+        dropped: `(what, reason)` of what is not carried over: tensors and objects by their names.
+        notes: Sentences a person should read before it begins.
+        summary: What it is, as `(label, text)` lines.
+        facts: The same and more for a program, as JSON has it.
+        advice: Sentences a person should read when it is done.
+        next_step: A command to type then; empty if there is none.
+        report_file: Name of the extra file that accounts for everything; empty if there is none.
+        overwrite: Replace an existing destination after success.
+        device: See `WriteOptions`.
+        single: The destination is a file: the job's only one.
+        proof: What has to be proved of the source's data before anything is written; None if nothing is in doubt.
+    """
+
+    command: str
+    reader: Reader
+    destination: Path
+    job: Job
+    folder: str = ""
+    extra_files: Mapping[str, ExtraFile] = field(default_factory=dict)
+    dropped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    summary: tuple[tuple[str, str], ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
+    next_step: str = ""
+    report_file: str = ""
+    overwrite: bool = False
+    device: str = "auto"
+    single: bool = False
+    proof: Proof | None = None
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, and what `overwrite` deletes: to be read before it begins."""
+        gone = replaced(self.destination) if self.overwrite else None
+        return (*self.notes, gone) if gone else self.notes
+
+
+def run_conversion(
+    plan: Conversion,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    ranks: Ranks | None = None,
+) -> Stats:
+    """Carries out a conversion; the destination appears complete, or not at all.
+
+    Args:
+        plan: What to do; with several ranks, every one of them has made the same plan.
+        listener: Told about progress, of all ranks, on rank 0.
+        stop: Polled between tiles.
+        ranks: The processes that do this together; by default this one alone.
+
+    Raises:
+        DistckptError: See `converters.engine.run.run`; also when the disk has not enough room, before anything is written.
+            Every rank raises an error of the same exit code.
+    """
+    ranks, job, destination = ranks or Ranks(), plan.job, plan.destination
+    tell = listener if listener is not None and ranks.rank == 0 else _ignore
+    if plan.proof is not None:
+        _prove(plan, plan.proof, tell, stop, ranks)
+    team = Team(ranks, destination, job.fingerprint, tell, stop) if ranks.world > 1 else None
+    with team or contextlib.nullcontext():
+        device, said = choose_device(plan.device, computes=job.computes, local_rank=ranks.local)
+        if team is not None and not team.leads:
+            return _follow(job, plan.reader, destination, stop, team, device)
+        _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
+        tell(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
+        for text in (*plan.remarks, *([said] if said else [])):
+            tell(Note(text))
+        if team is not None:
+            team.assemble()
+        made = [folder for folder in destination.parents if not folder.exists()]  # innermost first
+        staging = Staging(
+            destination,
+            job.fingerprint,
+            job.files,
+            overwrite=plan.overwrite,
+            meeting=team.folder if team else None,
+            single=plan.single,
+        )
+        for text in staging.notes:
+            tell(Note(text))
+        try:
+            stats = run(job, plan.reader, staging, listener=tell, stop=stop, team=team, device=device)
+            tell(Phase("publishing"))
+            for name, content in plan.extra_files.items():
+                staging.add(name, _contents(content))
+            staging.publish()
+        except (IntegrityError, FormatError) as error:
+            if not isinstance(error.__cause__, OSError):  # no passing trouble with a disk: what was read of it is wrong
+                if team is not None:
+                    team.end(error)  # the others write into it until they know
+                staging.discard()
+            elif staging.folder.exists():
+                kept = printable(str(staging.folder))
+                error.details.append(f"what is written so far is kept in {kept}; the same command continues it")
+            raise
+        finally:
+            staging.close()
+            with contextlib.suppress(OSError):  # the first that holds something, as a result, ends it
+                for folder in made:
+                    folder.rmdir()
+    return stats
+
+
+def _prove(plan: Conversion, proof: Proof, tell: Listener, stop: StopFlag | None, ranks: Ranks) -> None:
+    """Shares a proof among threads and ranks; all of them raise if it fails."""
+    tell(Phase(f"checking {proof.claim}"))
+    crew = Crew(
+        f"{plan.command} proof",
+        plan.job.fingerprint,
+        threads=plan.job.threads,
+        ranks=ranks,
+        destination=plan.destination,
+        listener=tell,
+        stop=stop,
+    )
+    with crew:
+        if crew.leads:
+            tell(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
+        results = crew.map(proof.tasks, lambda: _Prover(proof.worker(), crew))
+        if crew.leads:
+            proof.judge(results)
+        crew.agree(None)
+
+
+class _Prover:
+    """A worker of a proof that tells how far it is."""
+
+    def __init__(self, worker: Worker[Any], crew: Crew) -> None:
+        self._worker, self._crew, self.close = worker, crew, worker.close
+
+    def do(self, task: Any) -> Any:
+        found = self._worker.do(task)
+        self._crew.moved(Moved(task.nbytes), task.nbytes)
+        return found
+
+
+def _contents(content: ExtraFile) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    return read_small(content) if isinstance(content, Path) else content()
+
+
+def _known_size(files: Mapping[str, ExtraFile]) -> int:
+    try:
+        return sum(
+            len(content) if isinstance(content, bytes) else (status(content) or _NOTHING).size
+            for content in files.values()
+            if not callable(content)
+        )
+    except OSError as error:
+        raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
+
+
+def _follow(job: Job, reader: Reader, destination: Path, stop: StopFlag | None, team: Team, device: str) -> Stats:
+    """What ranks other than 0 do."""
+    team.await_share()
+    staging = TeamStaging(destination, job.fingerprint, team.ranks.rank)
+    try:
+        stats = run(job, reader, staging, stop=stop, team=team, device=device)
+    finally:
+        staging.close()
+    team.await_end()
+    return stats
+
+
+def _ignore(event: object) -> None:
+    pass
+
+
+def _need_room(destination: Path, needed: int) -> None:
+    try:
+        staged = beside(destination, "partial")
+        free = free_bytes(staged.parent)
+        held = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
+    except OSError as error:
+        raise os_trouble(error, destination, "checking") from error
+    if needed > free + held:
+        raise DestinationError(
+            f"not enough room for {printable(str(destination))}",
+            details=[f"{needed:,} bytes are needed, {free:,} are free"],
+            hint="free some space, or choose a directory on another disk",
+        )

@@ -1,0 +1,103 @@
+"""From any readable checkpoint to any format that is written: the table of writers.
+
+A writer is a function `plan_<format>(reader, destination, [layout,] options) -> Conversion` and the class of its options.
+What a writer's options do not have makes no sense for its format and is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import FormatError, RequestError
+from converters.names import printable
+from converters.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from converters.formats.base import Reader
+    from converters.targets.conversion import Conversion
+    from converters.targets.plan_cache import PlanCache
+
+__all__ = ["WRITERS", "Writer", "plan_convert"]
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """A format that is written.
+
+    Attributes:
+        plan: `module:function` of this library.
+        options: `module:class` of its options.
+        layout: Files belong to ranks of a job, whose layout is asked for.
+        cached: Plans are kept for the next iteration.
+    """
+
+    plan: str
+    options: str
+    layout: bool = False
+    cached: bool = False
+
+    def takes(self) -> frozenset[str]:
+        """What may be asked: names of the options, and of the layout's fields."""
+        own = {f.name for f in fields(_named(self.options))}
+        return frozenset(own | ({f.name for f in fields(Layout)} if self.layout else set()))
+
+    def optimizers(self) -> tuple[str, ...]:
+        """Forms of the optimizer's state that may be asked for."""
+        return tuple(getattr(_named(self.options), "OPTIMIZERS", ()))
+
+
+WRITERS: dict[str, Writer] = {
+    "torch_dist": Writer("reshard:plan_torch_dist", "reshard:ReshardOptions", layout=True, cached=True),
+    "legacy": Writer("legacy_target:plan_legacy", "legacy_target:LegacyOptions", layout=True),
+    "torch": Writer("container:plan_torch", "container:TorchOptions"),
+    "safetensors": Writer("container:plan_safetensors", "container:SafetensorsOptions"),
+}
+"""By the name that `--to` takes."""
+
+
+def plan_convert(
+    reader: Reader,
+    destination: Path,
+    to: str,
+    *,
+    layout: Layout | None = None,
+    given: Mapping[str, Any],
+    cache: PlanCache | None = None,
+) -> Conversion:
+    """Decides everything about a conversion and proves it complete; writes nothing.
+
+    Args:
+        reader: The source.
+        destination: Where the result shall appear.
+        to: Name of the format.
+        layout: The layout of the job that will load the result; None where the format has none.
+        given: What else was asked for, by the names of the writer's options.
+        cache: Where plans are kept between runs.
+
+    Raises:
+        RequestError: The format is not written, or does not take what is asked.
+        DistckptError: See the writer.
+    """
+    writer = WRITERS.get(to)
+    if writer is None:
+        raise RequestError(f"the format {printable(to)!r} is not written", hint=f"known: {', '.join(WRITERS)}")
+    strange = sorted(given.keys() - writer.takes())
+    if strange or (layout is not None and not writer.layout):
+        raise RequestError(f"the format {to} does not take {', '.join(strange) or 'a layout'}")
+    if not reader.catalog.tensors:
+        raise FormatError(f"{printable(str(reader.catalog.path))} holds no tensors in the format {reader.name}")
+    plan: Callable[..., Conversion] = _named(writer.plan)
+    asked: list[Any] = [layout or Layout()] if writer.layout else []
+    made = plan(reader, destination, *asked, _named(writer.options)(**given), **({"cache": cache} if cache else {}))
+    formats = ("format", f"{reader.name} -> {to}")
+    return replace(made, command="convert", summary=(formats, *made.summary), facts={"to": to, **made.facts})
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"converters.{module}"), name)

@@ -1,0 +1,252 @@
+"""What every format with the state of a training job has to change in it for a job at another layout.
+
+Sources: megatron/training/checkpointing.py (load_checkpoint, check_checkpoint_args), tags core_v0.9.0 to core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+from converters.facts.megatron_args import megatron_arguments
+from converters.facts.model_args import ModelArgs
+from converters.formats.base import CommonReader
+from converters.formats.common_state import Archive
+from converters.formats.folder import exists
+from converters.names import quoted
+from converters.parallel.layout import Layout
+from converters.pickles import Global, Obj, fields, set_field
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from converters.catalog import Catalog
+    from converters.formats.base import Reader
+
+__all__ = [
+    "TRACKER",
+    "as_megatron_lm",
+    "change_arguments",
+    "describe",
+    "iteration_folder",
+    "job_flags",
+    "layout_arguments",
+    "open_common",
+    "rng_fits",
+    "tracker",
+]
+
+TRACKER = "latest_checkpointed_iteration.txt"
+"""The file that tells a job which iteration to load; Megatron writes it last."""
+
+
+def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
+    """The common state of a checkpoint, wherever it keeps it: the archive and the dictionary in it, both anew.
+
+    Raises:
+        RequestError: It has none.
+    """
+    catalog = reader.catalog
+    made = reader.common_archive() if isinstance(reader, CommonReader) else None
+    path = catalog.path / "common.pt"
+    if made is not None or exists(path):
+        archive = made or Archive(path)
+        tree = archive.tree
+    else:
+        stored = catalog.objects.get("common_state/shard_0_1")
+        if stored is None:
+            raise RequestError(
+                "the checkpoint has no common state (neither common.pt nor common_state), so no job could resume from it",
+                hint="export-hf needs none",
+            )
+        archive = Archive(catalog.path / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
+        tree = archive.tree[0] if isinstance(archive.tree, list) and len(archive.tree) == 1 else archive.tree
+    if not isinstance(tree, dict):
+        raise RequestError("the common state is not a dictionary")
+    return archive, tree
+
+
+def as_megatron_lm(
+    catalog: Catalog, tree: Mapping[Any, Any]
+) -> tuple[dict[Any, Any], list[tuple[str, str]], list[str]]:
+    """The common state of NeMo or Megatron-Bridge as Megatron-LM has it.
+
+    Args:
+        catalog: The source.
+        tree: Its common state.
+
+    Returns:
+        The common state with training arguments made of the configuration, what of it is not carried, with the reason, and
+        sentences a person should read. One that has arguments is Megatron-LM's own and stays as it is.
+    """
+    if isinstance(tree.get("args"), Obj):
+        return dict(tree), [], []
+    values, notes = megatron_arguments(ModelArgs.from_catalog(catalog), catalog.options)
+    if samples := _samples_seen(tree):
+        values.setdefault("consumed_train_samples", samples)
+    if not {"num_layers", "hidden_size", "num_attention_heads"} <= values.keys():  # what a loader compares at least
+        return dict(tree), [], []
+    # Lightning's part of it holds classes that Megatron-LM does not let a common state hold
+    kept = {key: value for key, value in tree.items() if key in _KEPT}
+    dropped = [
+        (str(key), f"of {catalog.flavour}; Megatron-LM has no place for it")
+        for key in tree
+        if key not in (*kept, *_MADE)
+    ]
+    made = (Obj(Global("argparse", "Namespace"), kind="newobj", state=values), 3.0, catalog.iteration or 0)
+    return {"num_floating_point_operations_so_far": 0, **kept, **dict(zip(_MADE, made, strict=True))}, dropped, notes
+
+
+_MADE = ("args", "checkpoint_version", "iteration")
+_KEPT = ("optimizer", "opt_param_scheduler", "content_metadata", "num_floating_point_operations_so_far")
+
+
+def _samples_seen(tree: Mapping[Any, Any]) -> int | None:
+    """NeMo's data modules keep what they call consumed_samples under their own name (nemo/lightning/pytorch/plugins)."""
+    found = [v.get("consumed_samples") for v in tree.values() if isinstance(v, dict)]
+    return next((n for n in found if type(n) is int), None)
+
+
+def iteration_folder(catalog: Catalog) -> str:
+    """Where in a training root the checkpoint lies."""
+    return "release" if catalog.path.name == "release" else f"iter_{catalog.iteration or 0:07d}"
+
+
+def tracker(folder: str) -> bytes:
+    """What the tracker file says of an iteration's folder."""
+    return folder.removeprefix("iter_").lstrip("0").encode() or b"0"
+
+
+def describe(
+    catalog: Catalog, layout: Layout, optimizer: str, changed: Mapping[str, tuple[Any, Any]]
+) -> tuple[tuple[tuple[str, str], ...], dict[str, Any]]:
+    """What a person and a program are told of a checkpoint for another job: `summary` and `facts` of a conversion.
+
+    Args:
+        catalog: The source.
+        layout: Of the job.
+        optimizer: Form of its optimizer's state.
+        changed: Training arguments that differ: name -> (before, after).
+    """
+    lines = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
+    summary = (
+        ("from", str(Layout.saved(catalog))),
+        ("to", f"{layout}, optimizer: {optimizer}"),
+        *(("" if number else "args", line) for number, line in enumerate(lines)),
+    )
+    sizes = ("tp", "pp", "vpp", "cp", "ep", "expert_tp", "dp", "world_size")
+    return summary, {
+        "layout": {name: getattr(layout, name) for name in sizes},
+        "optimizer": optimizer,
+        "changed_args": {name: {"from": old, "to": new} for name, (old, new) in changed.items()},
+    }
+
+
+def job_flags(root: Path, layout: Layout, *more: str) -> str:
+    """What Megatron-LM has to be told to load a training root at a layout."""
+    words = [f"--load {quoted(root)}", f"--tensor-model-parallel-size {layout.tp}"]
+    words.append(f"--pipeline-model-parallel-size {layout.pp}")
+    words += [f"--expert-model-parallel-size {layout.ep}"] if layout.ep > 1 else []
+    return " ".join([*words, *more])
+
+
+def rng_fits(catalog: Catalog, layout: Layout, rng: str, dropped: list[tuple[str, str]]) -> bool:
+    """Whether the random states of a checkpoint are carried to a job; if not, notes each with the reason.
+
+    Args:
+        catalog: The source.
+        layout: Of the job.
+        rng: "keep", "drop", or "auto": keep where the grid of ranks is the same.
+        dropped: Where to note what is not carried, as `(what, reason)`.
+
+    Raises:
+        RequestError: They were to be kept and cannot be.
+    """
+    stored = [o for o in catalog.objects.values() if o.name == "rng_state"]
+    if not stored:
+        return False
+    grid, target = stored[0].grid, (layout.pp, layout.tp, layout.dp)
+    same = grid == target[: len(grid)]
+    if rng == "keep" and not same:
+        have = " x ".join(map(str, grid))
+        need = " x ".join(map(str, target[: len(grid)]))
+        raise RequestError(
+            f"the random state was saved for a grid of {have} ranks (pp x tp{' x dp' if len(grid) > 2 else ''}), "
+            f"the target has {need}",
+            hint="--rng drop: the job starts with fresh random numbers, as Megatron does after every such change",
+        )
+    if rng == "drop" or not same:
+        reason = "not wanted" if rng == "drop" else "the target has another grid of ranks"
+        dropped.extend((o.key, f"random state: {reason}") for o in stored)
+        return False
+    return True
+
+
+def layout_arguments(known: Mapping[str, Any], layout: Layout, padded_vocab: int | None) -> dict[str, Any]:
+    """The training arguments that describe a layout, with their values; fields that the source lacks stay absent.
+
+    Args:
+        known: The source's arguments.
+        layout: Of the job.
+        padded_vocab: Rows of its embedding.
+    """
+    values: dict[str, Any] = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "data_parallel_size": layout.dp,
+        "world_size": layout.world_size,
+        "transformer_pipeline_model_parallel_size": layout.pp,
+        "decoder_first_pipeline_num_layers": layout.first_layers,
+        "decoder_last_pipeline_num_layers": layout.last_layers,
+        "pipeline_model_parallel_layout": layout.pp_layout,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss,
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": layout.vpp,
+    }
+    if padded_vocab is not None:
+        values["padded_vocab_size"] = padded_vocab
+    return {name: v for name, v in values.items() if name in known and (known[name] is not None or v is not None)}
+
+
+def change_arguments(args: Obj, values: Mapping[str, Any], *, newer: bool = False) -> dict[str, tuple[Any, Any]]:
+    """Sets fields of the inert Namespace of training arguments.
+
+    Args:
+        args: The Namespace.
+        values: What the fields shall be.
+        newer: Keep values of classes that only Megatron-Core 0.19 and later know; otherwise they become None.
+
+    Returns:
+        The fields that differ now: name -> (before, after).
+    """
+    known, changed = fields(args), {}
+    for name, value in values.items():
+        if name not in known or known[name] != value:
+            changed[name] = (known.get(name), value)
+            set_field(args, name, value)
+    for name, value in known.items() if not newer else ():
+        if (unknown := _only_newer(value)) is not None:
+            changed[name] = (repr(unknown), None)
+            set_field(args, name, None)
+    return changed
+
+
+_KNOWN_CLASSES = ("AttnBackend", "ModelType", "OptimizerConfig", "RerunDiagnostic", "RerunMode", "RerunState")
+
+
+def _only_newer(value: Any) -> Obj | None:
+    """The first instance in an argument's value of a class that Megatron-Core 0.14 and 0.16 do not let a common state hold.
+
+    They read it with `weights_only` and their own list of classes (megatron/core/safe_globals.py), and refuse all of it for
+    one argument that nobody asks for, `inference_cuda_graph_scope` of 0.19 for example. A job takes None for "not told".
+    """
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, Obj) and item.func.module.startswith("megatron.") and item.func.name not in _KNOWN_CLASSES:
+            return item
+    return None

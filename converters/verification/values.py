@@ -1,0 +1,360 @@
+"""What the values of tensors say: pieces that must be equal, masters that must round to weights, numbers that cannot be.
+
+Tensors are read in tiles, each as often as a question asks for it; nothing here grows with the model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.box import Box, contiguous_tiles
+from converters.errors import DistckptError, IntegrityError, Interrupted
+from converters.events import Moved
+from converters.names import printable
+from converters.optimizer.proof import rounded
+from converters.reading.gather import UNSIGNED, Gatherer, Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from converters.catalog import TensorInfo
+    from converters.dtypes import DType
+    from converters.engine.crew import Crew
+    from converters.formats.base import Reader
+    from converters.verification.report import Check
+
+__all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes"]
+
+_TILE = 1 << 18  # elements: a tile and what is made of it stay in the processor's cache
+
+# thresholds of `judge_values`
+STORM = 0.01  # part of a weight's elements that may be denormal: training leaves none, foreign memory many
+APART = 10.0  # times the usual size among the same tensors of other layers: worth a look
+FAR_APART = 1000.0  # not by training
+_VOCABULARY = ("word_embeddings.weight", "embed_tokens.weight", "wte.weight", "output_layer.weight", "lm_head.weight")
+_FEWEST = 4  # layers that "the usual" takes
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def tile_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of buffers that a worker holds."""
+    return 2 * _TILE * max((t.dtype.itemsize for t in tensors.values()), default=1) + 5 * _TILE * 8
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTask:
+    """One tensor to be looked at, or two to be compared.
+
+    Attributes:
+        number: Among all tasks.
+        names: The tensor; or two: the first is compared with the second.
+        compare: "equal" or "rounded" for two, "" for one.
+        values: Whether statistics are wanted.
+        nbytes: Bytes of the tensors.
+    """
+
+    number: int
+    names: tuple[str, ...]
+    compare: str
+    values: bool
+    nbytes: int
+
+
+class TensorWorker:
+    """Looks at tensors, one task at a time."""
+
+    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo], crew: Crew) -> None:
+        self._tensors, self._crew = tensors, crew
+        # that a checksum does not match was found when the files were read
+        self._sources = Sources(reader, tensors, damaged=lambda error: None)
+        self._gatherers = (Gatherer(self._sources), Gatherer(self._sources))
+
+    def close(self) -> None:
+        """Closes all files."""
+        for gatherer in self._gatherers:
+            gatherer.close()
+
+    def do(self, task: TensorTask) -> dict[str, Any]:
+        """`wrong` elements of the first tensor and the `first` of them; `stats` by name; or why it `failed`."""
+        infos = [self._tensors[name] for name in task.names]
+        out: dict[str, Any] = {"wrong": 0, "first": None, "stats": {}}
+        try:
+            stats = [Stats(info) for info in infos]
+            shape = self._common(infos) if task.compare else infos[0].shape
+            for box in self._tiles(task.names[0], shape):
+                self._crew.check()
+                tiles = [g.gather(n, box) for g, n in zip(self._gatherers, task.names, strict=False)]
+                if task.compare:
+                    self._compare(tiles, infos, box, task.compare, out)
+                if task.values:
+                    for one, tile in zip(stats, tiles, strict=True):
+                        one.add(tile)
+                nbytes = sum(tile.nbytes for tile in tiles)
+                self._crew.moved(Moved(nbytes), nbytes)
+            if task.values:
+                out["stats"] = {info.name: one.document() for info, one in zip(infos, stats, strict=True)}
+        except Interrupted:
+            raise
+        except DistckptError as error:
+            out["failed"] = str(error).replace("\n", "; ")
+        return out
+
+    def _tiles(self, name: str, shape: tuple[int, ...]) -> Iterator[Box]:
+        """Tiles of a tensor along its stored pieces: each is read in few runs, however the tensor was split."""
+        for chunk in self._sources.chunks(name):
+            part = chunk.box.intersect(Box.whole(shape)) if shape else chunk.box
+            if part is not None:
+                yield from (tile.shifted(part.start) for tile in contiguous_tiles(Box.whole(part.shape), _TILE))
+
+    def _common(self, infos: list[TensorInfo]) -> tuple[int, ...]:
+        """The shape that both have, but for rows that pad the vocabulary."""
+        one, other = (info.shape for info in infos)
+        if len(one) != len(other) or one[1:] != other[1:]:
+            raise IntegrityError(f"{infos[0].name} is {list(one)}, {infos[1].name} is {list(other)}")
+        return (min(one[0], other[0]), *one[1:]) if one else one
+
+    def _compare(
+        self, tiles: list[NDArray[Any]], infos: list[TensorInfo], box: Box, how: str, out: dict[str, Any]
+    ) -> None:
+        have, want = tiles
+        if how == "rounded":
+            have = rounded(have, infos[0].dtype, infos[1].dtype)
+        elif infos[0].dtype != infos[1].dtype:
+            raise IntegrityError(f"{infos[0].name} is {infos[0].dtype}, {infos[1].name} is {infos[1].dtype}")
+        if np.array_equal(have, want):
+            return
+        differ = have != want
+        if infos[1].dtype.floating:
+            differ &= ~(_is_nan(have, infos[1].dtype) & _is_nan(want, infos[1].dtype))
+        wrong = int(np.count_nonzero(differ))
+        if wrong:
+            at = np.unravel_index(int(np.argmax(differ.reshape(-1))), box.shape) if box.shape else ()
+            first = [int(start + i) for start, i in zip(box.start, at, strict=True)]
+            out["first"] = first if out["first"] is None else min(first, out["first"])
+        out["wrong"] += wrong
+
+
+def _is_nan(bits: NDArray[Any], kind: DType) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = np.isnan(_floats(bits, kind))
+    return found
+
+
+def _floats(bits: NDArray[Any], kind: DType) -> NDArray[Any]:
+    """Values of floating elements that are given as unsigned integers."""
+    if kind.name == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    if kind.itemsize == 1:
+        known: NDArray[Any] = _fp8_values(kind.name)[bits]
+        return known
+    values: NDArray[Any] = np.ascontiguousarray(bits).view(np.dtype(f"<f{kind.itemsize}"))
+    return values
+
+
+_FP8: dict[str, NDArray[np.float32]] = {}
+
+
+def _fp8_values(name: str) -> NDArray[np.float32]:
+    if name not in _FP8:
+        import torch
+
+        codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+        _FP8[name] = codes.view(getattr(torch, name)).float().numpy()
+    return _FP8[name]
+
+
+_LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
+
+
+class Stats:
+    """What is counted of a tensor's elements."""
+
+    def __init__(self, info: TensorInfo) -> None:
+        self._kind = info.dtype
+        self._least = _LEAST_NORMAL.get(info.dtype.name, 0.0)
+        self._first: Any = None
+        self.numel = self.nan = self.inf = self.zero = self.denormal = 0
+        self.low, self.high = math.inf, -math.inf
+        self.squares = 0.0
+        self.constant = True
+
+    def add(self, bits: NDArray[Any]) -> None:
+        """Counts a tile, elements as unsigned integers."""
+        bits = bits.reshape(-1)
+        if not bits.size:
+            return
+        self.numel += bits.size
+        if self._first is None:
+            self._first = bits[0].copy()
+        if self.constant:
+            self.constant = bool((bits == self._first).all())
+        if not self._kind.floating:
+            self.zero += bits.size - int(np.count_nonzero(bits))
+            return
+        values = _floats(bits, self._kind)
+        if self._kind.itemsize == 2:
+            values = values.astype(np.float32, copy=False)
+        with np.errstate(all="ignore"):
+            squares = float(np.dot(values, values))
+            if not math.isfinite(squares):
+                finite = np.isfinite(values)
+                bad = values[~finite]
+                nan = int(np.count_nonzero(np.isnan(bad)))
+                self.nan, self.inf = self.nan + nan, self.inf + bad.size - nan
+                values = values[finite].astype(np.float64)
+                squares = float(np.dot(values, values))
+        self.squares += squares
+        if not values.size:
+            return
+        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
+        nonzero = int(np.count_nonzero(values))
+        self.zero += values.size - nonzero
+        if nonzero and self._least:
+            small = int(np.count_nonzero(np.abs(values) < self._least))
+            self.denormal += small - (values.size - nonzero)
+
+    def document(self) -> dict[str, Any]:
+        """Plain data; `rms` is of the finite elements."""
+        finite = self.numel - self.nan - self.inf
+        floating = self._kind.floating and finite > 0
+        return {
+            "numel": self.numel,
+            "nan": self.nan,
+            "inf": self.inf,
+            "zero": self.zero,
+            "denormal": self.denormal,
+            "constant": self.constant and self.numel > 0,
+            "min": self.low if floating else None,
+            "max": self.high if floating else None,
+            "rms": math.sqrt(self.squares / finite) if floating else None,
+        }
+
+
+def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
+    """Says of each tensor what its values cannot be, or seldom are.
+
+    Never in a trained model: NaN, Inf; a negative second moment; weights of which more than 1 % are denormal; a matrix that
+    is zero or constant while the same matrix of other layers is not; an embedding that is; a matrix 1,000 times as large
+    as its siblings, or as small. Worth a look: a matrix that is zero in all layers; a weight whose root mean square is
+    10 times that of its siblings, or a tenth of it.
+
+    Args:
+        check: Where it is noted.
+        stats: What `Stats` says of each tensor.
+        tensors: The tensors.
+    """
+    usual = _siblings(stats, tensors)
+    for name, found in stats.items():
+        info = tensors[name]
+        if not info.dtype.floating or not found["numel"]:
+            continue
+        shown, numel = printable(name), found["numel"]
+        for what, word in (("nan", "NaN"), ("inf", "infinite")):
+            if found[what]:
+                check.error(
+                    f"{shown}: {found[what]:,} of {numel:,} elements are {word}",
+                    tensors=(name,),
+                    needed="finite numbers",
+                    found=f"{found[what]} {word}",
+                )
+        if name.startswith("optimizer.state.exp_avg_sq.") and (found["min"] or 0) < 0:
+            text = f"{shown}: a second moment cannot be negative, the smallest is {found['min']:.3g}"
+            check.error(text, tensors=(name,), needed=">= 0", found=f"{found['min']:.3g}")
+        if info.kind == "weight":
+            _judge_weight(check, name, info, found, usual.get(name))
+
+
+def _siblings(
+    stats: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]
+) -> dict[str, list[Mapping[str, Any]]]:
+    """For each weight, what is known of the same weight in other layers and experts."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in stats:
+        if tensors[name].kind == "weight":
+            groups[_NUMBER.sub("*", name)].append(name)
+    # one list for all of a group: what is asked of it is a median, which one member does not change
+    out = {}
+    for members in groups.values():
+        found = [stats[name] for name in members]
+        out.update(dict.fromkeys(members, found))
+    return out
+
+
+def _judge_weight(
+    check: Check,
+    name: str,
+    info: TensorInfo,
+    found: Mapping[str, Any],
+    siblings: list[Mapping[str, Any]] | None,
+) -> None:
+    shown, nonzero = printable(name), found["numel"] - found["zero"]
+    storm = found["denormal"] / found["numel"]
+    if storm > STORM:
+        text = f"{shown}: {100 * storm:.0f} % of its elements are denormal (below {_LEAST_NORMAL[info.dtype.name]:.2g})"
+        tell = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
+        tell(f"{text}: memory that nothing was written to looks so", tensors=(name,))
+        return
+    siblings = siblings or []
+    if found["constant"] and found["numel"] > 1:
+        _judge_constant(check, name, info, found, siblings)
+    elif nonzero and len(siblings) >= _FEWEST:
+        sizes = [s["rms"] for s in siblings if s["rms"] is not None]
+        middle = statistics.median(sizes) if sizes else 0.0
+        ratio = found["rms"] / middle if middle and found["rms"] is not None else 1.0
+        if ratio >= APART or ratio <= 1 / APART:
+            far = len(info.shape) > 1 and (ratio >= FAR_APART or ratio <= 1 / FAR_APART)
+            text = (
+                f"{shown}: its root mean square is {found['rms']:.3g}, that of the same weight elsewhere {middle:.3g}"
+            )
+            (check.error if far else check.warn)(
+                text, tensors=(name,), needed=f"{middle:.3g}", found=f"{found['rms']:.3g}"
+            )
+
+
+def _judge_constant(
+    check: Check, name: str, info: TensorInfo, found: Mapping[str, Any], siblings: list[Mapping[str, Any]]
+) -> None:
+    value = "zero" if found["zero"] == found["numel"] else f"{found['min']:.6g}"
+    others = [s for s in siblings if s is not found]
+    varied = any(not s["constant"] for s in others)
+    text = f"{printable(name)}: all {found['numel']:,} elements are {value}"
+    if len(info.shape) < 2:  # norms begin as ones, biases as zeros
+        if varied and len(others) >= _FEWEST:
+            check.warn(f"{text}, those of other layers are not", tensors=(name,))
+    elif varied:
+        check.error(f"{text}, those of other layers are not", tensors=(name,))
+    elif name.endswith(_VOCABULARY):
+        check.error(text, tensors=(name,))
+    else:  # what begins as zeros may still be: the last projection of an adapter, a head that is not trained
+        check.warn(text + (", in every layer" if others else ""), tensors=(name,))
+
+
+def value_tasks(
+    tensors: Mapping[str, TensorInfo], pairs: Mapping[str, tuple[str, str]], *, values: bool, first: int
+) -> Iterator[TensorTask]:
+    """What is to be looked at: pairs first, then whatever is in no pair.
+
+    Args:
+        tensors: All tensors.
+        pairs: Tensor -> (how, tensor) that it is compared with.
+        values: Whether values are looked at.
+        first: Number of the first task.
+    """
+    number, seen = first, set[str]()
+    for name, (how, other) in pairs.items():
+        nbytes = tensors[name].nbytes + tensors[other].nbytes
+        yield TensorTask(number, (name, other), how, values and how == "rounded", nbytes)
+        seen |= {name, other} if how == "rounded" else set()
+        number += 1
+    for name, info in tensors.items() if values else ():
+        if name not in seen and info.dtype.itemsize in UNSIGNED and info.dtype.itemsize < 16 and info.kind != "copy":
+            yield TensorTask(number, (name,), "", True, info.nbytes)
+            number += 1
