@@ -30,7 +30,7 @@ class Writer:
     """A format that is written.
 
     Attributes:
-        plan: `module:function` of this library.
+        plan: `module:function` of this package.
         options: `module:class` of its options.
         layout: Files belong to ranks of a job, whose layout is asked for.
         cached: Plans are kept for the next iteration.
@@ -53,7 +53,7 @@ class Writer:
 
 WRITERS: dict[str, Writer] = {
     "torch_dist": Writer("reshard:plan_torch_dist", "reshard:ReshardOptions", layout=True, cached=True),
-    "legacy": Writer("legacy_target:plan_legacy", "legacy_target:LegacyOptions", layout=True),
+    "legacy": Writer("legacy:plan_legacy", "legacy:LegacyOptions", layout=True),
     "torch": Writer("container:plan_torch", "container:TorchOptions"),
     "safetensors": Writer("container:plan_safetensors", "container:SafetensorsOptions"),
 }
@@ -100,4 +100,4 @@ def plan_convert(
 
 def _named(place: str) -> Any:
     module, _, name = place.partition(":")
-    return getattr(import_module(f"converters.{module}"), name)
+    return getattr(import_module(f"{__package__}.{module}"), name)
