@@ -60,7 +60,7 @@ def write(path: Path, chunks: int, shape: str, protocol: int) -> None:
 
 def read(path: Path, fast: bool) -> None:
     """Print times and peak memory in MiB of reading one file."""
-    from converters.formats.dcp_metadata import read_metadata
+    from converters.formats.dcp.metadata import read_metadata
 
     start, busy = time.perf_counter(), time.process_time()
     found = read_metadata(path.read_bytes(), fast=fast)

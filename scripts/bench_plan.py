@@ -23,8 +23,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from converters.archive.records_out import object_record
-from converters.formats.dcp_stored import DcpMetadata, StoredTensor
-from converters.formats.torch_dist import TorchDistReader
+from converters.formats.dcp.stored import DcpMetadata, StoredTensor
+from converters.formats.torch_dist.reader import TorchDistReader
 from converters.parallel.layout import Layout
 from converters.pickles import Global, Obj
 from converters.targets.plan_cache import PlanCache, code_digest

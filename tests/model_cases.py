@@ -229,7 +229,7 @@ def run_back(mapping, shapes, arrays):
 
 def golden_case(name, config):
     """A golden checkpoint's catalog, its ModelArgs, and its true values, with zeros for padding rows."""
-    from converters.formats.torch_dist import TorchDistReader
+    from converters.formats.torch_dist.reader import TorchDistReader
 
     folder = next((GOLDEN / name).glob("**/.metadata")).parent
     catalog = TorchDistReader.open(folder).catalog

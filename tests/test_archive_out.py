@@ -21,7 +21,7 @@ from converters.dtypes import dtype
 from converters.engine.publish import Staging
 from converters.engine.run import run
 from converters.errors import DistckptError, RequestError
-from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
+from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.planning.job import Job
 from converters.planning.plan import Copy, Op
 
@@ -192,7 +192,7 @@ def test_casts_transposes_fills_and_several_files(tmp_path):
 
 
 def test_what_another_archive_held_is_adopted(tmp_path):
-    from converters.formats.legacy_files import PtFile
+    from converters.formats.containers.archive import PtFile
 
     state = {"rng": [torch.arange(5, dtype=torch.uint8), torch.arange(12).view(3, 4)[1]], "again": None}
     state["again"] = state["rng"][0]

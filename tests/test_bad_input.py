@@ -13,7 +13,7 @@ import pytest
 from checkpoints import copy_golden, edit_metadata, flip, payloads, run_cli, tree
 from support import GOLDEN, nobody
 
-from converters.formats import dcp
+from converters.formats.dcp import reader as dcp
 from converters.pickles import fields, set_field
 from distckpt_cli.app import main
 

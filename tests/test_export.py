@@ -13,7 +13,7 @@ from converters import models
 from converters.dtypes import from_option
 from converters.errors import DestinationError, FormatError, RequestError
 from converters.formats import open_checkpoint
-from converters.formats.safetensors import plan_shards
+from converters.formats.containers.safetensors_out import plan_shards
 from converters.models import rules
 from converters.planning.plan import Copy, Op
 from converters.targets.export import ExportOptions, plan_export, run_export

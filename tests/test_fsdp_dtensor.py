@@ -18,7 +18,7 @@ from converters.dtypes import dtype
 from converters.errors import IntegrityError, RequestError
 from converters.facts.optimizer_layout import optimizer_layout
 from converters.formats import open_checkpoint
-from converters.formats.fsdp_dtensor import _experts, _nested
+from converters.formats.dcp.fsdp_dtensor import _experts, _nested
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.parallel.layout import Layout

@@ -18,8 +18,8 @@ from test_layout_ranks import BASE, JOBS, MLA, MOE
 from converters.archive.records import tensor_ref
 from converters.dtypes import dtype
 from converters.formats import open_checkpoint
-from converters.formats.legacy_files import PtFile
-from converters.formats.legacy_model import model_chunks
+from converters.formats.containers.archive import PtFile
+from converters.formats.legacy.model import model_chunks
 from converters.names import parse_key
 from converters.parallel.layout import Layout
 from converters.parallel.local import LocalModel, module_name

@@ -214,7 +214,7 @@ TORCH_DIST = sorted(
 
 @pytest.mark.parametrize("folder", TORCH_DIST, ids=lambda p: p.parts[-2])
 def test_golden_arguments_fit_their_tensors(folder):
-    from converters.formats.torch_dist import TorchDistReader
+    from converters.formats.torch_dist.reader import TorchDistReader
 
     assert len(TORCH_DIST) > 30
     catalog = TorchDistReader.open(folder).catalog

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hostile_pickles as hostile
 
 from converters.errors import DistckptError
-from converters.formats.dcp_metadata import read_metadata
+from converters.formats.dcp.metadata import read_metadata
 from converters.pickles import Global, describe, dumps, parse
 from converters.pickles import hostile as is_hostile
 from converters.pickles.policy import hostile_tail

@@ -6,6 +6,7 @@ import gc
 import pickle
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,10 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from converters.errors import FormatError
-from converters.formats.dcp_metadata import DcpMetadata, read_metadata
+from converters.formats.dcp.metadata import read_metadata
 from converters.pickles import Global, Limits, Obj, dumps, fields, parse, set_field
 from converters.pickles.columns import Columns
 from converters.pickles.machine import Machine
+
+if TYPE_CHECKING:
+    from converters.formats.dcp.stored import DcpMetadata
 
 GOLDEN = Path(__file__).parent / "golden"
 REAL = sorted(path for path in GOLDEN.rglob("*metadata") if path.name == ".metadata" or path.parent.name == "pickles")

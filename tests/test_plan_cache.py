@@ -16,7 +16,7 @@ from cli_support import child
 
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
-from converters.formats.geometry import geometry_digest
+from converters.formats.dcp.geometry import geometry_digest
 from converters.parallel.layout import Layout
 from converters.pickles import Global, Obj
 from converters.targets import plan_cache

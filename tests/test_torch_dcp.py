@@ -11,7 +11,7 @@ from support import GOLDEN, load_safetensors, read_tensor
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
-from converters.formats.dcp_names import hugging_face, name_keys, paths
+from converters.formats.dcp.names import hugging_face, name_keys, paths
 from converters.pickles import fields
 from distckpt_cli.app import main
 

@@ -21,7 +21,7 @@ from converters.formats import open_checkpoint
 from converters.formats.canonical import object_info
 from converters.formats.common_state import Archive
 from converters.formats.megatron import common_facts
-from converters.formats.zarr_array import parse_zarray
+from converters.formats.zarr.array import parse_zarray
 
 REAL = ["v009_zarr_llama_adam_tp2pp2", "v009_zarr_llama_distopt_tp2pp2dp2", "nemo1_zarr_llama4_weights_tp2pp2"]
 SPELLINGS = {"bfloat16": "bfloat16", "float32": "<f4", "float16": "<f2", "uint8": "|u1", "int64": "<i8"}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from converters import __version__
 from converters.errors import DistckptError
-from converters.formats.torch_dist_columns import Columns
+from converters.formats.torch_dist.columns import Columns
 from converters.optimizer.state import optimizer_state
 from converters.parallel.split import Outline
 from converters.pickles import Global, Obj, PersId
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.formats.base import Reader
-    from converters.formats.torch_dist_out import TorchDistOutput
+    from converters.formats.torch_dist.output import TorchDistOutput
     from converters.parallel.layout import Layout
     from converters.targets.plan_cache import PlanCache
     from converters.targets.reshard_state import ReshardOptions

@@ -26,10 +26,10 @@ from converters.archive.records_out import tensor_node
 from converters.box import Box
 from converters.engine.destination import check_destination
 from converters.facts.damage import refuse_damage
-from converters.formats.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.formats.base import fingerprint_of
+from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput, Region
+from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
 from converters.formats.folder import read_small
-from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.names import printable, quoted
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.state import Masters, OptimizerState

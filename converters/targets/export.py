@@ -19,8 +19,8 @@ from converters.errors import FormatError, RequestError
 from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import fingerprint_of
+from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
 from converters.formats.folder import read_small
-from converters.formats.safetensors import DEFAULT_SHARD_BYTES, plan_shards
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
 from converters.optimizer.proof import Masters
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
     from converters.formats.base import Reader
-    from converters.formats.safetensors import SafetensorsLayout
+    from converters.formats.containers.safetensors_out import SafetensorsLayout
     from converters.models import HfMapping, Model
 
 __all__ = ["ExportOptions", "ExportPlan", "choose_mapping", "plan_export", "run_export"]

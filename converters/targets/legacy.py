@@ -29,13 +29,13 @@ from converters.engine.destination import check_destination
 from converters.errors import RequestError
 from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
-from converters.formats.archive_out import ArchiveFile, ArchiveOutput
 from converters.formats.base import CommonReader, fingerprint_of
 from converters.formats.common_state import Archive
-from converters.formats.legacy import LegacyReader
-from converters.formats.legacy_chains import Chains
-from converters.formats.legacy_files import MODEL, OPTIMIZER, rank_folder
-from converters.formats.legacy_out import flat_optimizer, model_state, plain_optimizer
+from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
+from converters.formats.legacy.chains import Chains
+from converters.formats.legacy.grid import MODEL, OPTIMIZER, rank_folder
+from converters.formats.legacy.output import flat_optimizer, model_state, plain_optimizer
+from converters.formats.legacy.reader import LegacyReader
 from converters.names import fold, parse_key, quoted
 from converters.optimizer.state import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.parallel.layout_check import check as check_layout
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.base import Reader
-    from converters.formats.legacy_out import Chain
+    from converters.formats.legacy.output import Chain
     from converters.parallel.layout import Layout
     from converters.parallel.local import LocalTensor
     from converters.pickles import Node

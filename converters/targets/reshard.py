@@ -15,7 +15,7 @@ from converters.errors import RequestError
 from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import fingerprint_of
-from converters.formats.torch_dist_out import TorchDistOutput
+from converters.formats.torch_dist.output import TorchDistOutput
 from converters.names import quoted
 from converters.optimizer.state import Masters, OptimizerState, has_optimizer, optimizer_state
 from converters.parallel.layout_check import check as check_layout
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
-    from converters.formats.torch_dist_out import FlatOut, ObjectOut
+    from converters.formats.torch_dist.output import FlatOut, ObjectOut
     from converters.parallel.layout import Layout
     from converters.planning.job import OutputFile
     from converters.targets.plan_cache import PlanCache

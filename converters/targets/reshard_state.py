@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.archive.records_out import empty_object
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
-from converters.formats.torch_dist_out import ObjectOut
+from converters.formats.torch_dist.output import ObjectOut
 from converters.names import parse_key, stored_key
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.state import param_groups

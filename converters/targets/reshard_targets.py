@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from converters.archive.records_out import object_record
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.formats.torch_dist_columns import Columns
-from converters.formats.torch_dist_parts import ArrayOut, Cut, FlatOut, ObjectOut
+from converters.formats.torch_dist.columns import Columns
+from converters.formats.torch_dist.parts import ArrayOut, Cut, FlatOut, ObjectOut
 from converters.names import stored_key
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import read_param_groups

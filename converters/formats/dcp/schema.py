@@ -17,8 +17,17 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 import numpy as np
 
 from converters.errors import FormatError
-from converters.formats.dcp_rows import OBJECT, Chunks, Ints, Points, Records, match
-from converters.formats.dcp_stored import DcpMetadata, StoredObject, StoredTensor
+from converters.formats.dcp.stored import (
+    OBJECT,
+    Chunks,
+    DcpMetadata,
+    Ints,
+    Points,
+    Records,
+    StoredObject,
+    StoredTensor,
+    match,
+)
 from converters.pickles import Global, Node, Obj, describe, fields
 from converters.pickles.columns import Bail, Batch, Columns
 from converters.pickles.nodes import Run, Slot

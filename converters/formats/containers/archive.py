@@ -1,22 +1,13 @@
-"""The files of a Megatron-LM legacy checkpoint: found, read once each, and their storages numbered as records.
+"""Files of torch.save with hundreds of tensors: directory and pickle read once, storages numbered as records.
 
-    iter_0000010/
-        mp_rank_00/model_optim_rng.pt           tp only
-        mp_rank_00_001/model_optim_rng.pt       tp and pp; or tp and ep, when there is one pipeline stage
-        mp_rank_00_001_003/model_optim_rng.pt   tp, pp and ep
-                          /distrib_optim.pt     the distributed optimizer of that rank
-
-Every file is one `torch.save` archive with hundreds of tensors; its directory and its pickle are read once. A record is a
-whole storage, which several tensors may share as views: with the distributed optimizer all weights of a rank do.
-
-Source: megatron/training/checkpointing.py (`get_checkpoint_name`), Megatron-LM v2.0 to core_v0.16.1.
+A record is a whole storage, which several tensors may share as views: with Megatron's distributed optimizer all weights of
+a rank do.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,31 +15,18 @@ import numpy as np
 from converters.archive.records import Member, Payload, member_offset, read_directory
 from converters.catalog import FileInfo, StoredArray
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at, scan, status
-from converters.names import printable
+from converters.formats.folder import close_source, open_source, read_at, status
 from converters.pickles import PickleFormatError, parse, parse_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from converters.archive.records import TensorRef
     from converters.formats.base import Read
 
-__all__ = [
-    "MODEL",
-    "OPTIMIZER",
-    "Grid",
-    "PtFile",
-    "StorageReader",
-    "Storages",
-    "find_grid",
-    "rank_folder",
-    "rank_folders",
-]
+__all__ = ["PtFile", "StorageReader", "Storages"]
 
-MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _PICKLE_LIMIT = 1 << 30
 
 
@@ -208,111 +186,3 @@ class StorageReader:
             sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
             out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
         return out
-
-
-@dataclass(frozen=True)
-class Grid:
-    """The ranks that wrote files.
-
-    Attributes:
-        tp: Tensor-parallel size.
-        pp: Pipeline stages.
-        ep: Expert-parallel size.
-        folders: Folder of each rank, by (tp, pp, ep).
-        notes: How an ambiguous name was understood.
-    """
-
-    tp: int
-    pp: int
-    ep: int
-    folders: Mapping[tuple[int, int, int], str]
-    notes: tuple[str, ...] = field(default=())
-
-
-def rank_folders(folder: Path) -> list[str]:
-    """Names of the `mp_rank_*` folders, in order."""
-    with scan(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.name.startswith("mp_rank_") and entry.is_dir())
-
-
-def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool, experts: bool) -> Grid:
-    """Which rank each folder belongs to.
-
-    Args:
-        names: What `rank_folders` found.
-        args: Training arguments of the first of them.
-        first_has_end: The first folder's model has an output layer or a final norm, so it is not a part of a pipeline.
-        experts: It has experts.
-
-    Raises:
-        FormatError: Folders are missing, or there are some that the job cannot have written.
-    """
-    numbers: dict[tuple[int, ...], str] = {}
-    for name in names:
-        found = _RANK.fullmatch(name)
-        if found is None:
-            raise FormatError(f"{printable(name)} is not a folder that Megatron-LM writes (mp_rank_TT, _PPP, _EEE)")
-        numbers[tuple(int(n) for n in found.groups() if n is not None)] = name
-    fields = max(len(key) for key in numbers)
-    sizes = [max(key[axis] for key in numbers if len(key) == fields) + 1 for axis in range(fields)]
-    tp = _size(args, "tensor_model_parallel_size", "model_parallel_size") or sizes[0]
-    pp, ep = _size(args, "pipeline_model_parallel_size"), _size(args, "expert_model_parallel_size")
-    notes = []
-    if fields == 2 and pp is None and ep is None:
-        if first_has_end and not experts:
-            raise FormatError(
-                f"whether the second number of {names[0]} counts pipeline stages or expert-parallel ranks is not to be "
-                "told: its model has both ends, but no experts",
-                details=[f"found: {', '.join(names[:8])}"],
-                hint="pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide; they are "
-                "missing. If the folders are of two saves, move those of the other away",
-            )
-        axis = "expert" if first_has_end else "pipeline"
-        notes.append(f"the second number of {names[0]} was taken for the {axis}-parallel rank: no argument tells")
-        pp, ep = (1, sizes[1]) if first_has_end else (sizes[1], 1)
-    pp, ep = pp or (sizes[1] if fields == 3 else 1), ep or (sizes[2] if fields == 3 else 1)
-    if fields != 1 + (pp > 1) + (ep > 1):
-        raise _contradiction(names, tp, pp, ep)
-    if tp * pp * ep > _MOST_RANKS:
-        raise _contradiction(names, tp, pp, ep)
-    ranks = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp)]
-    folders = {rank: rank_folder(*rank, pp, ep) for rank in ranks}
-    missing = [name for name in folders.values() if name not in names]
-    if missing:
-        shown = [*missing[:12], *([f"and {len(missing) - 12} more"] if len(missing) > 12 else [])]
-        raise FormatError(
-            f"{len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep} are missing",
-            details=[", ".join(shown)],
-            hint="copy them from the machine that wrote them; every one holds a part of the model",
-        )
-    extra = [name for name in names if name not in folders.values()]
-    if extra:
-        raise FormatError(
-            f"{len(extra)} folders belong to no rank of a job with tp {tp}, pp {pp}, ep {ep}: two saves lie in one place",
-            details=[", ".join(extra[:12])],
-            hint="move the folders of the other save away",
-        )
-    return Grid(tp, pp, ep, folders, tuple(notes))
-
-
-_MOST_RANKS = 1_000_000
-
-
-def _contradiction(names: list[str], tp: int, pp: int, ep: int) -> FormatError:
-    return FormatError(
-        f"the folders are not those of the job in the arguments (tp {tp}, pp {pp}, ep {ep})",
-        details=[f"found: {', '.join(names[:8])}"],
-        hint="mp_rank_TT_NNN alone does not say whether NNN counts pipeline stages or expert-parallel ranks; "
-        "pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide",
-    )
-
-
-def rank_folder(tp: int, pp: int, ep: int, stages: int, experts: int) -> str:
-    """Name of the folder of a rank in a job with so many pipeline stages and expert-parallel ranks."""
-    name = f"mp_rank_{tp:02d}"
-    name += f"_{pp:03d}" if stages > 1 else ""
-    return name + (f"_{ep:03d}" if experts > 1 else "")
-
-
-def _size(args: Mapping[str, Any], *names: str) -> int | None:
-    return next((value for name in names if type(value := args.get(name)) is int and value > 0), None)

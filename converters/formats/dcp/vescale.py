@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, ClassVar, Self
 
 from converters.catalog import Problem
 from converters.errors import FormatError
-from converters.formats.dcp_names import Named, name_keys
+from converters.formats.dcp.names import Named, name_keys
+from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.formats.registry import dcp_folders
-from converters.formats.torch_dcp import TorchDcpReader
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.catalog import TensorInfo
-    from converters.formats.dcp_names import Path as KeyPath
+    from converters.formats.dcp.names import Path as KeyPath
 
 __all__ = ["VeScaleReader"]
 

@@ -27,11 +27,10 @@ from converters.errors import FormatError
 from converters.formats.base import StoredArchive
 from converters.formats.canonical import KeyedArray, object_info
 from converters.formats.common_state import read_tree
-from converters.formats.dcp_metadata import DcpMetadata, StoredObject, StoredTensor, read_metadata
+from converters.formats.dcp.geometry import geometry_digest, tiling_problem
+from converters.formats.dcp.metadata import read_metadata
 from converters.formats.folder import exists, is_folder, read_small, scan, status
-from converters.formats.geometry import geometry_digest
 from converters.formats.registry import METADATA_LIMIT, dcp_folders
-from converters.formats.tiling import tiling_problem
 from converters.names import printable
 from converters.pickles import Obj, fields
 
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.base import Read
+    from converters.formats.dcp.stored import DcpMetadata, StoredObject, StoredTensor
 
 __all__ = ["DcpReader", "merged", "read_folder", "save_id"]
 

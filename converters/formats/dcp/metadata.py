@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
-from converters.formats.dcp_schema import Schema
-from converters.formats.dcp_stored import DcpMetadata, StoredObject, StoredTensor
+from converters.formats.dcp.schema import Schema
 from converters.pickles import Limits, UnsafePickle
 from converters.pickles.columns import Bail, Columns
 from converters.pickles.machine import Machine
 from converters.pickles.policy import hostile_tail
 
-__all__ = ["DcpMetadata", "StoredObject", "StoredTensor", "read_metadata"]
+if TYPE_CHECKING:
+    from converters.formats.dcp.stored import DcpMetadata
+
+__all__ = ["read_metadata"]
 
 
 def read_metadata(data: bytes, what: str = ".metadata", *, fast: bool = True) -> DcpMetadata:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Problem
 from converters.formats.canonical import object_info
-from converters.formats.fsdp_dtensor import FsdpDtensorReader
-from converters.formats.legacy_groups import group_members
+from converters.formats.dcp.fsdp_dtensor import FsdpDtensorReader
+from converters.formats.legacy.groups import group_members
 from converters.parallel.buffers import Misfit
 from converters.registration import trainable
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.catalog import ObjectInfo
-    from converters.formats.dcp_names import Path as KeyPath
+    from converters.formats.dcp.names import Path as KeyPath
     from converters.pickles import Node
 
 __all__ = ["MegatronDcpReader"]

@@ -30,15 +30,15 @@ from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.canonical import canonical_tensors, iteration_of, object_info
 from converters.formats.common_state import Archive
-from converters.formats.dcp import DcpReader
-from converters.formats.dcp_names import paths
+from converters.formats.dcp.names import paths
+from converters.formats.dcp.reader import DcpReader
 from converters.formats.folder import close_source, open_source, read_at
 from converters.formats.megatron import common_facts
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from converters.formats.dcp_metadata import StoredTensor
-    from converters.formats.dcp_names import Path as KeyPath
+    from converters.formats.dcp.names import Path as KeyPath
+    from converters.formats.dcp.stored import StoredTensor
     from converters.pickles import Node
 
 __all__ = ["FsdpDtensorReader"]

@@ -36,7 +36,7 @@ from converters.formats.canonical import KeyedArray, canonical_tensors, iteratio
 from converters.formats.common_state import read_tree
 from converters.formats.folder import exists, read_small, scan, status, walk
 from converters.formats.megatron import common_facts, find_flavour
-from converters.formats.zarr_array import ChunkFiles, parse_zarray, scan_chunks
+from converters.formats.zarr.array import ChunkFiles, parse_zarray, scan_chunks
 from converters.names import parse_key, printable
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
-from converters.formats.archive_out import ArchiveFile
-from converters.formats.legacy_out import Chain, buffers, flat_places, flat_state
+from converters.formats.containers.archive_out import ArchiveFile
+from converters.formats.legacy.output import Chain, buffers, flat_places, flat_state
 from converters.optimizer.groups import read_param_groups
 from converters.parallel.buffers import Rules, bucket_size
 from converters.parallel.vocabulary import VOCABULARY

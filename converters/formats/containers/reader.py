@@ -19,10 +19,11 @@ from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
+from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.folder import exists, listing, status
-from converters.formats.legacy_files import Grid, PtFile, StorageReader, Storages
-from converters.formats.legacy_model import LegacyModel
-from converters.formats.legacy_optim import tensors_in
+from converters.formats.legacy.grid import Grid
+from converters.formats.legacy.model import LegacyModel
+from converters.formats.legacy.optimizer import tensors_in
 from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
 from converters.names import natural_key, printable

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from converters.catalog import Catalog, Part, Problem, TensorInfo
 from converters.formats.canonical import iteration_of
-from converters.formats.dcp import DcpReader
-from converters.formats.dcp_names import hugging_face, name_keys, paths
+from converters.formats.dcp.names import hugging_face, name_keys, paths
+from converters.formats.dcp.reader import DcpReader
 from converters.names import natural_key, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.formats.dcp_names import Named, Path
+    from converters.formats.dcp.names import Named, Path
 
 __all__ = ["TorchDcpReader"]
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from converters.archive.records_out import named, tensor_node
 from converters.box import Box
 from converters.dtypes import dtype
-from converters.formats.archive_out import Region
-from converters.formats.legacy_groups import group_members
+from converters.formats.containers.archive_out import Region
+from converters.formats.legacy.groups import group_members
 from converters.parallel.buffers import Local, arrange
 from converters.parallel.local import LocalTensor
 from converters.pickles import Obj
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from converters.dtypes import DType
-    from converters.formats.archive_out import ArchiveFile
+    from converters.formats.containers.archive_out import ArchiveFile
     from converters.parallel.buffers import Rules
     from converters.pickles import Node
     from converters.planning.plan import Copy

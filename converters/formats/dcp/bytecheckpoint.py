@@ -26,7 +26,7 @@ from converters.box import Box
 from converters.catalog import FlatPart, Part, Problem, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError
-from converters.formats.torch_dcp import TorchDcpReader
+from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.names import natural_key, printable
 from converters.pickles import Obj, fields, parse
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from converters.archive.records import TensorRef
     from converters.formats.base import Read, StoredArchive
-    from converters.formats.dcp_names import Named
+    from converters.formats.dcp.names import Named
 
 __all__ = ["ByteCheckpointReader"]
 

@@ -13,7 +13,7 @@ from converters.archive.records import tensor_ref
 from converters.catalog import Catalog
 from converters.errors import FormatError, RequestError
 from converters.facts.model_args import ModelArgs
-from converters.formats.legacy_names import (
+from converters.formats.legacy.names import (
     Piece,
     QkvOrder,
     layer_number,
@@ -23,7 +23,7 @@ from converters.formats.legacy_names import (
     plain_name,
     segments,
 )
-from converters.formats.legacy_optim import DEEPEST, Collected, Owned
+from converters.formats.legacy.optimizer import DEEPEST, Collected, Owned
 from converters.names import natural_key, parse_key, printable
 from converters.parallel.buffers import Local
 from converters.parallel.layout import Layout
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
     from converters.archive.records import TensorRef
     from converters.catalog import TensorInfo
-    from converters.formats.legacy_files import Grid, PtFile, Storages
+    from converters.formats.containers.archive import PtFile, Storages
+    from converters.formats.legacy.grid import Grid
     from converters.pickles import Node
 
 __all__ = ["LegacyModel", "Rank", "model_chunks"]

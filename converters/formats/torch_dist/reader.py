@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from converters.catalog import Catalog, Problem
 from converters.formats.canonical import canonical_tensors, iteration_of
 from converters.formats.common_state import read_tree
-from converters.formats.dcp import DcpReader, save_id
+from converters.formats.dcp.reader import DcpReader, save_id
 from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, find_flavour, find_producer
 from converters.formats.registry import backend_of

@@ -17,10 +17,10 @@ from converters.archive.records_out import storage_node, tensor_node
 from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
+from converters.formats.containers.archive import PtFile
+from converters.formats.containers.reader import Shards, WholeReader, read_index
 from converters.formats.folder import close_source, exists, is_folder, listing, open_source, read_at
-from converters.formats.legacy_files import PtFile
 from converters.formats.plain_json import parse_json, read_json
-from converters.formats.whole import Shards, WholeReader, read_index
 from converters.names import printable
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.archive.records import tensor_ref
 from converters.catalog import Problem
 from converters.errors import FormatError
+from converters.formats.containers.archive import PtFile
+from converters.formats.containers.reader import Shards, WholeReader, distinct, entries, read_index
 from converters.formats.folder import exists, is_folder
-from converters.formats.legacy_files import PtFile
-from converters.formats.whole import Shards, WholeReader, distinct, entries, read_index
 from converters.names import printable
 from converters.pickles import Obj, PickleFormatError, pairs, references
 

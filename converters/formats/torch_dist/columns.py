@@ -20,7 +20,7 @@ import numpy as np
 
 from converters.box import Box
 from converters.dtypes import dtype
-from converters.formats.torch_dist_parts import ArrayOut, Cut
+from converters.formats.torch_dist.parts import ArrayOut, Cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters import __version__
-from converters.formats.dcp_metadata_out import ChunkTable, write_metadata
-from converters.formats.torch_dist_columns import Columns, stack
-from converters.formats.torch_dist_parts import ArrayOut, Cut, FlatOut, ObjectOut
+from converters.formats.dcp.metadata_out import ChunkTable, write_metadata
+from converters.formats.torch_dist.columns import Columns, stack
+from converters.formats.torch_dist.parts import ArrayOut, Cut, FlatOut, ObjectOut
 from converters.planning.job import Move, OutputFile, Slice, total
 from converters.planning.plan import Op
 

@@ -26,10 +26,11 @@ from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
+from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.folder import exists, walk
-from converters.formats.legacy_files import MODEL, OPTIMIZER, PtFile, StorageReader, Storages, find_grid, rank_folders
-from converters.formats.legacy_model import LegacyModel, Rank, model_chunks
-from converters.formats.legacy_optim import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
+from converters.formats.legacy.grid import MODEL, OPTIMIZER, find_grid, rank_folders
+from converters.formats.legacy.model import LegacyModel, Rank, model_chunks
+from converters.formats.legacy.optimizer import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
 from converters.formats.megatron import common_facts, find_flavour
 from converters.names import natural_key, printable
 from converters.parallel.buffers import Misfit
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from converters.formats.legacy_files import Grid
+    from converters.formats.legacy.grid import Grid
     from converters.pickles import Node
 
 __all__ = ["LegacyReader"]

@@ -23,7 +23,7 @@ from converters.archive.records import tensor_ref
 from converters.catalog import FlatPart, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError
-from converters.formats.legacy_groups import group_members
+from converters.formats.legacy.groups import group_members
 from converters.parallel.buffers import Bucket, Local, Misfit, Rules, arrange, bucket_size, fit
 from converters.pickles import Global
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from converters.box import Box
     from converters.catalog import StoredArray
     from converters.dtypes import DType
-    from converters.formats.legacy_files import PtFile, Storages
+    from converters.formats.containers.archive import PtFile, Storages
     from converters.parallel.layout import Layout
 
 __all__ = ["Collected", "FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]

@@ -1,0 +1,1 @@
+"""Containers of whole tensors, safetensors and torch.save: read, and written."""

@@ -1,0 +1,1 @@
+"""Megatron-LM's legacy checkpoints, one file for each rank: read, and written."""

@@ -1,0 +1,1 @@
+"""Megatron-Core's zarr checkpoints: read."""
