@@ -348,6 +348,14 @@ def test_the_version_is_in_the_key(reader, monkeypatch):
     assert before != code != blueprint_key(reader, Layout(), ReshardOptions()) != before
 
 
+def test_the_code_is_all_of_the_library(monkeypatch):
+    """Also what lies in other packages than the cache: an edit anywhere may change a plan."""
+    seen = []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: seen.append(path) or b"")
+    plan_cache.code_digest.__wrapped__()
+    assert {Path(sys.modules[name].__file__) for name in ("converters.box", "converters.parallel.split")} <= set(seen)
+
+
 @pytest.mark.parametrize("name", sorted(PASSING))
 def test_arguments_that_pass_do_not_change_the_plan(name, reader, tmp_path):
     """They are left out of the key, so nothing that is kept may follow from them."""

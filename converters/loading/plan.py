@@ -3,7 +3,7 @@
 A fetch is a box of a stored tensor that is read in one go, with the places it goes to. Ranks that hold the same part of a
 tensor make the same fetches, because what they are follows from the layout alone: data-parallel replicas share nearly all
 of theirs, tensor-parallel ranks the norms. How a
-group deals its fetches out is in `load_rounds`.
+group deals its fetches out is in `rounds`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizer state as `dp_reshardable` buckets of a target job: the inverse of `optim.unflatten`.
+"""Optimizer state as `dp_reshardable` buckets of a target job: the inverse of `optimizer.state`.
 
     target = flatten(parameters, layout, outline, order, groups=read_param_groups(reader))
     for bucket in target.buckets:

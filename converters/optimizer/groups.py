@@ -87,7 +87,7 @@ def param_groups(reader: Reader, layout: Layout, sharding_type: str) -> Node:
         reader: The source.
         layout: The target job.
         sharding_type: "fully_reshardable", or "dp_reshardable", whose groups are in objects instead (`group_objects` of
-            `optim_write`).
+            `optimizer.buckets`).
 
     Returns:
         An inert tree: `{"optimizer": {"param_groups": [...]}, "param_state_sharding_type": ...}`, or one of those for

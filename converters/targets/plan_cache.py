@@ -147,7 +147,7 @@ class PlanCache:
 def code_digest() -> str:
     """Digest of this library: a plan is worth nothing to another version, released or not."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent
+    folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}:".encode() + path.read_bytes())
     return digest.hexdigest()

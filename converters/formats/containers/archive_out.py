@@ -121,7 +121,7 @@ class ArchiveFile:
         )
 
     def storage(self, dtype: DType, numel: int, regions: Sequence[Region]) -> PersId:
-        """A storage, for several tensors that share it (`records_out.tensor_node`) or for a flat buffer.
+        """A storage, for several tensors that share it (`archive.records_out.tensor_node`) or for a flat buffer.
 
         Args:
             dtype: Element type.

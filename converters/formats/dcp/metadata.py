@@ -1,4 +1,4 @@
-"""Reading torch DCP's `.metadata` without loading it; `dcp_schema` says what is expected in it."""
+"""Reading torch DCP's `.metadata` without loading it; `schema` says what is expected in it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
         .metadata
         __{rank}_{n}.distcp
 
-A tensor is what its chunks make together, however many mesh axes it was divided over. Names: see `dcp_names`.
+A tensor is what its chunks make together, however many mesh axes it was divided over. Names: see `names`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         metadata.json                        which backend wrote it; written last
         common.pt                            training args and the rest of the state
         decoder.layers.mlp.linear_fc1.weight/
-            .zarray  0.0.0  0.1.0  ...       raw chunks, see `zarr_array`
+            .zarray  0.0.0  0.1.0  ...       raw chunks, see `array`
         optimizer.state.exp_avg.KEY/         in the shape of the parameter, whatever the optimizer was sharded like
         optimizer.state.exp_avg.KEY.sync/    locks, without content
         rng_state/
