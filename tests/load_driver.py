@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from converters import Layout, load
 from converters.errors import DistckptError, RequestError
-from converters.loading.moving import exchange
+from converters.loading import exchange
 from converters.reading.device import Staged
 from converters.reading.gather import Gatherer
 from converters.reading.platforms import Simulated

@@ -19,7 +19,7 @@ from converters import Layout, iter_tensors, load, load_common, load_metadata, l
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
-from converters.loading.moving import loader
+from converters.loading import loader
 from converters.parallel.local import LocalModel
 from converters.planning.plan import Op
 from converters.reading import device as device_module
