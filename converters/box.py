@@ -11,11 +11,21 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from types import EllipsisType
 
-__all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "straight", "uncovered"]
+    from numpy.typing import NDArray
+
+    Corners = NDArray[np.int64]
+
+__all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "straight", "tiling_fault", "uncovered"]
+
+_PRIMES = (2**31 - 1, 2**31 - 19, 2**31 - 61)
+_FEW = 32  # boxes; more are first weighed together
+_SECRET = np.random.default_rng()  # whoever knows the weights can make boxes that weigh right
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +188,86 @@ def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
         position += steps * inner[axis]
 
 
+def tiling_fault(shape: Sequence[int], starts: Corners, sizes: Corners) -> tuple[Box, list[int]] | None:
+    """Where boxes that lie inside an array of `shape` do not tile it; N log N whatever they look like.
+
+    Halves the array again and again, always going on with a half that is not tiled.
+
+    Args:
+        shape: Elements of the array.
+        starts: First index of each box: [boxes, axes].
+        sizes: Elements of each box: [boxes, axes].
+
+    Returns:
+        None if they tile it, else elements that none of the boxes covers, or all of those whose rows are given.
+    """
+    rows = np.flatnonzero((sizes > 0).all(axis=1))
+    starts, stops = starts[rows], starts[rows] + sizes[rows]
+    low, high = np.zeros(len(shape), np.int64), np.asarray(shape, np.int64)
+    if not math.prod(shape) or _tile(low, high, starts, stops):
+        return None
+    while True:
+        if not len(rows) or ((starts == low).all() and (stops == high).all()):
+            return Box(tuple(low.tolist()), tuple((high - low).tolist())), rows[:2].tolist()
+        cuts = [_inner_cuts(low[axis], high[axis], starts[:, axis], stops[:, axis]) for axis in range(len(shape))]
+        axis = max(range(len(shape)), key=lambda axis: len(cuts[axis]))
+        middle = cuts[axis][len(cuts[axis]) // 2]
+        for first, last in ((low[axis], middle), (middle, high[axis])):
+            low, high = low.copy(), high.copy()
+            low[axis], high[axis] = first, last
+            inside = (starts[:, axis] < last) & (stops[:, axis] > first)
+            half = np.maximum(starts[inside], low), np.minimum(stops[inside], high)
+            if not _tile(low, high, *half):
+                break
+        rows, (starts, stops) = rows[inside], half
+
+
+def _inner_cuts(low: int, high: int, starts: Corners, stops: Corners) -> Corners:
+    found = np.unique(np.concatenate([starts, stops]))
+    return found[(found > low) & (found < high)]
+
+
+def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
+    """Whether boxes inside a box cover each of its elements once.
+
+    Elements get secret random weights, products of one weight for each index along each axis. The boxes weigh as much as
+    all of it, for every choice of weights, exactly if they tile it (Schwartz-Zippel); three choices modulo primes leave
+    less than one chance in 2^80 to miss that they do not.
+    """
+    if len(starts) == 1:
+        return bool((starts[0] == low).all() and (stops[0] == high).all())
+    axes = [
+        axis for axis in range(len(low)) if (starts[:, axis] > low[axis]).any() or (stops[:, axis] < high[axis]).any()
+    ]
+    if not axes:
+        return False
+    places = []
+    for axis in axes:
+        cuts, at = np.unique(
+            np.concatenate([[low[axis], high[axis]], starts[:, axis], stops[:, axis]]), return_inverse=True
+        )
+        places.append((len(cuts), at[:2], at[2 : 2 + len(starts)], at[2 + len(starts) :]))
+    for prime in _PRIMES:
+        mine, whole = np.ones(len(starts), np.int64), 1
+        for count, (first, last), begins, ends in places:
+            before = _SECRET.integers(prime, size=count)
+            mine = mine * ((before[ends] - before[begins]) % prime) % prime
+            whole = whole * int(before[last] - before[first]) % prime
+        if int(mine.sum()) % prime != whole:
+            return False
+    return True
+
+
+def _weighed(boxes: Sequence[Box], shape: Sequence[int] | None = None) -> bool:
+    """Whether many boxes are seen at once to tile an array of `shape`, or what their corners span."""
+    if len(boxes) <= _FEW:
+        return False
+    starts = np.array([box.start for box in boxes], np.int64)
+    stops = starts + np.array([box.shape for box in boxes], np.int64)
+    low = starts.min(axis=0) if shape is None else np.zeros(len(shape), np.int64)
+    return _tile(low, stops.max(axis=0) if shape is None else np.asarray(shape, np.int64), starts, stops)
+
+
 def _cuts(boxes: Iterable[Box], axis: int) -> list[int]:
     points: set[int] = set()
     for box in boxes:
@@ -192,7 +282,9 @@ def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     A sweep along the first axis with a recursion into the next one; empty boxes share nothing.
     """
     live = [i for i, box in enumerate(boxes) if box.volume > 0]
-    return _overlap(boxes, live, 0) if len(live) > 1 else None
+    if len(live) < 2 or _weighed([boxes[i] for i in live]):
+        return None
+    return _overlap(boxes, live, 0)
 
 
 def _overlap(boxes: Sequence[Box], live: list[int], axis: int) -> tuple[int, int] | None:
@@ -225,6 +317,8 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
     if whole.volume == 0:
         return None
     live = [box for box in boxes if box.volume > 0]
+    if _weighed(live, shape):
+        return None
     if sum(box.volume for box in live) < whole.volume or find_overlap(live) is not None:
         return _gap(whole, live, 0)
     return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.box import Box, contiguous_tiles, find_overlap, flat_range, runs, uncovered
+from converters.box import Box, contiguous_tiles, find_overlap, flat_range, runs, tiling_fault, uncovered
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -87,6 +89,41 @@ def test_gaps_and_overlaps_are_found_exactly_when_an_array_has_them(shape, data)
     if twice is not None:
         assert twice[0] != twice[1]
         assert boxes[twice[0]].intersect(boxes[twice[1]]) is not None
+
+
+def fault_of(shape, boxes):
+    starts = np.array([box.start for box in boxes], np.int64).reshape(len(boxes), len(shape))
+    return tiling_fault(shape, starts, np.array([box.shape for box in boxes], np.int64).reshape(starts.shape))
+
+
+@given(shapes, st.data())
+def test_a_fault_of_a_tiling_is_found_exactly_when_an_array_has_one(shape, data):
+    boxes = data.draw(st.lists(boxes_in(shape), max_size=6))
+    count = np.zeros(shape, int)
+    for box in boxes:
+        count[box.slices] += 1
+    fault = fault_of(shape, boxes)
+    assert (fault is None) == bool((count == 1).all())
+    if fault is not None:
+        where, rows = fault
+        assert len(rows) == len(set(rows)) == min(2, int(count[where.slices].max()))
+        assert not (count[where.slices] == 1).any()
+        assert all(boxes[row].intersect(where) == where for row in rows)
+
+
+def test_many_long_boxes_are_no_hard_case():
+    """Rows that all begin together, beside columns: a sweep looks at every row again for every column."""
+    n = 20_000
+    boxes = [Box((0, i), (n, 1)) for i in range(n)] + [Box((i, n), (1, n)) for i in range(n)]
+    steps = [Box((i, i), (n, 1)) for i in range(n)]
+    begin = time.process_time()
+    assert fault_of((n, 2 * n), boxes) is None
+    assert uncovered((n, 2 * n), boxes) is None
+    assert find_overlap(boxes) is None
+    assert fault_of((n, 2 * n), boxes[:-1]) == (boxes[-1], [])
+    assert fault_of((n, 2 * n), [*boxes, boxes[7]])[1] == [7, 2 * n]
+    assert not fault_of((2 * n, n), steps)[1]
+    assert time.process_time() - begin < 4
 
 
 def test_a_scalar_is_one_tile_without_axes():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.box import find_overlap, uncovered
+import numpy as np
+
+from converters.box import tiling_fault
 from converters.errors import IntegrityError, RequestError
 from converters.names import fold, printable
 
@@ -45,17 +47,17 @@ def check_stored(source: TensorInfo) -> None:
         raise IntegrityError(
             f"{source.name}: chunk {outside} lies outside shape {list(source.shape)}", tensor=source.name
         )
-    gap = uncovered(source.shape, boxes)
-    if gap is not None:
-        raise IntegrityError(
-            f"{source.name} is incomplete: nothing is stored for {gap} of shape {list(source.shape)}",
-            tensor=source.name,
-        )
-    twice = find_overlap(boxes)
-    if twice is not None:
-        raise IntegrityError(
-            f"{source.name} is stored twice at {boxes[twice[0]]} and {boxes[twice[1]]}", tensor=source.name
-        )
+    starts = np.array([box.start for box in boxes], np.int64).reshape(len(boxes), len(source.shape))
+    sizes = np.array([box.shape for box in boxes], np.int64).reshape(starts.shape)
+    fault = tiling_fault(source.shape, starts, sizes)
+    if fault is None:
+        return
+    where, rows = fault
+    if rows:
+        text = f"{source.name} is stored twice at {boxes[rows[0]]} and {boxes[rows[1]]}"
+    else:
+        text = f"{source.name} is incomplete: nothing is stored for {where} of shape {list(source.shape)}"
+    raise IntegrityError(text, tensor=source.name)
 
 
 def refuse_contradictions(args: ModelArgs, catalog: Catalog) -> None:

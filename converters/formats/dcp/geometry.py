@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.box import Box, find_overlap, uncovered
+from converters.box import Box, tiling_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["geometry_digest", "tiling_problem"]
 
 _BLOCK = 4096  # words
-_SWEEP_LIMIT = 20_000
 
 
 def tiling_problem(tensor: StoredTensor) -> str | None:
@@ -39,36 +38,13 @@ def tiling_problem(tensor: StoredTensor) -> str | None:
         return None if len(starts) == 1 else f"a scalar is stored {len(starts)} times"
     if len(starts) == 1 and tuple(sizes[0].tolist()) == tensor.shape:  # most of a checkpoint with a key for each layer
         return None
-    volumes = np.prod(sizes.astype(object) if (shape > 1 << 31).any() else sizes, axis=1)
-    live = volumes > 0
-    total = int(volumes.sum())
-    if total == math.prod(tensor.shape) and _disjoint_grid(starts[live], sizes[live]):
+    fault = tiling_fault(tensor.shape, starts, sizes)
+    if fault is None:
         return None
-    if live.sum() > _SWEEP_LIMIT:
-        if total == math.prod(tensor.shape):
-            return None  # irregular and huge: the volumes agree; the engine proves the rest, tensor by tensor
-        return f"its chunks hold {total} elements, its shape has {math.prod(tensor.shape)}"
-    boxes = [Box(tuple(a), tuple(n)) for a, n in zip(starts[live].tolist(), sizes[live].tolist(), strict=True)]
-    twice = find_overlap(boxes)
-    if twice is not None:
-        return f"chunks {boxes[twice[0]]} and {boxes[twice[1]]} overlap"
-    gap = uncovered(tensor.shape, boxes)
-    return None if gap is None else f"no chunk covers {gap} of shape {list(tensor.shape)}"
-
-
-def _disjoint_grid(starts: np.ndarray, sizes: np.ndarray) -> bool:
-    """Whether every chunk is exactly one cell of the grid that all chunk borders span, and no two are the same cell."""
-    cell = np.zeros(len(starts), np.int64)
-    for axis in range(starts.shape[1]):
-        cuts, index = np.unique(starts[:, axis], return_inverse=True)
-        stops = starts[:, axis] + sizes[:, axis]
-        following = np.append(cuts[1:], np.iinfo(np.int64).max)
-        if (stops > following[index]).any():
-            return False
-        if len(cuts) > 1 and (cell.max() + 1) * len(cuts) > 1 << 62:
-            return False
-        cell = cell * len(cuts) + index
-    return len(np.unique(cell)) == len(cell)
+    where, rows = fault
+    if rows:
+        return f"chunks {_box(tensor, rows[0])} and {_box(tensor, rows[1])} overlap"
+    return f"no chunk covers {where} of shape {list(tensor.shape)}"
 
 
 def _box(tensor: StoredTensor, row: int) -> Box:
