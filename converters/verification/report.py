@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Container
 
 __all__ = ["Check", "Finding", "Report"]
 
@@ -133,6 +136,10 @@ class Report:
         """Names of the tensors that errors are about, in the order in which they were found."""
         errors = (finding for check in self.checks for finding in check.findings if finding.severity == "error")
         return list(dict.fromkeys(name for finding in errors for name in finding.tensors))
+
+    def damaged(self, tensors: Container[str]) -> int:
+        """How many of some tensors errors are about."""
+        return sum(name in tensors for name in self.affected)
 
     def document(self) -> dict[str, Any]:
         """Its JSON form."""

@@ -1,0 +1,322 @@
+"""Reads files from front to back and compares every checksum that is in them.
+
+    one pass over a file, in blocks of some MiB
+    +-----------------+--------------+-----------------------------------+-----
+    | zip header      | data.pkl ... | data/0                            | zip directory, next record
+    +-----------------+--------------+-----------------------------------+-----
+      located as the reader says: type, shape, size     CRC-32 of each member     SHA-256 of all, for a manifest
+
+Formats say where their `torch.save` archives lie (`ArchiveReader`); a file that is one archive is recognised. What has no
+checksum is still read, once: a disk that cannot deliver it is found, a flipped bit is not, and the report says so.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.archive.records import member_offset, read_directory, read_pickle
+from converters.crc import combine
+from converters.errors import FormatError
+from converters.events import FileDone
+from converters.formats.base import ArchiveReader, StoredArchive
+from converters.formats.folder import close_source, is_folder, open_source
+from converters.names import printable
+from converters.verification.blocks import BLOCK_BYTES, Blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.archive.records import Member, Payload
+    from converters.engine.crew import Crew
+    from converters.formats.base import Reader
+    from converters.verification.files import FileRead, FileTask, RecordIndex
+
+__all__ = ["FileWorker", "Note", "Scan", "joined"]
+
+_OBJECT_PICKLE = 64 << 20  # larger ones are compared with their checksum, not read
+_ZIP = b"PK\x03\x04"
+
+Note = tuple[str, str, str, int, str | None, str | None, list[int]]
+"""(file, check, sentence, first byte or -1, needed, found, records)."""
+Segment = tuple[str, str, int, int, int, int, int, int, int]
+"""(file, what, first byte, bytes, CRC-32 it should have, record or -1; byte where the part begins, its bytes, its sum)."""
+
+
+@dataclass
+class Scan:
+    """What was found in the files of a task; plain data once `vars` is taken of it.
+
+    Attributes:
+        findings: What is wrong.
+        archives: Archives whose directory is in order.
+        members: Members whose checksum was compared.
+        checked: Bytes they have.
+        unchecked: Bytes of tensors without a checksum.
+        beyond: `(file, its size, first byte, one past the last, record, key)` of archives that it is too short for.
+        segments: Parts of members that reach into other pieces of their file.
+        read: Bytes read.
+        sha256: Of each whole file where it is wanted.
+        file: The file that is read now.
+    """
+
+    findings: list[Note] = field(default_factory=list)
+    archives: int = 0
+    members: int = 0
+    checked: int = 0
+    unchecked: int = 0
+    beyond: list[tuple[str, int, int, int, int, str]] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    read: int = 0
+    sha256: dict[str, str] = field(default_factory=dict)
+    file: str = ""
+
+    def note(self, check: str, text: str, at: int = -1, *records: int, needed: str = "", found: str = "") -> None:
+        """Notes something that is wrong."""
+        records = tuple(r for r in records if r >= 0)
+        self.findings.append((self.file, check, text, at, needed or None, found or None, list(records)))
+
+    def differs(self, part: Segment, crc: int, records: Iterable[int]) -> None:
+        """Notes a checksum that does not match."""
+        self.file, what, at, nbytes, wanted, *_ = part
+        text = f"{printable(self.file)} at {at:,}: the {nbytes:,} bytes of {what} do not match their checksum"
+        self.note("checksums", text, at, *records, needed=f"CRC-32 {wanted:08x}", found=f"CRC-32 {crc:08x}")
+
+
+def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Mapping[str, tuple[int, ...]]) -> Scan:
+    """All scans as one: what lies in several pieces of a file is put together and compared.
+
+    Args:
+        scans: What the workers returned.
+        index: The records.
+        positions: `FileRead.positions` by the names of files.
+    """
+    out, cut, split = Scan(), dict[str, list[tuple[Any, ...]]](), dict[tuple[str, int], list[Segment]]()
+    for scan in scans:
+        out.findings += [tuple(note) for note in scan["findings"]]
+        for name in ("archives", "members", "checked", "unchecked", "read"):
+            setattr(out, name, getattr(out, name) + scan[name])
+        out.sha256 |= scan["sha256"]
+        for file, *beyond in scan["beyond"]:
+            cut.setdefault(file, []).append(tuple(beyond))
+        for part in map(tuple, scan["segments"]):
+            split.setdefault((part[0], part[2]), []).append(part)
+    for out.file, lost in cut.items():
+        size, begin, _, _, key = lost[0]
+        end = max(stop for _, _, stop, _, _ in lost)
+        text = f"{printable(out.file)} is {size:,} bytes: {len(lost):,} records up to byte {end:,} are cut off"
+        text += f", the first at {begin:,}: {key}"
+        out.note("records", text, begin, *(r for *_, r, _ in lost), needed=f"{end} bytes", found=f"{size} bytes")
+    for parts in split.values():
+        crc = held = 0
+        first = parts[0]
+        for _, _, at, _, _, _, start, nbytes, part_crc in sorted(parts, key=lambda p: p[6]):
+            if start == at + held:
+                crc, held = combine(crc, part_crc, nbytes), held + nbytes
+        if held < first[3]:
+            continue  # not all of it could be read, which has been noted
+        out.members += 1
+        if crc != first[4]:
+            records = [first[5]] if first[5] >= 0 else index.places(positions[first[0]]).get(first[2], [])
+            out.differs(first, crc, records)
+    return out
+
+
+class FileWorker:
+    """Reads files, one at a time.
+
+    Args:
+        reader: The checkpoint.
+        index: Which records lie where.
+        crew: Who is told how far it is, and says when to stop.
+        drop: Let the page cache forget what was read.
+    """
+
+    def __init__(self, reader: Reader, index: RecordIndex, crew: Crew, *, drop: bool = True) -> None:
+        self._reader, self._index, self._crew, self._drop = reader, index, crew, drop
+        place = reader.catalog.path
+        self._base = place if is_folder(place) else place.parent
+        self._buffer = np.empty(BLOCK_BYTES, np.uint8)
+        self._places: dict[int, list[int]] | None = None
+
+    def close(self) -> None:
+        """Nothing stays open between files."""
+
+    def do(self, task: FileTask) -> dict[str, Any]:
+        """Reads files; what `Scan` says of them."""
+        out = Scan()
+        for file in task.files:
+            out.file, self._places = file.name, None
+            self._read(file, out)
+            if file.last:
+                self._crew.moved(FileDone(file.name, file.size), 0)
+        return vars(out)
+
+    def _read(self, file: FileRead, out: Scan) -> None:
+        path = self._reader.files[file.positions[0]] if file.positions else self._base / file.name
+        try:
+            source = open_source(path)
+        except FormatError as error:
+            if isinstance(error.__cause__, PermissionError):  # no damage: nobody can say
+                text = f"{printable(str(path))} cannot be read: {error.__cause__.strerror}"
+                raise FormatError(
+                    text, hint="nothing is said of its contents; get permission and run this again"
+                ) from error
+            if not file.piece:
+                out.note("records", error.message)
+            return
+        blocks = Blocks(source, file, self._buffer, self._crew, drop=self._drop)
+        try:
+            os.posix_fadvise(source.fd, source.base + file.begin, file.nbytes, os.POSIX_FADV_SEQUENTIAL)
+            self._contents(file, blocks, out)
+            digest = blocks.finish()
+            if digest is not None:
+                out.sha256[file.name] = digest
+        except OSError as error:
+            out.note("checksums", f"reading {printable(file.name)} failed: {error.strerror or error}")
+        finally:
+            close_source(source)
+        out.read += blocks.read
+
+    def _contents(self, file: FileRead, blocks: Blocks, out: Scan) -> None:
+        """Everything in a file, or in a piece of one, from front to back."""
+        archives: list[StoredArchive] = []
+        if isinstance(self._reader, ArchiveReader):
+            archives = [archive for position in file.positions for archive in self._reader.archives(position)]
+        known = {archive.record for archive in archives}
+        records = [n for position in file.positions for n in self._index.records(position) if n not in known]
+        inside: list[int] = []
+        if not archives and self._is_archive(records[:1], blocks):
+            archives, inside = [StoredArchive(0, file.size, -1, "")], records
+        elif not archives and not records and not file.piece and self._holds_objects(file.name):
+            out.note("records", f"{printable(file.name)} is not a file that torch.save wrote")
+        for record in records[file.piece :: file.pieces]:
+            payload = self._locate(file, record, -1, blocks, out)
+            if payload is not None and payload.crc is None:
+                out.unchecked += payload.nbytes
+        at = file.begin
+        for archive in sorted(archives, key=lambda a: a.start):
+            stop = archive.start + archive.length
+            if (archive.start < file.end and stop > file.begin) or file.owns(archive.start):
+                self._skim(file, at, archive.start, blocks, out)
+                self._archive(file, archive, inside, blocks, out)
+                at = max(at, stop)
+        self._skim(file, at, file.size, blocks, out)
+
+    def _is_archive(self, records: list[int], blocks: Blocks) -> bool:
+        """Whether a file is one archive whose members have checksums."""
+        if blocks.look(0, 4) != _ZIP:
+            return False
+        try:
+            return all(self._reader.locate(record, blocks.look).crc is not None for record in records)
+        except FormatError:
+            return True
+
+    def _holds_objects(self, name: str) -> bool:
+        """Whether a file is an object of the checkpoint, and nothing else."""
+        catalog = self._reader.catalog
+        return any(item.file == name and not item.wrapped for item in catalog.objects.values())
+
+    def _skim(self, file: FileRead, at: int, stop: int, blocks: Blocks, out: Scan) -> None:
+        """Reads what is in no archive: whether the disk can deliver it."""
+        try:
+            for _ in blocks.stream(at, min(stop, file.end) - at):
+                pass
+        except FormatError as error:
+            out.note("records", error.message, at)
+
+    def _locate(self, file: FileRead, record: int, at: int, blocks: Blocks, out: Scan) -> Payload | None:
+        try:
+            payload = self._reader.locate(record, blocks.look)
+        except FormatError as error:
+            found = error.message.rpartition(" holds ")[2] if " holds " in error.message else ""
+            needed = error.details[0].removeprefix("the metadata promises ") if error.details else ""
+            out.note("records", str(error).replace("\n", "; "), at, record, needed=needed, found=found)
+            return None
+        end = max(payload.offset + payload.nbytes, payload.crc_offset + payload.crc_nbytes)
+        if end > file.size:
+            text = f"{printable(file.name)} is {file.size:,} bytes, a record needs {end:,}"
+            out.note("records", text, payload.offset, record, needed=f"{end}", found=f"{file.size}")
+            return None
+        return payload
+
+    def _archive(self, file: FileRead, archive: StoredArchive, inside: list[int], blocks: Blocks, out: Scan) -> None:
+        """The members of an archive that are in this piece of the file; what has its first byte looks at the rest, too.
+
+        `inside` are the records that it holds if it is a whole file.
+        """
+        at, mine = archive.start, file.owns(archive.start)
+        key = f": {printable(archive.key)}" if archive.key else ""
+        what = f"{printable(file.name)} at {at:,}{key}"
+        if at + archive.length > file.size:
+            if mine:
+                end = at + archive.length
+                out.beyond.append((file.name, file.size, at, end, archive.record, printable(archive.key)))
+            return
+        try:
+            members = read_directory(blocks.look, at, archive.length, what)
+            if mine and archive.record < 0 and file.positions and not inside:
+                read_pickle(blocks.look, at, archive.length, what, limit=_OBJECT_PICKLE)
+        except FormatError as error:
+            if mine:
+                out.note("records", str(error).replace("\n", "; "), at, archive.record, *inside)
+            return
+        if mine:
+            out.archives += 1
+            if archive.record >= 0:
+                self._locate(file, archive.record, at, blocks, out)
+        summed = any(member.crc for member in members.values())  # torch.serialization.set_crc32_options(False)
+        ordered = sorted(members.values(), key=lambda m: m.header)
+        for member, behind in zip(ordered, [*(m.header for m in ordered[1:]), archive.length], strict=False):
+            if at + member.header < file.end and at + behind > file.begin:
+                self._member(file, archive, member, what, blocks, out, summed=summed)
+
+    def _member(
+        self,
+        file: FileRead,
+        archive: StoredArchive,
+        member: Member,
+        what: str,
+        blocks: Blocks,
+        out: Scan,
+        *,
+        summed: bool,
+    ) -> None:
+        try:
+            at = member_offset(blocks.look, archive.start, member, what)
+        except FormatError as error:
+            if file.owns(archive.start + member.header):
+                out.note("records", str(error), archive.start + member.header, archive.record)
+            return
+        start, stop = max(at, file.begin), min(at + member.size, file.end)
+        whole = stop - start == member.size
+        if start >= stop and not (whole and file.owns(at)):
+            return
+        crc = 0
+        try:
+            for piece in blocks.stream(start, stop - start):
+                crc = zlib.crc32(piece, crc) if summed else 0
+        except FormatError as error:
+            out.note("records", str(error), at, archive.record)
+            return
+        if not summed:
+            out.unchecked += stop - start
+            return
+        out.checked += stop - start
+        name = f"member {printable(member.name)}" + (f" of {printable(archive.key)}" if archive.key else "")
+        part = (file.name, name, at, member.size, member.crc, archive.record, start, stop - start, crc)
+        if not whole:
+            out.segments.append(part)
+            return
+        out.members += 1
+        if crc != member.crc:
+            out.differs(part, crc, [archive.record] if archive.record >= 0 else self._records_at(file, at))
+
+    def _records_at(self, file: FileRead, at: int) -> list[int]:
+        if self._places is None:
+            self._places = self._index.places(file.positions)
+        return self._places.get(at, [])
