@@ -23,7 +23,6 @@ class ExitCode(IntEnum):
     BUG = 70
     INTERRUPTED = 130
     BROKEN_PIPE = 141
-    TERMINATED = 143
 
 
 EPILOG = [
@@ -35,5 +34,5 @@ EPILOG = [
     ("5", "the destination exists, is full or may not be written"),
     ("70", "a bug in distckpt"),
     ("141", "the reader of the output left, as head does"),
-    ("130, 143", "interrupted; the same command continues"),
+    ("129, 130, 143", "hung up, interrupted, terminated; the same command continues"),
 ]

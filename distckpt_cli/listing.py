@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from distckpt_cli.console import Console
 
 __all__ = [
-    "args_document",
     "chosen_args",
     "chosen_objects",
     "chosen_tensors",
@@ -224,11 +223,6 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def args_document(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments for programs: values as plain data."""
-    return dict(args)
 
 
 def print_args(console: Console, args: Mapping[str, Any]) -> None:

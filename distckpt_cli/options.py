@@ -23,6 +23,9 @@ __all__ = [
     "Verbose",
     "check_choice",
     "given",
+    "output",
+    "panel",
+    "resources",
     "shard_bytes",
     "spread",
     "workers",
@@ -31,43 +34,33 @@ __all__ = [
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+
+def panel(title: str) -> Callable[..., Any]:
+    """`typer.Option` for options that stand under one heading of the help text."""
+    return functools.partial(typer.Option, rich_help_panel=title)
+
+
+output, resources = panel("Output"), panel("Resources")
+
 Ckpt = Annotated[
     str, typer.Argument(metavar="CKPT", help="A checkpoint: its folder, the training run's folder, or a file inside.")
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.", rich_help_panel="Output")]
-Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="No progress, notes or next steps.", rich_help_panel="Output")
-]
-Verbose = Annotated[
-    int,
-    typer.Option("-v", "--verbose", count=True, help="Say more; twice: tracebacks.", rich_help_panel="Output"),
-]
+Json = Annotated[bool, output("--json", help="Print one JSON document.")]
+Quiet = Annotated[bool, output("-q", "--quiet", help="No progress, notes or next steps.")]
+Verbose = Annotated[int, output("-v", "--verbose", count=True, help="Say more; twice: tracebacks.")]
 ProgressMode = Annotated[
     str,
-    typer.Option(
-        "--progress",
-        metavar="MODE",
-        envvar="DISTCKPT_PROGRESS",
-        help="auto, bar, log (a line every 30 s) or off.",
-        rich_help_panel="Output",
-    ),
+    output(metavar="MODE", envvar="DISTCKPT_PROGRESS", help="auto, bar, log (a line every 30 s) or off."),
 ]
-MaxMemory = Annotated[
-    str, typer.Option(metavar="SIZE", help="Buffers of all workers, 64MiB by default.", rich_help_panel="Resources")
-]
-Threads = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Workers; by default one for each core.", rich_help_panel="Resources"),
-]
+MaxMemory = Annotated[str, resources(metavar="SIZE", help="Buffers of all workers, 64MiB by default.")]
+Threads = Annotated[int | None, resources(metavar="N", help="Workers; by default one for each core.")]
 RankTimeout = Annotated[
     float,
-    typer.Option(
-        "--rank-timeout",
+    resources(
         metavar="SECONDS",
         envvar="DISTCKPT_RANK_TIMEOUT",
         min=0.1,
         help="Under torchrun or srun: a rank silent for so long is lost.",
-        rich_help_panel="Resources",
     ),
 ]
 
@@ -110,13 +103,11 @@ class Looking(Running):
 
     scratch: Annotated[
         str | None,
-        typer.Option(
-            "--scratch",
+        resources(
             metavar="DIR",
             envvar="DISTCKPT_SCRATCH",
             help="Under torchrun or srun: where ranks meet, shared by all machines; by default the temporary folder, on "
             "several machines the working directory.",
-            rich_help_panel="Resources",
         ),
     ] = None
 

@@ -6,10 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from distckpt_cli.console import UsageProblem
-from distckpt_cli.options import check_choice
+from distckpt_cli.options import check_choice, panel, resources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,48 +16,29 @@ if TYPE_CHECKING:
     from converters.targets.plan_cache import PlanCache
     from distckpt_cli.console import Console
 
-__all__ = ["CONTENT", "Carried", "PlanCaching", "TargetLayout"]
+__all__ = ["Carried", "PlanCaching", "TargetLayout", "content"]
 
-_LAYOUT, CONTENT, _RESOURCES = "Target layout", "What to carry over", "Resources"
+_layout, content = panel("Target layout"), panel("What to carry over")
 
 
 @dataclass(frozen=True)
 class TargetLayout:
     """The layout of the job that will load the result."""
 
-    tp: Annotated[
-        int, typer.Option(metavar="T", help="Tensor-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
-    ] = 1
-    pp: Annotated[int, typer.Option(metavar="P", help="Pipeline stages, 1 by default.", rich_help_panel=_LAYOUT)] = 1
-    vpp: Annotated[
-        int | None, typer.Option(metavar="V", help="Model chunks of each pipeline rank.", rich_help_panel=_LAYOUT)
-    ] = None
-    ep: Annotated[
-        int, typer.Option(metavar="E", help="Expert-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
-    ] = 1
+    tp: Annotated[int, _layout(metavar="T", help="Tensor-parallel size, 1 by default.")] = 1
+    pp: Annotated[int, _layout(metavar="P", help="Pipeline stages, 1 by default.")] = 1
+    vpp: Annotated[int | None, _layout(metavar="V", help="Model chunks of each pipeline rank.")] = None
+    ep: Annotated[int, _layout(metavar="E", help="Expert-parallel size, 1 by default.")] = 1
     etp: Annotated[
-        int | None,
-        typer.Option(
-            metavar="X", help="Tensor-parallel size of experts; by default that of --tp.", rich_help_panel=_LAYOUT
-        ),
+        int | None, _layout(metavar="X", help="Tensor-parallel size of experts; by default that of --tp.")
     ] = None
-    cp: Annotated[
-        int, typer.Option(metavar="C", help="Context-parallel size, 1 by default.", rich_help_panel=_LAYOUT)
-    ] = 1
-    dp: Annotated[
-        int | None,
-        typer.Option(metavar="D", help="Data-parallel size; by default the least that fits.", rich_help_panel=_LAYOUT),
-    ] = None
-    first_layers: Annotated[
-        int | None, typer.Option(metavar="N", help="Layers of the first pipeline stage.", rich_help_panel=_LAYOUT)
-    ] = None
-    last_layers: Annotated[
-        int | None, typer.Option(metavar="N", help="Layers of the last pipeline stage.", rich_help_panel=_LAYOUT)
-    ] = None
-    pp_layout: Annotated[
-        str | None,
-        typer.Option(metavar="STR", help="Megatron's pipeline layout: 'Ettt|(tt|)*3,m|L'.", rich_help_panel=_LAYOUT),
-    ] = None
+    cp: Annotated[int, _layout(metavar="C", help="Context-parallel size, 1 by default.")] = 1
+    dp: Annotated[int | None, _layout(metavar="D", help="Data-parallel size; by default the least that fits.")] = None
+    first_layers: Annotated[int | None, _layout(metavar="N", help="Layers of the first pipeline stage.")] = None
+    last_layers: Annotated[int | None, _layout(metavar="N", help="Layers of the last pipeline stage.")] = None
+    pp_layout: Annotated[str | None, _layout(metavar="STR", help="Megatron's pipeline layout: 'Ettt|(tt|)*3,m|L'.")] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"):
@@ -81,44 +60,31 @@ class Carried:
 
     optimizer: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHAT",
-            help="fully_reshardable (the default), dp_reshardable, keep or none.",
-            rich_help_panel=CONTENT,
+        content(
+            metavar="FORM",
+            help="Form of the optimizer's state: fully_reshardable (the default), dp_reshardable, keep (flat buckets "
+            "become dp_reshardable, any other form fully_reshardable), or none (leave it out).",
         ),
     ] = None
-    layers: Annotated[
-        str | None,
-        typer.Option(metavar="STYLE", help="Keys: stacked, per-layer or keep (the default).", rich_help_panel=CONTENT),
-    ] = None
+    layers: Annotated[str | None, content(metavar="STYLE", help="Keys: stacked, per-layer or keep (the default).")] = (
+        None
+    )
     rng: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHAT",
-            help="keep, drop or auto (keep if the grid is the same; the default).",
-            rich_help_panel=CONTENT,
-        ),
+        content(metavar="WHAT", help="keep, drop or auto (keep if the grid is the same; the default)."),
     ] = None
     extra_state: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WHAT", help="keep, drop or fill (keep, make missing ones; the default).", rich_help_panel=CONTENT
-        ),
+        str | None, content(metavar="WHAT", help="keep, drop or fill (keep, make missing ones; the default).")
     ] = None
-    vocab_size: Annotated[
-        int | None, typer.Option(metavar="N", help="True rows of the vocabulary.", rich_help_panel=CONTENT)
-    ] = None
-    fully_parallel: Annotated[
-        bool,
-        typer.Option("--fully-parallel", help="Spread replicas over data-parallel ranks.", rich_help_panel=CONTENT),
-    ] = False
-
+    vocab_size: Annotated[int | None, content(metavar="N", help="True rows of the vocabulary.")] = None
+    fully_parallel: Annotated[bool, content("--fully-parallel", help="Spread replicas over data-parallel ranks.")] = (
+        False
+    )
     mcore: Annotated[
         str | None,
-        typer.Option(
+        content(
             metavar="V",
             help="Form of the common state: 0.19 (embedded), or 0.18 (common.pt, read by all; the default).",
-            rich_help_panel=CONTENT,
         ),
     ] = None
 
@@ -135,17 +101,13 @@ class PlanCaching:
 
     plan_cache: Annotated[
         str | None,
-        typer.Option(
-            "--plan-cache",
+        resources(
             metavar="DIR",
             envvar="DISTCKPT_PLAN_CACHE",
             help="Where plans are kept for the next iteration; by default ~/.cache/distckpt/plans.",
-            rich_help_panel=_RESOURCES,
         ),
     ] = None
-    no_plan_cache: Annotated[
-        bool, typer.Option("--no-plan-cache", help="Neither use nor keep a plan.", rich_help_panel=_RESOURCES)
-    ] = False
+    no_plan_cache: Annotated[bool, resources("--no-plan-cache", help="Neither use nor keep a plan.")] = False
 
     @contextlib.contextmanager
     def cache(self, console: Console, *, keeps: bool) -> Iterator[PlanCache | None]:

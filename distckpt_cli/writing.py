@@ -9,7 +9,7 @@ import typer
 
 from distckpt_cli.console import format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import MaxMemory, Running, workers
+from distckpt_cli.options import MaxMemory, Running, output, resources, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Target", "Writing", "carry_out"]
 
-_OUTPUT, _RESOURCES = "Output", "Resources"
 Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to make; absent or empty.")]
 
 
@@ -28,19 +27,14 @@ Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to make; 
 class Writing(Running):
     """The options of every command that writes."""
 
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace DST after success.", rich_help_panel=_OUTPUT)
-    ] = False
-    dry_run: Annotated[
-        bool, typer.Option("-n", "--dry-run", help="Print the plan, write nothing.", rich_help_panel=_OUTPUT)
-    ] = False
+    overwrite: Annotated[bool, output("--overwrite", help="Replace DST after success.")] = False
+    dry_run: Annotated[bool, output("-n", "--dry-run", help="Print the plan, write nothing.")] = False
     max_memory: MaxMemory = "64MiB"
     device: Annotated[
         str,
-        typer.Option(
+        resources(
             metavar="WHERE",
             help="Where types are changed: cpu, cuda, cuda:N or auto (a GPU, if there is one).",
-            rich_help_panel=_RESOURCES,
         ),
     ] = "auto"
 

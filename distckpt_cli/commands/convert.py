@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, check_choice, given, shard_bytes, spread
-from distckpt_cli.targets import CONTENT, Carried, PlanCaching, TargetLayout
+from distckpt_cli.options import Ckpt, check_choice, given, panel, shard_bytes, spread
+from distckpt_cli.targets import Carried, PlanCaching, TargetLayout, content
 from distckpt_cli.writing import Writing, carry_out
 
 if TYPE_CHECKING:
     from converters.targets.conversion import Conversion
     from distckpt_cli.console import Console
 
-_FORMAT = "Format"
+_format = panel("Format")
 _ASKED = ("weights_only", "names", "spec", "experts")
 
 
@@ -25,39 +25,21 @@ _ASKED = ("weights_only", "names", "spec", "experts")
 class Format:
     """What is made of what."""
 
-    to: Annotated[
-        str,
-        typer.Option(metavar="FORMAT", help="torch_dist, legacy, torch or safetensors.", rich_help_panel=_FORMAT),
-    ]
-    source: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FORMAT", help="Read CKPT as this format.", rich_help_panel=_FORMAT),
-    ] = None
-    weights_only: Annotated[
-        bool,
-        typer.Option("--weights-only", help="Neither optimizer nor random state.", rich_help_panel=_FORMAT),
-    ] = False
-    names: Annotated[
-        str | None,
-        typer.Option(metavar="STYLE", help="Names of tensors: megatron (the default) or hf.", rich_help_panel=_FORMAT),
-    ] = None
+    to: Annotated[str, _format(metavar="FORMAT", help="torch_dist, legacy, torch or safetensors.")]
+    source: Annotated[str | None, _format("--from", metavar="FORMAT", help="Read CKPT as this format.")] = None
+    weights_only: Annotated[bool, _format("--weights-only", help="Neither optimizer nor random state.")] = False
+    names: Annotated[str | None, _format(metavar="STYLE", help="Names of tensors: megatron (the default) or hf.")] = (
+        None
+    )
     max_shard_size: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Largest file of safetensors, 5GB by default.", rich_help_panel=_FORMAT),
+        str | None, _format(metavar="SIZE", help="Largest file of safetensors, 5GB by default.")
     ] = None
     spec: Annotated[
         str | None,
-        typer.Option(
-            metavar="LAYERS",
-            help="Layers of a legacy job: te or local; by default as its arguments say.",
-            rich_help_panel=_FORMAT,
-        ),
+        _format(metavar="LAYERS", help="Layers of a legacy job: te or local; by default as its arguments say."),
     ] = None
     experts: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW", help="Experts of a legacy job: grouped, sequential or stacked.", rich_help_panel=_FORMAT
-        ),
+        str | None, _format(metavar="HOW", help="Experts of a legacy job: grouped, sequential or stacked.")
     ] = None
 
     def __post_init__(self) -> None:
@@ -80,11 +62,11 @@ class Content(Carried):
 
     optimizer: Annotated[
         str | None,
-        typer.Option(
-            metavar="WHAT",
-            help="keep or none; for torch_dist fully_reshardable (the default) or dp_reshardable, "
-            "for legacy distributed or plain (by default as its arguments say).",
-            rich_help_panel=CONTENT,
+        content(
+            metavar="FORM",
+            help="Form of the optimizer's state: for torch_dist fully_reshardable (the default) or dp_reshardable; for "
+            "legacy distributed or plain; keep: what comes nearest to the source's (torch_dist) or what its training "
+            "arguments say (legacy, the default); none: leave it out.",
         ),
     ] = None
 

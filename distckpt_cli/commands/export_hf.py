@@ -6,61 +6,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, check_choice, shard_bytes, spread
+from distckpt_cli.options import Ckpt, check_choice, output, panel, shard_bytes, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
     from converters.targets.export import ExportOptions
 
-_MODEL = "The model"
+_model = panel("The model")
 
 
 @dataclass(frozen=True)
 class Asked:
     """What may be asked of an export."""
 
-    arch: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Architecture, if the inferred one is wrong.", rich_help_panel=_MODEL),
-    ] = None
+    arch: Annotated[str | None, _model(metavar="NAME", help="Architecture, if the inferred one is wrong.")] = None
     hf_config: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Take config.json and tokenizer from this Hugging Face folder, after a cross-check.",
-            rich_help_panel=_MODEL,
+        _model(
+            metavar="DIR", help="Take config.json and tokenizer from this Hugging Face folder, after a cross-check."
         ),
     ] = None
     copy_code: Annotated[
         bool,
-        typer.Option(
-            "--copy-code",
-            help="Take its code, too: .py files, auto_map. It runs only with trust_remote_code.",
-            rich_help_panel=_MODEL,
-        ),
+        _model("--copy-code", help="Take its code, too: .py files, auto_map. It runs only with trust_remote_code."),
     ] = False
     dtype: Annotated[
         str | None,
-        typer.Option(
+        _model(
             metavar="TYPE",
             help="bf16, fp16 or fp32; by default as stored, or of fp32 masters alone what the job computed in.",
-            rich_help_panel=_MODEL,
         ),
     ] = None
     vocab_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Rows of the vocabulary to keep; the rest is padding.", rich_help_panel=_MODEL),
+        int | None, _model(metavar="N", help="Rows of the vocabulary to keep; the rest is padding.")
     ] = None
-    mtp: Annotated[
-        str,
-        typer.Option(metavar="WHAT", help="Multi-token prediction layers: keep, drop or auto.", rich_help_panel=_MODEL),
-    ] = "auto"
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file, 5GB by default.", rich_help_panel="Output")
-    ] = "5GB"
+    mtp: Annotated[str, _model(metavar="WHAT", help="Multi-token prediction layers: keep, drop or auto.")] = "auto"
+    max_shard_size: Annotated[str, output(metavar="SIZE", help="Largest file, 5GB by default.")] = "5GB"
 
     def options(self, writing: Writing) -> ExportOptions:
         """What the library calls them."""

@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Json, Verbose  # noqa: TC001 - Typer reads the annotations at run time
+from distckpt_cli.options import Ckpt, Json, Verbose, output, panel, spread
 
 if TYPE_CHECKING:
     from converters.formats.base import Reader
 
-_PANEL = "What to show"
+_shown = panel("What to show")
 
 
+@dataclass(frozen=True)
+class View:
+    """What is shown of a checkpoint."""
+
+    tensors: Annotated[str | None, _shown(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
+    flat: Annotated[bool, _shown("--flat", help="One row for each tensor or object.")] = False
+    files: Annotated[bool, _shown("--files", help="List the files: which rank wrote what.")] = False
+    args: Annotated[str | None, _shown(metavar="[GLOB]", help="List the training arguments.")] = None
+    objects: Annotated[str | None, _shown(metavar="[GLOB]", help="List what is stored besides tensors.")] = None
+
+
+@spread
 def inspect(
     ckpt: Ckpt,
-    tensors: Annotated[
-        str | None,
-        typer.Option(metavar="[GLOB]", help="List the tensors that match, layers folded.", rich_help_panel=_PANEL),
-    ] = None,
-    flat: Annotated[
-        bool, typer.Option("--flat", help="One row for each tensor or object.", rich_help_panel=_PANEL)
-    ] = False,
-    files: Annotated[
-        bool, typer.Option("--files", help="List the files: which rank wrote what.", rich_help_panel=_PANEL)
-    ] = False,
-    args: Annotated[
-        str | None,
-        typer.Option(metavar="[GLOB]", help="List the training arguments.", rich_help_panel=_PANEL),
-    ] = None,
-    objects: Annotated[
-        str | None,
-        typer.Option(metavar="[GLOB]", help="List what is stored besides tensors.", rich_help_panel=_PANEL),
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="Names only, one on each line.", rich_help_panel="Output")
-    ] = False,
+    view: View,
+    *,
+    quiet: Annotated[bool, output("-q", "--quiet", help="Names only, one on each line.")] = False,
     as_json: Json = False,
     verbose: Verbose = 0,
 ) -> int:
@@ -48,8 +40,7 @@ def inspect(
 
     Reads metadata only, never tensor data, and runs nothing that the files contain.
     """
-    views = [name for name, asked in [("--tensors", tensors), ("--files", files), ("--args", args)] if asked]
-    views += ["--objects"] if objects else []
+    views = [f"--{name}" for name in ("tensors", "files", "args", "objects") if getattr(view, name)]
     if len(views) > 1 and not as_json:
         raise UsageProblem(f"{' and '.join(views)} are different views", hint="ask for one, or for all with --json")
     if quiet and as_json:
@@ -59,39 +50,30 @@ def inspect(
     console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
     reader = open_checkpoint(ckpt)
     if as_json:
-        console.document("distckpt.inspect/1", _document(reader, tensors, args, objects, flat))
+        console.document("distckpt.inspect/1", _document(reader, view))
     elif quiet:
-        console.lines(_names(reader, tensors, files, args, objects))
+        console.lines(_names(reader, view))
     else:
-        _show(console, reader, ckpt, tensors, files, args, objects, flat)
+        _show(console, reader, ckpt, view)
     return ExitCode.OK
 
 
-def _show(
-    console: Console,
-    reader: Reader,
-    ckpt: str,
-    tensors: str | None,
-    files: bool,
-    args: str | None,
-    objects: str | None,
-    flat: bool,
-) -> None:
+def _show(console: Console, reader: Reader, ckpt: str, view: View) -> None:
     from distckpt_cli import listing
 
     catalog = reader.catalog
-    if tensors:
-        listing.print_tensors(console, listing.chosen_tensors(catalog, tensors), flat=flat)
-    elif args:
-        listing.print_args(console, listing.chosen_args(catalog, args))
-    elif objects:
-        listing.print_objects(console, listing.chosen_objects(catalog, objects), flat=flat)
+    if view.tensors:
+        listing.print_tensors(console, listing.chosen_tensors(catalog, view.tensors), flat=view.flat)
+    elif view.args:
+        listing.print_args(console, listing.chosen_args(catalog, view.args))
+    elif view.objects:
+        listing.print_objects(console, listing.chosen_objects(catalog, view.objects), flat=view.flat)
     else:
         from converters.facts.identity import identify
         from distckpt_cli.card import print_card
 
         identity = identify(catalog)
-        if files:
+        if view.files:
             listing.print_files(console, reader, identity.layout)
             return
         print_card(console, catalog, identity)
@@ -104,34 +86,34 @@ def _show(
             console.next_step(f"{me} --tensors {shlex.quote(first + '.*')}")
 
 
-def _names(reader: Reader, tensors: str | None, files: bool, args: str | None, objects: str | None) -> list[str]:
+def _names(reader: Reader, view: View) -> list[str]:
     from converters.names import printable
     from distckpt_cli import listing
 
     catalog = reader.catalog
-    if files:
+    if view.files:
         names = [info.name for info in catalog.files]
-    elif args:
-        names = list(listing.chosen_args(catalog, args))
-    elif objects:
-        names = [item.key for item in listing.chosen_objects(catalog, objects)]
+    elif view.args:
+        names = list(listing.chosen_args(catalog, view.args))
+    elif view.objects:
+        names = [item.key for item in listing.chosen_objects(catalog, view.objects)]
     else:
-        names = [tensor.name for tensor in listing.chosen_tensors(catalog, tensors or "*")]
+        names = [tensor.name for tensor in listing.chosen_tensors(catalog, view.tensors or "*")]
     return [printable(name) for name in names]
 
 
-def _document(reader: Reader, tensors: str | None, args: str | None, objects: str | None, flat: bool) -> dict[str, Any]:
+def _document(reader: Reader, view: View) -> dict[str, Any]:
     from converters.facts.identity import identify
     from distckpt_cli import listing
     from distckpt_cli.card import card_document
 
     catalog = reader.catalog
     document = card_document(catalog, identify(catalog))
-    if tensors:
-        chosen = listing.chosen_tensors(catalog, tensors)
-        document["tensors"] = [listing.tensor_document(reader, tensor, chunks=flat) for tensor in chosen]
-    if args:
-        document["args"] = listing.chosen_args(catalog, args)
-    if objects:
-        document["objects"] = [asdict(item) for item in listing.chosen_objects(catalog, objects)]
+    if view.tensors:
+        chosen = listing.chosen_tensors(catalog, view.tensors)
+        document["tensors"] = [listing.tensor_document(reader, tensor, chunks=view.flat) for tensor in chosen]
+    if view.args:
+        document["args"] = listing.chosen_args(catalog, view.args)
+    if view.objects:
+        document["objects"] = [asdict(item) for item in listing.chosen_objects(catalog, view.objects)]
     return document
