@@ -7,6 +7,7 @@ file is a range of the tar file. So readers look at folders and files only throu
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import stat
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ __all__ = [
     "SourceFile",
     "Status",
     "close_source",
+    "enclose",
+    "escape",
     "exists",
     "is_file",
     "is_folder",
@@ -40,6 +43,7 @@ __all__ = [
 ]
 
 _SMALL = 256 << 20
+_enclosed: dict[Path, str] = {}  # folders and files as they were named, and where they really are
 
 
 class SourceFile:
@@ -116,12 +120,49 @@ class _Sizes(Protocol):
     def st_mtime_ns(self) -> int: ...
 
 
+def enclose(root: Path) -> None:
+    """From now on nothing below a folder is read through a link that leads out of it; the folder itself may be a link.
+
+    Args:
+        root: A checkpoint as it was named: a folder, or a file together with what lies beside it.
+    """
+    for place in (root,) if root.is_dir() else (root, root.parent):
+        _enclosed[place] = os.path.realpath(place)
+
+
+def escape(path: Path) -> str | None:
+    """Where links on the way to a path lead to, if that is outside of the checkpoint; None if it is in it.
+
+    A folder in Hugging Face's cache is all links into `blobs` beside its `snapshots`: those are its own.
+    """
+    root = next((place for place in (path, *path.parents) if place in _enclosed), None)
+    if root is None:
+        return None
+    inner = itertools.takewhile(lambda place: place != root, (path, *path.parents))
+    if not any(place.is_symlink() for place in inner):
+        return None
+    real, home = os.path.realpath(path), _enclosed[root]
+    cache, snapshots, _ = home.rpartition("/snapshots/")
+    return None if real.startswith((f"{home}/", f"{cache}/blobs/" if snapshots else f"{home}/")) else real
+
+
+def _refuse_escape(path: Path) -> None:
+    found = escape(path)
+    if found is not None:
+        raise FormatError(
+            f"{printable(str(path))} is a link to {printable(found)}, outside of the checkpoint",
+            hint="put what it leads to in its place, or name the folder that it leads to",
+        )
+
+
 def open_source(path: Path) -> SourceFile:
     """Opens a regular file for reading; devices, pipes and folders are refused without waiting on them.
 
     Raises:
-        FormatError: Missing, not a regular file, no permission, or in a tar file that is refused.
+        FormatError: Missing, not a regular file, no permission, a link out of the checkpoint, or in a tar file that is
+            refused.
     """
+    _refuse_escape(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -216,7 +257,8 @@ def status(path: Path) -> Status | None:
 
 @contextlib.contextmanager
 def scan(folder: Path) -> Iterator[Iterator[Entry]]:
-    """As `os.scandir`, also of a tar file and of folders in it."""
+    """As `os.scandir`, also of a tar file and of folders in it; a link out of the checkpoint is refused."""
+    _refuse_escape(folder)
     try:
         entries = os.scandir(folder)
     except NotADirectoryError:
@@ -314,7 +356,7 @@ def _tar_around(path: Path) -> _Place | None:
             found = outer.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(found.st_mode) or escape(outer) is not None:
             return None
         tree = read_tree(outer, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
         if tree is None:

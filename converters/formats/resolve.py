@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
-from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
+from converters.formats.folder import enclose, exists, is_file, is_folder, listing, read_small, scan, status
 from converters.formats.registry import Seen, detect
 from converters.names import printable, quoted
 
@@ -57,6 +57,7 @@ def resolve(path: str | Path) -> Path:
     if given.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
         given = given.absolute() if not given.name else given.resolve()
     try:
+        enclose(given)
         found = status(given)
     except OSError as error:
         raise FormatError(f"cannot read {printable(str(given))}: {error.strerror}") from error

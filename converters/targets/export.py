@@ -20,7 +20,7 @@ from converters.facts.damage import refuse_contradictions, refuse_damage, refuse
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import fingerprint_of
 from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
-from converters.formats.folder import read_small
+from converters.formats.folder import enclose, escape, read_small
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
 from converters.optimizer.proof import Masters
@@ -242,6 +242,7 @@ def _read_reference(folder: Path | None) -> Mapping[str, Any]:
     if folder is None:
         return {}
     try:
+        enclose(folder)
         present = (folder / "config.json").is_file()
     except OSError as error:
         raise FormatError(f"reading {printable(str(folder))} failed: {error.strerror}") from error
@@ -309,7 +310,7 @@ def hf_companions(
     for path in sorted(folder.iterdir()):
         if path.name == "config.json" or path.name.endswith(_NOT_COPIED) or not path.is_file():
             continue
-        if not _lies_in(path, folder):
+        if escape(path) is not None:
             foreign.append(path.name)
             continue
         if path.name.endswith(_CODE):
@@ -332,12 +333,6 @@ def hf_companions(
     if foreign:
         notes.append(f"links to outside of {of} were left out: {printable(', '.join(foreign))}")
     return files
-
-
-def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether a file is the folder's own: links lead nowhere else, or to where the Hub's cache keeps its files."""
-    home, real = folder.resolve(), path.resolve()
-    return home in real.parents or home.parent.parent / "blobs" in real.parents
 
 
 def _without_code(path: Path) -> bytes | None:

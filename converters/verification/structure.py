@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.catalog import Part
 from converters.errors import DistckptError, IntegrityError, RequestError
 from converters.facts.damage import check_stored
 from converters.facts.model_args import ModelArgs
+from converters.formats.folder import escape
 from converters.names import fold, printable
 
 if TYPE_CHECKING:
@@ -65,21 +64,13 @@ def check_structure(check: Check, catalog: Catalog) -> None:
 
 
 def _check_links(check: Check, catalog: Catalog) -> None:
-    """A file that is a link to something elsewhere is not part of what was saved. A folder in Hugging Face's cache is all
-    links into `blobs` beside its `snapshots`.
-    """
+    """A file that is a link to something elsewhere is not part of what was saved, and is not read."""
     folder = catalog.path if catalog.path.is_dir() else catalog.path.parent
-    if catalog.format == "zarr":  # its reader follows no link
-        return
-    root = catalog.root.resolve() if catalog.root.is_dir() else folder.resolve()
-    cache = root.parent.parent / "blobs"
-    for info in catalog.files:
-        path = folder / info.name
-        if path.is_symlink():
-            target = Path(os.path.realpath(path))  # unlike `resolve`, at no loss for words about a loop
-            if not target.is_relative_to(root) and not target.is_relative_to(cache):
-                text = f"{printable(info.name)} is a link to {printable(str(target))}, outside of the checkpoint"
-                check.error(text, file=info.name, needed="a file", found="a link")
+    for info in catalog.files if catalog.format != "zarr" else ():  # whose reader follows no link
+        target = escape(folder / info.name)
+        if target is not None:
+            text = f"{printable(info.name)} is a link to {printable(target)}, outside of the checkpoint"
+            check.error(text, file=info.name, needed="a file", found="a link")
 
 
 def _is_plain(tensor: TensorInfo) -> bool:

@@ -79,7 +79,7 @@ def cases() -> list[Case]:
     """All of them, always in the same order."""
     made = [
         *_payloads(), *_gadgets_everywhere(), *_bombs(), *_zips(), *_records(), *_metadata(), *_safetensors(), *_tars(),
-        *_zarr(), *_texts(), *_trees(), *_names(),
+        *_zarr(), *_texts(), *_trees(), *_links(), *_names(),
     ]  # fmt: skip
     titles = [case.title for case in made]
     assert len(set(titles)) == len(titles), [t for t in titles if titles.count(t) > 1]
@@ -1086,6 +1086,52 @@ def _deep() -> list[Any]:
     for _ in range(150):
         made = [made]
     return made
+
+
+LINKS = {
+    "a file of torch_dist": (GOOD, f"{ITERATION}/__0_0.distcp"),
+    "the metadata of torch_dist": (GOOD, f"{ITERATION}/.metadata"),
+    "common.pt": (GOOD, f"{ITERATION}/common.pt"),
+    "metadata.json": (GOOD, f"{ITERATION}/metadata.json"),
+    "the tracker": (GOOD, "latest_checkpointed_iteration.txt"),
+    "an iteration": (GOOD, ITERATION),
+    "a file of 0.19": ("v019_llama_fullyreshardable_tp2dp2", f"{ITERATION}/*.distcp"),
+    "a file of dcp": ("dcp_plain", "*.distcp"),
+    "a folder of veScale": ("vescale_llama_tp2pp2dp2", "model"),
+    "a file of veScale": ("vescale_llama_tp2pp2dp2", "optimizer/pp_0/*.distcp"),
+    "the metadata of ByteCheckpoint": ("bytecheckpoint_llama_dp2", "global_step_2/optimizer/.metadata"),
+    "a rank's folder": ("legacy_llama_distopt_tp2pp2dp2", f"{ITERATION}/mp_rank_01_001"),
+    "a rank's weights": ("legacy_llama_distopt_tp2pp2dp2", f"{ITERATION}/mp_rank_01_001/model_optim_rng.pt"),
+    "a rank's optimizer": ("legacy_llama_distopt_tp2pp2dp2", f"{ITERATION}/mp_rank_00_000/distrib_optim.pt"),
+    "a safetensors file": ("hf_llama_safetensors", "model-00001-of-00002.safetensors"),
+    "an index": ("hf_llama_safetensors", "model.safetensors.index.json"),
+    "a bin file": ("hf_mixtral_bin", "pytorch_model-00002-of-00003.bin"),
+    "an array of zarr": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{test_zarr.FC1}"),
+    "a chunk of zarr": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{test_zarr.FC1}/0.0.0"),
+    "a .zarray": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{test_zarr.FC1}/.zarray"),
+    "a shard of zarr": ("v009_zarr_llama_adam_tp2pp2", f"{ITERATION}/rng_state/*.pt"),
+    "model_config.yaml": ("nemo1_zarr_llama4_weights_tp2pp2", "model_config.yaml"),
+    "the weights of NeMo 2": ("nemo2_llama4_weights_tp2pp2", "*/weights"),
+    "the context of NeMo 2": ("nemo2_llama4_weights_tp2pp2", "*/context"),
+    "run_config.yaml": ("bridge_llama4_weights_tp2pp2", f"{ITERATION}/run_config.yaml"),
+    "train_state.pt": ("bridge_llama4_weights_tp2pp2", f"{ITERATION}/train_state.pt"),
+    "config.json": ("hf_llama_safetensors", "config.json"),
+    "a tokenizer": ("hf_llama_safetensors", "generation_config.json"),
+}
+"""What lies outside, whole and right, while the checkpoint has a link to it: nobody may read it for that."""
+
+
+def _links() -> Iterator[Case]:
+    for name, (golden, where) in LINKS.items():
+
+        def make(folder: Path, _: Path, golden: str = golden, where: str = where) -> Path:
+            copy = copied(golden, folder / "ckpt")
+            path = min(copy.glob(where))
+            path.rename(folder / "outside" / path.name)
+            path.symlink_to(folder / "outside" / path.name)
+            return copy
+
+        yield Case("tree", f"{name} is a link to outside", make, config=golden.startswith("hf_llama"))
 
 
 def _names() -> Iterator[Case]:
