@@ -123,6 +123,8 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
         if crc != first[4]:
             records = [first[5]] if first[5] >= 0 else index.places(positions[first[0]]).get(first[2], [])
             out.differs(first, crc, records)
+    order = {name: number for number, name in enumerate(positions)}
+    out.findings.sort(key=lambda note: (order.get(note[0], -1), note[3], note[6]))
     return out
 
 
