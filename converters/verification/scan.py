@@ -200,14 +200,23 @@ class FileWorker:
             payload = self._locate(file, record, -1, blocks, out)
             if payload is not None and payload.crc is None:
                 out.unchecked += payload.nbytes
-        at = file.begin
+        at, reached, again = file.begin, 0, file.size
+        over: list[StoredArchive] = []
         for archive in sorted(archives, key=lambda a: a.start):
             stop = archive.start + archive.length
+            again -= archive.length if archive.start < reached else 0
+            if again < 0:  # else a million records at one place would read it a million times
+                over.append(archive)
+                continue
+            reached = max(reached, stop)
             if (archive.start < file.end and stop > file.begin) or file.owns(archive.start):
                 self._skim(file, at, archive.start, blocks, out)
                 self._archive(file, archive, inside, blocks, out)
                 at = max(at, stop)
         self._skim(file, at, file.size, blocks, out)
+        if over and file.owns(over[0].start):
+            text = f"{printable(file.name)}: {len(over):,} records lie over others and were not read"
+            out.note("records", text, over[0].start, *(archive.record for archive in over))
 
     def _is_archive(self, records: list[int], blocks: Blocks) -> bool:
         """Whether a file is one archive whose members have checksums."""
