@@ -259,7 +259,7 @@ def test_experts_over_another_tensor_parallel_size_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"optimizer": "dp_reshardable"}, "no meaning in the legacy format"),
+        ({"optimizer": "dp_reshardable"}, "no meaning in this format"),
         ({"spec": "apex"}, "--spec apex"),
         ({"rng": "keep"}, "random state was saved for a grid of 2 x 2"),
         ({"vocab_size": 4}, "would cut trained rows"),

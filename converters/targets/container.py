@@ -26,14 +26,13 @@ from converters.archive.records_out import tensor_node
 from converters.box import Box
 from converters.engine.destination import check_destination
 from converters.facts.damage import refuse_damage
-from converters.formats.base import fingerprint_of
 from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
 from converters.formats.folder import read_small
 from converters.names import printable, quoted
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.state import Masters, OptimizerState
-from converters.planning.job import CopyRoutes, Job
+from converters.planning.job import CopyRoutes
 from converters.planning.plan import Target
 from converters.targets.container_content import (
     choose_content,
@@ -77,19 +76,13 @@ class TorchOptions(WriteOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsOptions(WriteOptions):
-    """What a person may ask of safetensors.
+class SafetensorsOptions(TorchOptions):
+    """What a person may ask of safetensors, which hold the model in any case.
 
     Attributes:
-        names: "megatron" or "hf"; None is Megatron's, and for a source with other names those.
-        weights_only: As it always is: safetensors hold the model.
-        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
         max_shard_bytes: Largest shard.
     """
 
-    names: str | None = None
-    weights_only: bool = False
-    vocab_size: int | None = None
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
 
 
@@ -126,30 +119,20 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         file.tree["optimizer"] = _archived_optimizer(file, reader, used)
     refuse_damage(catalog, set(sources))
     output = ArchiveOutput([file])
-    job = Job.build(
-        sources,
-        output.routes,
-        output.files,
-        source_fingerprint=fingerprint_of(reader),
-        max_memory=options.max_memory,
-        threads=options.threads,
-        seals=output,
-    )
     code = f"import torch; print(torch.load({json.dumps(str(destination))}, weights_only=True, mmap=True).keys())"
     hint = "transformers wants it as pytorch_model.bin with a config.json beside it; export-hf makes a whole folder"
     return Conversion(
         command="convert",
         reader=reader,
         destination=destination,
-        job=job,
+        job=options.job(reader, sources, output.routes, output.files, seals=output),
         dropped=(*left_out(catalog, content, reason), *strange),
         notes=content.notes,
         summary=content.summary,
         facts=content.facts,
         advice=(hint,) if content.names == "hf" else (),
         next_step=f"python -c {shlex.quote(code)}",
-        overwrite=options.overwrite,
-        device=options.device,
+        options=options,
         single=True,
         proof=Masters.needed(reader, state.tensors if state.doubt else {}),
     )
@@ -198,14 +181,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     targets = {t.name: Target(t.name, t.dtype, t.shape) for t in content.tensors}
     layout = plan_shards(targets, options.max_shard_bytes)
     boxed = {t.name: Target(t.name, t.dtype, t.matrix) for t in content.tensors}
-    job = Job.build(
-        content.sources,
-        CopyRoutes.of([copy for t in content.tensors for copy in t.copies], boxed, layout.places),
-        layout.files,
-        source_fingerprint=fingerprint_of(reader),
-        max_memory=options.max_memory,
-        threads=options.threads,
-    )
+    routes = CopyRoutes.of([copy for t in content.tensors for copy in t.copies], boxed, layout.places)
     extra: dict[str, ExtraFile] = {}
     if layout.index is not None:
         extra["model.safetensors.index.json"] = layout.index
@@ -220,15 +196,14 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         command="convert",
         reader=reader,
         destination=destination,
-        job=job,
+        job=options.job(reader, content.sources, routes, layout.files),
         extra_files=extra,
         dropped=(*left_out(catalog, content, "safetensors hold the model, not the state of training"), *strange),
         notes=tuple(notes),
         summary=content.summary,
         facts=content.facts,
         next_step=f"distckpt inspect {quoted(destination)}",
-        overwrite=options.overwrite,
-        device=options.device,
+        options=options,
     )
 
 

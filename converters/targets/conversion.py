@@ -20,18 +20,21 @@ from converters.engine.run import run
 from converters.engine.team import Team, TeamStaging
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady
+from converters.formats.base import fingerprint_of
 from converters.formats.folder import Status, read_small, status
 from converters.names import printable
+from converters.planning.job import Job
 from converters.reading.cast import choose_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from converters.catalog import TensorInfo
     from converters.engine.crew import Worker
     from converters.engine.run import Stats
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
-    from converters.planning.job import Job
+    from converters.planning.job import OutputFile, Routes
 
 __all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
 
@@ -57,6 +60,20 @@ class WriteOptions:
     threads: int = 2
     overwrite: bool = False
     device: str = "auto"
+
+    def job(
+        self,
+        reader: Reader,
+        sources: Mapping[str, TensorInfo],
+        routes: Routes,
+        files: Sequence[OutputFile],
+        **more: Any,
+    ) -> Job:
+        """`Job.build` with these resources; `more` are its further arguments."""
+        digest, memory = fingerprint_of(reader), self.max_memory
+        return Job.build(
+            sources, routes, files, source_fingerprint=digest, max_memory=memory, threads=self.threads, **more
+        )
 
 
 class Proof(Protocol):
@@ -105,8 +122,7 @@ class Conversion:
         advice: Sentences a person should read when it is done.
         next_step: A command to type then; empty if there is none.
         report_file: Name of the extra file that accounts for everything; empty if there is none.
-        overwrite: Replace an existing destination after success.
-        device: See `WriteOptions`.
+        options: What was asked.
         single: The destination is a file: the job's only one.
         proof: What has to be proved of the source's data before anything is written; None if nothing is in doubt.
     """
@@ -124,15 +140,14 @@ class Conversion:
     advice: tuple[str, ...] = ()
     next_step: str = ""
     report_file: str = ""
-    overwrite: bool = False
-    device: str = "auto"
+    options: WriteOptions = field(default_factory=WriteOptions)
     single: bool = False
     proof: Proof | None = None
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """The notes, and what `overwrite` deletes: to be read before it begins."""
-        gone = replaced(self.destination) if self.overwrite else None
+        gone = replaced(self.destination) if self.options.overwrite else None
         return (*self.notes, gone) if gone else self.notes
 
 
@@ -161,7 +176,7 @@ def run_conversion(
         _prove(plan, plan.proof, tell, stop, ranks)
     team = Team(ranks, destination, job.fingerprint, tell, stop) if ranks.world > 1 else None
     with team or contextlib.nullcontext():
-        device, said = choose_device(plan.device, computes=job.computes, local_rank=ranks.local)
+        device, said = choose_device(plan.options.device, computes=job.computes, local_rank=ranks.local)
         if team is not None and not team.leads:
             return _follow(job, plan.reader, destination, stop, team, device)
         _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
@@ -175,7 +190,7 @@ def run_conversion(
             destination,
             job.fingerprint,
             job.files,
-            overwrite=plan.overwrite,
+            overwrite=plan.options.overwrite,
             meeting=team.folder if team else None,
             single=plan.single,
         )

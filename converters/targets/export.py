@@ -18,13 +18,12 @@ from converters.engine.destination import check_destination
 from converters.errors import FormatError, RequestError
 from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
-from converters.formats.base import fingerprint_of
 from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
 from converters.formats.folder import enclose, escape, read_small
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.names import fold, printable
 from converters.optimizer.proof import Masters
-from converters.planning.job import CopyRoutes, Job
+from converters.planning.job import CopyRoutes
 from converters.planning.plan import Op, prove
 from converters.targets.conversion import Conversion, ExtraFile, WriteOptions, run_conversion
 
@@ -151,14 +150,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     used = {copy.source for copy in mapping.copies}
     refuse_damage(catalog, used)
     layout = plan_shards(mapping.targets, options.max_shard_bytes)
-    job = Job.build(
-        sources,
-        CopyRoutes.of(mapping.copies, mapping.targets, layout.places),
-        layout.files,
-        source_fingerprint=fingerprint_of(reader),
-        max_memory=options.max_memory,
-        threads=options.threads,
-    )
+    routes = CopyRoutes.of(mapping.copies, mapping.targets, layout.places)
     notes = [*mapping.notes]
     try:
         extra = _extra_files(mapping, layout, options, reference, notes)
@@ -168,13 +160,11 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         command="export",
         reader=reader,
         destination=destination,
-        job=job,
+        job=options.job(reader, sources, routes, layout.files),
         dropped=_dropped(catalog, mapping),
         notes=tuple(notes),
-        overwrite=options.overwrite,
-        proof=Masters.needed(reader, {}),
-        device=options.device,
         options=options,
+        proof=Masters.needed(reader, {}),
         model=model,
         mapping=mapping,
         layout=layout,

@@ -29,7 +29,7 @@ from converters.engine.destination import check_destination
 from converters.errors import RequestError
 from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
-from converters.formats.base import CommonReader, fingerprint_of
+from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
 from converters.formats.legacy.chains import Chains
@@ -37,17 +37,18 @@ from converters.formats.legacy.grid import MODEL, OPTIMIZER, rank_folder
 from converters.formats.legacy.output import flat_optimizer, model_state, plain_optimizer
 from converters.formats.legacy.reader import LegacyReader
 from converters.names import fold, parse_key, quoted
-from converters.optimizer.state import Masters, OptimizerState, has_optimizer, optimizer_state
+from converters.optimizer.state import Masters, OptimizerState
 from converters.parallel.layout_check import check as check_layout
 from converters.parallel.local import LocalModel, likely_order, with_extra_states
 from converters.parallel.vocabulary import VOCABULARY
 from converters.pickles import Obj, fields, set_field
-from converters.planning.job import Job
-from converters.targets.conversion import Conversion, WriteOptions
+from converters.targets.conversion import Conversion
 from converters.targets.target_state import (
     TRACKER,
+    JobOptions,
     as_megatron_lm,
     change_arguments,
+    chosen_optimizer,
     describe,
     iteration_folder,
     job_flags,
@@ -79,29 +80,20 @@ _NORM = re.compile(r"norm\._extra_state$")
 
 
 @dataclass(frozen=True, slots=True)
-class LegacyOptions(WriteOptions):
+class LegacyOptions(JobOptions):
     """What a person may ask of a legacy checkpoint.
 
     Attributes:
         optimizer: "distributed" (`distrib_optim.pt`), "plain" (within `model_optim_rng.pt`), "keep" (what the training
             arguments say), or "none".
-        rng: "keep", "drop", or "auto": keep where the grid allows it.
-        extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
         spec: The job's layers: "te" (TransformerEngine), "local" (Megatron's own); None as the arguments say.
         experts: How it keeps experts: "grouped", "sequential", "stacked" (GroupedMLP); None as the arguments say.
-        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
-        weights_only: Neither optimizer nor random state.
     """
 
     OPTIMIZERS: ClassVar[tuple[str, ...]] = ("distributed", "plain", "keep", "none")
 
-    optimizer: str = "keep"
-    rng: str = "auto"
-    extra_state: str = "fill"
     spec: str | None = None
     experts: str | None = None
-    vocab_size: int | None = None
-    weights_only: bool = False
 
 
 def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: LegacyOptions | None = None) -> Conversion:
@@ -118,9 +110,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         IntegrityError: Needed data is missing in the source.
         DestinationError: The destination cannot be written.
     """
-    options = options or LegacyOptions()
-    if options.weights_only:
-        options = replace(options, optimizer="none", rng="drop")
+    options = (options or LegacyOptions()).resolved()
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     args = ModelArgs.from_catalog(catalog)
@@ -128,28 +118,20 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     refuse_contradictions(args, catalog)
     _refuse_layout(catalog, layout)
     notes = check_layout(args, layout, {name: t.shape for name, t in catalog.weights.items()})
-    found, options = _optimizer(reader, options)
+    distributed = catalog.args.get("use_distributed_optimizer") is True
+    found, options = chosen_optimizer(reader, options, lambda _: "distributed" if distributed else "plain")
     writer = _Writer(reader, layout, options, found)
     files = list(writer.files())
     sources = dict(catalog.weights) | found.tensors
     writer.account(sources)
     refuse_damage(catalog, set(sources))
     output = ArchiveOutput(files)
-    job = Job.build(
-        {name: sources[name] for name in output.routes.sources()},
-        output.routes,
-        output.files,
-        source_fingerprint=fingerprint_of(reader),
-        max_memory=options.max_memory,
-        threads=options.threads,
-        seals=output,
-    )
     summary, facts = describe(catalog, layout, options.optimizer, writer.changed)
     return Conversion(
         command="convert",
         reader=reader,
         destination=destination,
-        job=job,
+        job=options.job(reader, sources, output.routes, output.files, seals=output),
         folder=writer.folder,
         extra_files={TRACKER: tracker(writer.folder)},
         dropped=tuple(writer.dropped),
@@ -158,8 +140,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         facts=facts,
         advice=(f"start the job with {writer.flags(destination)}",),
         next_step=f"distckpt inspect {quoted(destination)}",
-        overwrite=options.overwrite,
-        device=options.device,
+        options=options,
         proof=Masters.needed(reader, found.tensors if found.doubt else {}),
     )
 
@@ -173,23 +154,6 @@ def _refuse_layout(catalog: Catalog, layout: Layout) -> None:
             ],
             hint="leave --etp out, or --to torch_dist",
         )
-
-
-def _optimizer(reader: Reader, options: LegacyOptions) -> tuple[OptimizerState, LegacyOptions]:
-    """The optimizer's tensors, and the options with "keep" and "there is none" resolved."""
-    if options.optimizer not in ("distributed", "plain", "keep", "none"):
-        raise RequestError(
-            f"--optimizer {options.optimizer} has no meaning in the legacy format",
-            hint="it takes distributed, plain, keep and none",
-        )
-    catalog = reader.catalog
-    if options.optimizer == "none" or not has_optimizer(catalog):
-        return OptimizerState({}), replace(options, optimizer="none")
-    found = optimizer_state(reader)
-    if options.optimizer == "keep":
-        distributed = catalog.args.get("use_distributed_optimizer") is True
-        options = replace(options, optimizer="distributed" if distributed else "plain")
-    return found, options
 
 
 class _Writer:

@@ -11,22 +11,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.engine.destination import check_destination
-from converters.errors import RequestError
 from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
-from converters.formats.base import fingerprint_of
 from converters.formats.torch_dist.output import TorchDistOutput
 from converters.names import quoted
-from converters.optimizer.state import Masters, OptimizerState, has_optimizer, optimizer_state
+from converters.optimizer.state import Masters
 from converters.parallel.layout_check import check as check_layout
 from converters.parallel.split import Outline
-from converters.planning.job import Job
 from converters.targets.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
 from converters.targets.companions import companions, keeps_framework
 from converters.targets.conversion import Conversion, run_conversion
 from converters.targets.reshard_state import ReshardOptions, State, target_state
 from converters.targets.reshard_targets import Targets
-from converters.targets.target_state import TRACKER, describe, job_flags, tracker
+from converters.targets.target_state import TRACKER, chosen_optimizer, describe, job_flags, tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,8 +32,8 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
     from converters.formats.torch_dist.output import FlatOut, ObjectOut
+    from converters.optimizer.state import OptimizerState
     from converters.parallel.layout import Layout
-    from converters.planning.job import OutputFile
     from converters.targets.plan_cache import PlanCache
 
 __all__ = ["ReshardOptions", "ReshardPlan", "plan_reshard", "run_reshard"]
@@ -81,9 +78,7 @@ def plan_reshard(
         IntegrityError: Needed data is missing in the source.
         DestinationError: The destination cannot be written.
     """
-    options = options or ReshardOptions()
-    if options.weights_only:
-        options = replace(options, optimizer="none", rng="drop")
+    options = (options or ReshardOptions()).resolved()
     catalog = reader.catalog
     if not keeps_framework(catalog):
         options = replace(options, framework="megatron-lm")
@@ -104,16 +99,8 @@ def plan_reshard(
         catalog, layout, framework=options.framework, rng=state.rng, optimizer=options.optimizer != "none"
     )
     folder = around.folder
-    job = Job.build(
-        draft.sources,
-        output,
-        _in_folder(output, folder),
-        source_fingerprint=fingerprint_of(reader),
-        max_memory=options.max_memory,
-        threads=options.threads,
-        seals=output,
-        known_tasks=made.tasks_for(output),
-    )
+    files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
+    job = options.job(reader, draft.sources, output, files, seals=output, known_tasks=made.tasks_for(output))
     if cache and key and known is None and draft.lasting:
         keep(cache, key, made, job.task_table, output)
     summary, facts = describe(catalog, layout, options.optimizer, state.changed)
@@ -136,11 +123,9 @@ def plan_reshard(
         facts={**facts, "objects": len(state.objects)},
         advice=(around.advice or f"start the job with {_flags(destination, layout, options)}",),
         next_step=f"distckpt inspect {quoted(destination)}",
-        overwrite=options.overwrite,
-        device=options.device,
+        options=options,
         proof=Masters.needed(reader, masters),
         layout=layout,
-        options=options,
         output=output,
         state=state,
     )
@@ -200,7 +185,7 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     notes = check_layout(args, layout, shapes)
     outline = Outline.of(args, shapes)
     sources = dict(catalog.weights) | {n: t for n, t in catalog.tensors.items() if t.kind == "other"}
-    found, options = _optimizer(reader, options)
+    found, options = chosen_optimizer(reader, options, _kept)
     targets = Targets(catalog, layout, outline, options, args)
     targets.make(sources)
     flats: Sequence[FlatOut] = ()
@@ -233,24 +218,9 @@ def _metadata_json(mcore: str | None) -> bytes:
     return json.dumps(document).encode()
 
 
-def _in_folder(output: TorchDistOutput, folder: str) -> list[OutputFile]:
-    return [replace(file, name=f"{folder}/{file.name}") for file in output.files]
-
-
-def _optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState, ReshardOptions]:
-    """The optimizer's tensors, and the options with "keep" and "there is none" resolved."""
-    if options.optimizer not in ("fully_reshardable", "dp_reshardable", "keep", "none"):
-        raise RequestError(
-            f"--optimizer {options.optimizer} has no meaning in torch_dist",
-            hint="it takes fully_reshardable, dp_reshardable, keep and none",
-        )
-    catalog = reader.catalog
-    if options.optimizer == "none" or not has_optimizer(catalog):
-        return OptimizerState({}), replace(options, optimizer="none")
-    found = optimizer_state(reader)
-    if options.optimizer == "keep":
-        options = replace(options, optimizer="fully_reshardable" if found.candidate is None else "dp_reshardable")
-    return found, options
+def _kept(found: OptimizerState) -> str:
+    """The form that "keep" means: flat buckets stay flat buckets."""
+    return "fully_reshardable" if found.candidate is None else "dp_reshardable"
 
 
 def _unused(catalog: Catalog, options: ReshardOptions) -> list[tuple[str, str]]:

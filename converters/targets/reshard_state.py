@@ -27,8 +27,14 @@ from converters.names import parse_key, stored_key
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.state import param_groups
 from converters.pickles import Obj, fields
-from converters.targets.conversion import WriteOptions
-from converters.targets.target_state import as_megatron_lm, change_arguments, layout_arguments, open_common, rng_fits
+from converters.targets.target_state import (
+    JobOptions,
+    as_megatron_lm,
+    change_arguments,
+    layout_arguments,
+    open_common,
+    rng_fits,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,17 +50,13 @@ __all__ = ["ReshardOptions", "State", "target_state", "target_wrapper"]
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardOptions(WriteOptions):
+class ReshardOptions(JobOptions):
     """What a person may ask of a reshard.
 
     Attributes:
         optimizer: "fully_reshardable", "dp_reshardable", "keep" (the source's, as one of these two), or "none".
         layers: "stacked", "per-layer" or "keep".
-        rng: "keep", "drop", or "auto": keep where the grid allows it.
-        extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
-        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
         fully_parallel: Spread what data-parallel replicas share over their files, by bytes.
-        weights_only: Neither optimizer nor random state.
         mcore: "0.19" embeds the common state as that version does; else it is `common.pt`, which all versions read.
         framework: "keep", or "megatron-lm": what NeMo or Megatron-Bridge wrote becomes a checkpoint of Megatron-LM.
     """
@@ -63,11 +65,7 @@ class ReshardOptions(WriteOptions):
 
     optimizer: str = "fully_reshardable"
     layers: str = "keep"
-    rng: str = "auto"
-    extra_state: str = "fill"
-    vocab_size: int | None = None
     fully_parallel: bool = False
-    weights_only: bool = False
     mcore: str | None = None
     framework: str = "keep"
 

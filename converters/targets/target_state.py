@@ -5,7 +5,8 @@ Sources: megatron/training/checkpointing.py (load_checkpoint, check_checkpoint_a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from converters.errors import RequestError
 from converters.facts.megatron_args import megatron_arguments
@@ -14,11 +15,13 @@ from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
 from converters.formats.folder import exists
 from converters.names import quoted
+from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.parallel.layout import Layout
 from converters.pickles import Global, Obj, fields, set_field
+from converters.targets.conversion import WriteOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from converters.catalog import Catalog
@@ -26,8 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TRACKER",
+    "JobOptions",
     "as_megatron_lm",
     "change_arguments",
+    "chosen_optimizer",
     "describe",
     "iteration_folder",
     "job_flags",
@@ -39,6 +44,56 @@ __all__ = [
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file that tells a job which iteration to load; Megatron writes it last."""
+_Options = TypeVar("_Options", bound="JobOptions")
+
+
+@dataclass(frozen=True, slots=True)
+class JobOptions(WriteOptions):
+    """What a person may ask of a checkpoint that a training job loads.
+
+    Attributes:
+        optimizer: Form of the optimizer's state, one of `OPTIMIZERS`; "keep" is what comes nearest to the source's.
+        rng: "keep", "drop", or "auto": keep where the grid of ranks allows it.
+        extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
+        vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
+        weights_only: Neither optimizer nor random state.
+    """
+
+    OPTIMIZERS: ClassVar[tuple[str, ...]]
+
+    optimizer: str = "keep"
+    rng: str = "auto"
+    extra_state: str = "fill"
+    vocab_size: int | None = None
+    weights_only: bool = False
+
+    def resolved(self) -> Self:
+        """The same without `weights_only`, in the words of the other options."""
+        return replace(self, optimizer="none", rng="drop") if self.weights_only else self
+
+
+def chosen_optimizer(
+    reader: Reader, options: _Options, kept: Callable[[OptimizerState], str]
+) -> tuple[OptimizerState, _Options]:
+    """The optimizer's tensors, and the options with "keep" and "there is none" resolved.
+
+    Args:
+        reader: The source.
+        options: What is asked.
+        kept: The form that "keep" means for what was found.
+
+    Raises:
+        RequestError: The target's format has no such form.
+    """
+    if options.optimizer not in options.OPTIMIZERS:
+        raise RequestError(
+            f"--optimizer {options.optimizer} has no meaning in this format",
+            hint=f"it takes {', '.join(options.OPTIMIZERS)}",
+        )
+    if options.optimizer == "none" or not has_optimizer(reader.catalog):
+        return OptimizerState({}), replace(options, optimizer="none")
+    found = optimizer_state(reader)
+    return found, replace(options, optimizer=kept(found)) if options.optimizer == "keep" else options
 
 
 def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
