@@ -1,6 +1,6 @@
 """What is done with every hostile checkpoint, and what must be true afterwards."""
 
-# ruff: noqa: PTH112, PTH113, PTH114, PTH118
+# ruff: noqa: PTH112, PTH113, PTH114, PTH118, PTH208
 
 from __future__ import annotations
 
@@ -86,9 +86,25 @@ class Server:
 
 @dataclass
 class Tally:
-    """What came of many runs."""
+    """What came of many runs.
 
+    Attributes:
+        inputs: Checkpoints.
+        runs: Commands run on them.
+        executed: Runs that did what a reader may not: ran something, imported, connected, wrote or read elsewhere.
+        hangs: Runs of more than 5 s of processor time, or killed for it.
+        tracebacks: Runs that ended in an error that is not one of ours.
+        codes: Exit codes, and how often.
+        slowest: Processor time in seconds, and where.
+        largest: Bytes above those of the warm process, and where.
+        wrong: All that must not be, in words.
+    """
+
+    inputs: int = 0
     runs: int = 0
+    executed: int = 0
+    hangs: int = 0
+    tracebacks: int = 0
     codes: dict[int, int] = field(default_factory=dict)
     slowest: tuple[float, str] = (0.0, "")
     largest: tuple[int, str] = (0, "")
@@ -97,10 +113,21 @@ class Tally:
     def add(self, title: str, outcome: dict[str, Any], wrong: list[str]) -> None:
         """Counts one run."""
         self.runs += 1
+        self.executed += any(text.startswith(("did ", "the payload")) for text in wrong)
+        self.hangs += any(text.startswith(("took ", "exit -")) and not text.endswith("MiB") for text in wrong)
+        self.tracebacks += any(text.startswith("traceback") for text in wrong)
         self.codes[outcome["status"]] = self.codes.get(outcome["status"], 0) + 1
         self.slowest = max(self.slowest, (outcome["cpu"], title))
         self.largest = max(self.largest, (outcome["peak"], title))
         self.wrong += [f"{title}: {text}" for text in wrong]
+
+    def __str__(self) -> str:
+        """The counts in a line."""
+        codes = ", ".join(f"{code}: {count}" for code, count in sorted(self.codes.items()))
+        counts = f"{self.inputs} inputs, {self.runs} runs, {self.executed} executed, {self.hangs} hangs"
+        counts += f", {self.tracebacks} tracebacks, {len(self.wrong)} complaints; exit {codes}"
+        slowest, largest = self.slowest, self.largest
+        return f"{counts}; {slowest[0]:.2f} s {slowest[1]!r}, {largest[0] >> 20} MiB {largest[1]!r}"
 
 
 def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, tally: Tally) -> None:
@@ -111,6 +138,7 @@ def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, ta
         (outside / name).write_bytes(b"secret")
     source = case.make(folder, marker)
     before = _state(folder)
+    tally.inputs += 1
     for command in commands:
         destination = folder / "out" / ("model.pt" if command == "convert to torch" else "result")
         destination.parent.mkdir()
@@ -118,19 +146,22 @@ def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, ta
         scratch.mkdir()
         manifest = command == "verify manifest"
         words = {"SRC": str(source), "GOOD": str(GOLDEN / GOOD), "DST": str(destination)}
-        log = folder / "log"
+        answer, log = folder / "stdout", folder / "stderr"
         outcome = server.run(
             argv=[words.get(word, word) for word in COMMANDS[command]],
+            answer=answer,
             log=log,
-            writable=[destination.parent, scratch, log, *([folder / "ckpt"] if manifest else [])],
+            writable=[destination.parent, scratch, answer, log, *([folder / "ckpt"] if manifest else [])],
             forbidden=[outside],
             env={"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch), "HOME": str(scratch), "NO_COLOR": "1"},
         )
-        text = log.read_bytes().decode("utf-8", "replace")
-        log.unlink()
+        said = [path.read_bytes().decode("utf-8", "replace") for path in (answer, log)]
+        for made in (answer, log):
+            made.unlink()
+        wrong = list(_complaints(outcome, *said, command, case))
+        wrong += _left(destination, outcome["status"])
         for made in (destination.parent, scratch):
             shutil.rmtree(made)
-        wrong = list(_complaints(outcome, text, command, case))
         after = _state(folder)
         for name in after.keys() - before.keys() if manifest else ():
             if name.endswith((".json", ".sha256")):
@@ -146,8 +177,8 @@ def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, ta
         tally.add(f"{case.title} | {command}", outcome, wrong)
 
 
-def _complaints(outcome: dict[str, Any], text: str, command: str, case: Case) -> Iterable[str]:
-    status = outcome["status"]
+def _complaints(outcome: dict[str, Any], answer: str, log: str, command: str, case: Case) -> Iterable[str]:
+    status, text = outcome["status"], answer + log
     if outcome["seen"]:
         yield f"did {outcome['seen']}"
     if status not in (0, 1, 3, 4, 5):
@@ -164,14 +195,22 @@ def _complaints(outcome: dict[str, Any], text: str, command: str, case: Case) ->
         yield f"let a name make a line: {text[-300:]!r}"
     if len(text) > 64 << 20:
         yield f"wrote {len(text)} characters"
-    if "--json" in COMMANDS[command] and status in (0, 1):
-        lines = [line for line in text.splitlines() if line.startswith(("{", "}", " ", "["))]
+    if "--json" in COMMANDS[command]:
         try:
-            json.loads("\n".join(lines))
+            json.loads(answer)
         except ValueError as error:
-            yield f"printed no JSON: {error}; {text[:200]!r}"
+            yield f"printed no JSON: {error}; {answer[:200]!r}"
     if case.refused and command == "verify" and status == 0:
         yield f"verify found nothing: {text[-700:]}"
+
+
+def _left(destination: Path, status: int) -> Iterable[str]:
+    """What a command may not leave behind: a result that it refused, or anything beside it but its unfinished work."""
+    for name in os.listdir(destination.parent):
+        if name == destination.name and status:
+            yield f"left a result and exit code {status}"
+        elif name != destination.name and not name.startswith(f".{destination.name}"):
+            yield f"wrote {name!r} beside the result"
 
 
 def _state(folder: Path) -> dict[str, str]:

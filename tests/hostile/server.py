@@ -2,7 +2,7 @@
 
 Reads one JSON request per line, answers with one line:
 
-    {"argv": ["inspect", "SRC"], "log": "/t/log", "writable": ["/t/out"], "forbidden": ["/t/outside"]}
+    {"argv": ["inspect", "SRC"], "answer": "/t/stdout", "log": "/t/stderr", "writable": ["/t/out"], "forbidden": ["/t/outside"]}
     {"status": 3, "seen": [], "cpu": 0.05, "peak": 1234567, "seconds": 0.06}
 
 `argv` is a command line of distckpt, or `["load", SRC]`, `["rival", KIND, SRC]` for what is no command. `status` is
@@ -95,9 +95,8 @@ def rival(kind: str, path: str) -> int:
 
 
 def child(request: dict, answer: int) -> None:
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    for number, path in ((1, request["answer"]), (2, request["log"])):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
     os.environ.update(request.get("env", {}))
     most = CPU_SECONDS * (6 if request["argv"][0] == "load" else 1) + 1  # which is many calls
     resource.setrlimit(resource.RLIMIT_CPU, (most, most + 1))

@@ -20,7 +20,9 @@ import numpy as np
 
 from converters.box import Box
 from converters.dtypes import dtype
+from converters.errors import RequestError
 from converters.formats.torch_dist.parts import ArrayOut, Cut
+from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -82,6 +84,9 @@ class Columns:
             prefix: Its indices along the array's leading axes.
             owners: Ranks of the pieces of a tensor, for each way there is.
             owner: Which of these a tensor has.
+
+        Raises:
+            RequestError: A layer or an expert has a number that no model's has.
         """
         numbers = np.asarray(array, np.int32)
         depth = max((len(a.lead) for a in arrays), default=0)
@@ -89,6 +94,9 @@ class Columns:
         depths = np.asarray([len(a.lead) for a in arrays], np.int64)[numbers] if len(numbers) else numbers
         for count in range(1, depth + 1):
             rows = np.flatnonzero(depths == count)
+            far = next((row for row in rows.tolist() if max(prefix[row]) >= 1 << 31), None)
+            if far is not None:
+                raise RequestError(f"{printable(names[far])}: no model has that many layers or experts")
             indices[rows, :count] = np.asarray([prefix[row] for row in rows.tolist()], np.int32).reshape(-1, count)
         rank = _spread(np.asarray(owner, np.int64), owners)
         lengths = _spread(numbers, [[layout.length for layout in a.cut.layouts] for a in arrays])
