@@ -14,6 +14,7 @@ from converters.catalog import TensorInfo
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
+from converters.formats.common_state import Archive
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import ParamGroups, read_param_groups
 from converters.optimizer.state import optimizer_state, param_groups, prove_masters
@@ -240,35 +241,37 @@ def test_flatten_is_what_megatron_wrote(name):
     catalog, found = reader.catalog, optimizer_state(reader)
     parameters, layout, outline = target_of(catalog)
     groups = read_param_groups(reader)
-    flat = flatten(parameters, layout, outline, found.candidate.order, groups=groups, args=catalog.args)
+    pieces, objects = flatten(
+        parameters, layout, outline, found.candidate.order, states=STATES, groups=groups, args=catalog.args
+    )
     stored = {t.name: t for t in catalog.tensors.values() if t.opaque}
-    assert stored.keys() == {f"{bucket.key}.{state}" for bucket in flat.buckets for state in STATES}
+    buckets = {key: [piece for piece in pieces if piece.key == key] for key in dict.fromkeys(p.key for p in pieces)}
+    assert stored.keys() == buckets.keys()
     values = {n: read_tensor(reader, info) for n, info in found.tensors.items()}
-    for bucket in flat.buckets:
-        for state in STATES:
-            info = stored[f"{bucket.key}.{state}"]
-            chunks = info.chunks()
-            assert info.shape == (bucket.numel,)
-            assert [(c.start, c.length) for c in bucket.chunks] == [(c.box.start[0], c.box.shape[0]) for c in chunks]
-            files = [reader.files[reader.file_of(chunk.record)].name for chunk in chunks]
-            assert [f"__{chunk.rank}_" for chunk in bucket.chunks] == [re.match(r"__\d+_", file)[0] for file in files]
-            wanted = read_tensor(reader, info)
-            known = np.zeros(bucket.numel, bool)
-            for chunk in bucket.chunks:
-                for copy in chunk.copies:
-                    value = values[f"optimizer.state.{state}.{copy.tensor}"][copy.box.slices].reshape(-1)
-                    where = slice(chunk.start + copy.at, chunk.start + copy.at + copy.box.volume)
-                    assert np.array_equal(wanted[where], value), copy.tensor
-                    assert not known[where].any()
-                    known[where] = True
-                for at, length in chunk.fills:  # gaps hold whatever was in memory
-                    assert not known[chunk.start + at : chunk.start + at + length].any()
-                    known[chunk.start + at : chunk.start + at + length] = True
-            assert known.all()
+    for key, mine in buckets.items():
+        info = stored[key]
+        chunks = info.chunks()
+        assert {(piece.numel,) for piece in mine} == {info.shape}
+        assert [(p.start, p.length) for p in mine] == [(c.box.start[0], c.box.shape[0]) for c in chunks]
+        files = [reader.files[reader.file_of(chunk.record)].name for chunk in chunks]
+        assert [f"__{piece.rank}_" for piece in mine] == [re.match(r"__\d+_", file)[0] for file in files]
+        wanted = read_tensor(reader, info)
+        known = np.zeros(info.shape, bool)
+        for piece in mine:
+            for source, box, at in piece.copies:
+                value = values[source][box.slices].reshape(-1)
+                where = slice(piece.start + at, piece.start + at + box.volume)
+                assert np.array_equal(wanted[where], value), source
+                assert not known[where].any()
+                known[where] = True
+            for at, length in piece.gaps:  # they hold whatever was in memory
+                assert not known[piece.start + at : piece.start + at + length].any()
+                known[piece.start + at : piece.start + at + length] = True
+        assert known.all()
     have = {key for key in catalog.objects if ".dp_group_idx_" in key}
-    assert {thing.key for thing in flat.objects} == have
-    for thing in flat.objects:
-        assert repr(thing.tree) == repr([reader.object_value(thing.key)])
+    assert {thing.key for thing in objects} == have
+    for thing in objects:
+        assert repr(Archive.parse(thing.content, thing.key).tree) == repr([reader.object_value(thing.key)])
         assert catalog.objects[thing.key].file.startswith(f"__{thing.rank}_")
 
 
@@ -276,5 +279,6 @@ def test_a_rank_without_parameters_is_refused():
     reader = open_checkpoint(golden("llama4_dpreshardable_pp4dp2"))
     parameters, _, outline = target_of(reader.catalog)
     order = optimizer_state(reader).candidate.order
+    groups = read_param_groups(reader)
     with pytest.raises(RequestError, match="leaves data-parallel rank"):
-        flatten(parameters, Layout(pp=4, dp=2048), outline, order, groups=read_param_groups(reader))
+        flatten(parameters, Layout(pp=4, dp=2048), outline, order, states=STATES, groups=groups)

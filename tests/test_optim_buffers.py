@@ -1,6 +1,7 @@
 """Flat buffers: order of parameters, cuts of buckets, and the round trip through them for random models and jobs."""
 
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,14 +15,15 @@ from converters.box import Box
 from converters.catalog import Catalog, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
+from converters.formats.common_state import Archive
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import ParamGroups
-from converters.optimizer.proof import rounded
 from converters.optimizer.state import candidates, optimizer_state, prove_masters
 from converters.parallel.buffers import Local, Misfit, Owners, Rules, arrange, bucket_size, dp_chunks, fit
 from converters.parallel.layout import Layout
 from converters.parallel.split import Outline
 from converters.planning.plan import Target
+from converters.optimizer.proof import rounded
 from converters.registration import EXPERTS, Order, trainable
 
 BF16, FP32 = dtype("bfloat16"), dtype("float32")
@@ -305,17 +307,17 @@ def make(path, shapes, layout, order, args, flat, values):
     for name, shape in shapes.items():
         weight = rounded(values["param", name].view("<u4"), FP32, BF16)
         reader.add(name, BF16, shape, [((0,) * len(shape), weight)], state="weight")
-    for bucket in flat.buckets:
-        for state in ("param", "exp_avg"):
-            pieces = []
-            for chunk in bucket.chunks:
-                data = np.full(chunk.length, np.nan, "<f4")  # gaps hold anything
-                for copy in chunk.copies:
-                    piece = values[state, copy.tensor][copy.box.slices].reshape(-1)
-                    data[copy.at : copy.at + piece.size] = piece
-                pieces.append(((chunk.start,), data))
-            reader.add(f"{bucket.key}.{state}", FP32, (bucket.numel,), pieces, "flat optimizer bucket")
-    reader.objects = {thing.key: thing.tree for thing in flat.objects}
+    pieces, objects = flat
+    for key in dict.fromkeys(piece.key for piece in pieces):
+        mine, stored = [piece for piece in pieces if piece.key == key], []
+        for piece in mine:
+            data = np.full(piece.length, np.nan, "<f4")  # gaps hold anything
+            for source, box, at in piece.copies:
+                _, _, state, name = source.split(".", 3)
+                data[at : at + box.volume] = values[state, name][box.slices].reshape(-1)
+            stored.append(((piece.start,), data))
+        reader.add(key, FP32, (mine[0].numel,), stored, "flat optimizer bucket")
+    reader.objects = {thing.key: Archive.parse(thing.content, thing.key).tree for thing in objects}
     return reader.close()
 
 
@@ -333,7 +335,7 @@ def test_what_is_flattened_is_found_again(tmp_path, job, seed):
     )
     groups = ParamGroups(({"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3},))
     try:
-        flat = flatten(targets, layout, outline, order, groups=groups, args=args)
+        flat = flatten(targets, layout, outline, order, states=("param", "exp_avg"), groups=groups, args=args)
     except RequestError:
         assume(False)  # a data-parallel rank without parameters
     random = np.random.default_rng(seed)
@@ -356,15 +358,15 @@ def test_rows_that_the_source_lacks_are_filled():
     shapes = {name: (24, 8), "decoder.final_layernorm.weight": (8,), "decoder.layers.0.mlp.linear_fc2.weight": (8, 4)}
     targets = {n: Target(n, BF16, shape) for n, shape in shapes.items()}
     groups = ParamGroups(({"wd_mult": 1.0},))
-    made = flatten(targets, Layout(tp=2), Outline(1), Order(), groups=groups, available={name: (17, 8)})
-    rows = {0: 0, 1: 0}
-    for group, bucket in enumerate(made.buckets):
-        for chunk in bucket.chunks:
-            covered = sum(copy.box.volume for copy in chunk.copies) + sum(n for _, n in chunk.fills)
-            assert covered == chunk.length
-            assert all(copy.box.stop[0] <= 17 for copy in chunk.copies if copy.tensor == name)
-            rows[group] += sum(copy.box.shape[0] for copy in chunk.copies if copy.tensor == name)
-    assert rows == {0: 12, 1: 5}
+    job = (targets, Layout(tp=2), Outline(1), Order())
+    pieces, _ = flatten(*job, states=["param"], groups=groups, available={name: (17, 8)})
+    rows = Counter()
+    for piece in pieces:
+        piece.check()
+        boxes = [box for source, box, _ in piece.copies if source.endswith(name)]
+        assert all(box.stop[0] <= 17 for box in boxes)
+        rows[piece.key.partition(".gbuf_idx")[0]] += sum(box.shape[0] for box in boxes)
+    assert list(rows.values()) == [12, 5]
 
 
 def test_candidates_begin_with_what_the_arguments_say():

@@ -1,13 +1,8 @@
 """Optimizer state as `dp_reshardable` buckets of a target job: the inverse of `optimizer.state`.
 
-    target = flatten(parameters, layout, outline, order, groups=read_param_groups(reader))
-    for bucket in target.buckets:
-        for chunk in bucket.chunks:      # a record of rank `chunk.rank`, for each state of the optimizer
-            ...                          # copies fill it, but for `chunk.fills`
+A bucket is a 1-D tensor for each state; a rank saves pieces of it, each filled by boxes of parameters in C order:
 
-A chunk is a piece of a 1-D tensor; every copy fills a range of it with a box of a parameter, in C order:
-
-    parameter  +-----------+         chunk of dp rank 0    chunk of dp rank 1
+    parameter  +-----------+         piece of dp rank 0    piece of dp rank 1
     rows 0..3  |###########|         ...|############|     |####|~~~|next parameter
     row 4      |####.......|  --->       rows 0..3, a part  the rest  gap
                +-----------+             of row 4           of row 4
@@ -17,15 +12,18 @@ Facts: Megatron-Core 0.16.1, optimizer/distrib_optimizer.py (`sharded_param_stat
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from converters.archive.records_out import object_record
 from converters.box import Box, flat_range
+from converters.dtypes import dtype
+from converters.formats.torch_dist.parts import FlatOut, ObjectOut
 from converters.parallel.buffers import Bucket, Local, Owners, Rules, arrange, bucket_size, dp_chunks
 from converters.pickles import Global
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from converters.optimizer.groups import ParamGroups
     from converters.parallel.layout import Layout
@@ -34,81 +32,10 @@ if TYPE_CHECKING:
     from converters.planning.plan import Target
     from converters.registration import Order
 
-__all__ = ["FlatBucket", "FlatChunk", "FlatCopy", "FlatOptimizer", "GroupObject", "flatten"]
+__all__ = ["flatten"]
 
-
-@dataclass(frozen=True, slots=True)
-class FlatCopy:
-    """A box of a parameter that fills a range of a chunk, in C order.
-
-    Attributes:
-        tensor: Canonical name of the parameter, without `optimizer.state.*`.
-        box: In its coordinates.
-        at: First element of the chunk that it fills.
-    """
-
-    tensor: str
-    box: Box
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class FlatChunk:
-    """One stored piece of a bucket.
-
-    Attributes:
-        start: First element in the bucket.
-        length: Elements.
-        rank: The rank that saves it.
-        copies: What fills it.
-        fills: `(first element of the chunk, elements)` of what no parameter has: gaps, rows of the padded vocabulary.
-    """
-
-    start: int
-    length: int
-    rank: int
-    copies: tuple[FlatCopy, ...]
-    fills: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBucket:
-    """A 1-D tensor for each state of the optimizer.
-
-    Attributes:
-        key: Its key, up to the state: append `.param`, `.exp_avg` or `.exp_avg_sq`.
-        numel: Elements.
-        chunks: The pieces, in order; they tile it.
-    """
-
-    key: str
-    numel: int
-    chunks: tuple[FlatChunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupObject:
-    """An object of one data-parallel group.
-
-    Attributes:
-        key: With its grid suffix.
-        rank: The rank that saves it.
-        tree: What is saved, inert; Megatron wraps every object in a list of one, so this is that list.
-        storages: The tensors in it, as members of its archive.
-    """
-
-    key: str
-    rank: int
-    tree: Node
-    storages: Mapping[str, bytes] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class FlatOptimizer:
-    """What a job stores of its optimizer under `dp_reshardable`, beside what `param_groups` puts in the common state."""
-
-    buckets: tuple[FlatBucket, ...]
-    objects: tuple[GroupObject, ...]
+_Filled = tuple[str, Box, int]
+"""A box of a parameter, and the first element of the piece that it fills."""
 
 
 def flatten(
@@ -117,27 +44,32 @@ def flatten(
     outline: Outline,
     order: Order,
     *,
+    states: Sequence[str],
     groups: ParamGroups,
     args: Mapping[str, Any] | None = None,
     available: Mapping[str, Sequence[int]] | None = None,
-) -> FlatOptimizer:
-    """The buckets that a job at a layout stores, each with where its elements come from.
+) -> tuple[list[FlatOut], list[ObjectOut]]:
+    """What a job stores of its optimizer under `dp_reshardable`, beside what `param_groups` puts in the common state.
 
     Args:
         parameters: Name, type and shape at the target of every trainable tensor of the model.
         layout: The target job.
         outline: What of the model decides where its tensors live.
         order: How the job registers parameters.
+        states: States of the optimizer: "param", "exp_avg", ...
         groups: Param groups of the source.
         args: The job's training arguments, as far as they cut buckets (`overlap_grad_reduce`, `ddp_bucket_size`,
             `ddp_num_buckets`, `ddp_pad_buckets_for_high_nccl_busbw`) or name them (`accumulate_allreduce_grads_in_fp32`).
         available: Shapes of the source tensors where they have fewer rows than the target's.
 
+    Returns:
+        The pieces of the buckets, filled from `optimizer.state.STATE.NAME`, and the objects of each data-parallel group.
+
     Raises:
         RequestError: A tensor cannot be divided so, or a data-parallel rank would have nothing of a bucket.
         FormatError: It is not known where a parameter stands in the order.
     """
-    return _Flattener(parameters, layout, outline, order, groups, args or {}, available or {}).run()
+    return _Flattener(parameters, layout, outline, order, groups, args or {}, available or {}).run(states)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +105,9 @@ class _Flattener:
         self.chained = layout.ep > 1 and any(".mlp.experts." in name for name in parameters)
         self.biases = any(".mlp.experts." in name and name.endswith(".bias") for name in parameters)
 
-    def run(self) -> FlatOptimizer:
-        buckets: list[FlatBucket] = []
-        objects: list[GroupObject] = []
+    def run(self, states: Sequence[str]) -> tuple[list[FlatOut], list[ObjectOut]]:
+        pieces: list[FlatOut] = []
+        objects: list[ObjectOut] = []
         for group in self._groups():
             numels: list[tuple[Node, list[Bucket]]] = []
             chunks = range(self.layout.chunks)
@@ -187,10 +119,9 @@ class _Flattener:
                 numels.append((types, made))
                 key = group.key(f"gbuf_idx_{number}.dtype_(torch.{buffer.dtype.name}, torch.{grad})")
                 for k, bucket in enumerate(made):
-                    filled = tuple(self._chunks(bucket, group))
-                    buckets.append(FlatBucket(f"{key}.bucket_idx_{k}", bucket.numel_unpadded, filled))
+                    pieces += self._pieces(f"{key}.bucket_idx_{k}", bucket, group, states)
             objects += self._objects(group, numels)
-        return FlatOptimizer(tuple(buckets), tuple(objects))
+        return pieces, objects
 
     def _grads_in_fp32(self) -> bool:
         return self.args.get("accumulate_allreduce_grads_in_fp32") is not False
@@ -215,7 +146,7 @@ class _Flattener:
                     index = (pp * at.ep + ep) * at.expert_tp + tp
                     yield _Group("chained_1.", index, pp, tp, ep, True, tuple(ranks))
 
-    def _objects(self, group: _Group, numels: list[tuple[Node, list[Bucket]]]) -> Iterator[GroupObject]:
+    def _objects(self, group: _Group, numels: list[tuple[Node, list[Bucket]]]) -> Iterator[ObjectOut]:
         if group.experts:
             param_groups = self.groups.for_experts(biases=self.biases)
         else:
@@ -229,19 +160,24 @@ class _Flattener:
             values["grad_scaler"] = self.groups.scaler
         for name, value in values.items():
             storages = self.groups.storages if name == "grad_scaler" else {}
-            yield GroupObject(f"{group.key(name)}/shard_0_1", group.ranks[0], [value], storages)
+            # Megatron wraps every object in a list of one
+            yield ObjectOut(f"{group.key(name)}/shard_0_1", group.ranks[0], object_record([value], storages))
 
-    def _chunks(self, bucket: Bucket, group: _Group) -> Iterator[FlatChunk]:
+    def _pieces(self, key: str, bucket: Bucket, group: _Group, states: Sequence[str]) -> Iterator[FlatOut]:
+        """What the ranks of a group store of a bucket, one state after the other."""
+        found: list[tuple[int, int, int, list[_Filled]]] = []
         for rank, chunks in zip(group.ranks, dp_chunks(bucket, len(group.ranks)), strict=True):
             for start, length, position in chunks:
-                if position < 0:
-                    yield FlatChunk(start, length, rank, (), ((0, length),))
-                    continue
-                local, begin = bucket.placed[position]
-                copies = tuple(self._copies(local, start - begin, length))
-                yield FlatChunk(start, length, rank, copies, tuple(_holes(copies, length)))
+                local, begin = bucket.placed[max(position, 0)]
+                filled = list(self._copies(local, start - begin, length)) if position >= 0 else []
+                found.append((rank, start, length, filled))
+        for state in states:
+            for rank, start, length, filled in found:
+                copies = tuple((f"optimizer.state.{state}.{name}", box, at) for name, box, at in filled)
+                where = (f"{key}.{state}", bucket.numel_unpadded, start, length)
+                yield FlatOut(*where, dtype("float32"), rank, copies, tuple(_holes(filled, length)))
 
-    def _copies(self, local: Local, skip: int, length: int) -> Iterator[FlatCopy]:
+    def _copies(self, local: Local, skip: int, length: int) -> Iterator[_Filled]:
         """Elements `skip` to `skip + length` of a parameter as boxes of the tensors that it is made of."""
         at = -skip
         for tensor, box in local.segments:
@@ -251,20 +187,21 @@ class _Flattener:
                 low += inner.volume
             at += box.volume
 
-    def _present(self, tensor: str, box: Box, at: int) -> Iterator[FlatCopy]:
+    def _present(self, tensor: str, box: Box, at: int) -> Iterator[_Filled]:
         """The part of a box that the source has."""
         rows = self.available.get(tensor, box.stop)
         if not box.shape or box.stop[0] <= rows[0]:
-            yield FlatCopy(tensor, box, at)
+            yield tensor, box, at
         elif box.start[0] < rows[0]:
-            yield FlatCopy(tensor, Box(box.start, (rows[0] - box.start[0], *box.shape[1:])), at)
+            yield tensor, Box(box.start, (rows[0] - box.start[0], *box.shape[1:])), at
 
 
-def _holes(copies: Sequence[FlatCopy], length: int) -> Iterator[tuple[int, int]]:
+def _holes(filled: Iterable[_Filled], length: int) -> Iterator[tuple[int, int]]:
+    """`(first element, elements)` of what no parameter has: gaps, rows of the padded vocabulary."""
     at = 0
-    for copy in copies:
-        if copy.at > at:
-            yield at, copy.at - at
-        at = copy.at + copy.box.volume
+    for _, box, start in filled:
+        if start > at:
+            yield at, start - at
+        at = start + box.volume
     if at < length:
         yield at, length - at

@@ -7,11 +7,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records_out import object_record
-from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.formats.torch_dist.columns import Columns
-from converters.formats.torch_dist.parts import ArrayOut, Cut, FlatOut, ObjectOut
+from converters.formats.torch_dist.parts import ArrayOut, Cut
 from converters.names import stored_key
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import read_param_groups
@@ -28,6 +26,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.facts.model_args import ModelArgs
     from converters.formats.base import Reader
+    from converters.formats.torch_dist.parts import FlatOut, ObjectOut
     from converters.parallel.layout import Layout
     from converters.parallel.split import Shard
     from converters.targets.reshard_state import ReshardOptions
@@ -193,33 +192,22 @@ class Targets:
 
     def flatten(self, found: OptimizerState, reader: Reader) -> tuple[list[FlatOut], list[ObjectOut]]:
         """The buckets of the target job, and what it stores beside them for each data-parallel group."""
-        kind = dtype("float32")
         parameters = {
             name: Target(name, self.catalog.trained_type(weight), self._target_shape(name, weight.shape))
             for name, weight in self.catalog.weights.items()
             if trainable(name)
         }
         order = found.candidate.order if found.candidate else next(candidates(self.catalog, self.layout)).order
-        flat = flatten(
+        return flatten(
             parameters,
             self.layout,
             self.outline,
             order,
+            states=list(dict.fromkeys(name.split(".", 3)[2] for name in found.tensors)),
             groups=read_param_groups(reader),
             args=self.catalog.args,
             available={name: self.catalog.weights[name].shape for name in parameters},
         )
-        states = dict.fromkeys(_STATE.fullmatch(name)[1] for name in found.tensors)  # type: ignore[index]
-        out = []
-        for bucket in flat.buckets:
-            for state in states:
-                for chunk in bucket.chunks:
-                    copies = tuple((f"optimizer.state.{state}.{c.tensor}", c.box, c.at) for c in chunk.copies)
-                    key = f"{bucket.key}.{state}"
-                    out.append(
-                        FlatOut(key, bucket.numel, chunk.start, chunk.length, kind, chunk.rank, copies, chunk.fills)
-                    )
-        return out, [ObjectOut(o.key, o.rank, object_record(o.tree, o.storages)) for o in flat.objects]
 
     def _target_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         if name not in VOCABULARY:
