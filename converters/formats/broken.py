@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import DamagedFileError, FormatError
-from converters.formats.folder import close_source, is_file, open_source, read_at
+from converters.formats.folder import is_file, open_source, read_at
 from converters.names import printable, quoted
 
 if TYPE_CHECKING:
@@ -37,21 +37,16 @@ def plainly(place: Path, error: FormatError) -> FormatError:
 
 
 def _trouble(path: Path) -> str | None:
+    shown = printable(path.name)
     try:
         if not is_file(path):
             return None
-        source = open_source(path)
+        with open_source(path) as source:
+            if not source.size:
+                return f"{shown} is empty (0 bytes)"
+            head, tail = read_at(source, 0, 4), read_at(source, max(0, source.size - 22), 22)
     except (OSError, FormatError):
         return None
-    shown = printable(path.name)
-    try:
-        if not source.size:
-            return f"{shown} is empty (0 bytes)"
-        head, tail = read_at(source, 0, 4), read_at(source, max(0, source.size - 22), 22)
-    except FormatError:
-        return None
-    finally:
-        close_source(source)
     cut = f"{shown} is cut short or damaged at its end ({source.size:,} bytes)"
     if path.name == ".metadata":  # a pickle's last byte is its STOP
         return None if tail.endswith(b".") else cut

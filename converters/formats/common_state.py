@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from converters.archive.records import member_offset, read_directory, read_pickle
 from converters.archive.records_out import archive
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.base import CommonReader
+from converters.formats.folder import exists, open_source, read_at
 from converters.pickles import dumps
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.archive.records import TensorRef
-    from converters.formats.base import Read
+    from converters.formats.base import Read, Reader
 
-__all__ = ["Archive", "read_tree"]
+__all__ = ["Archive", "read_tree", "stored_common"]
 
 _LIMIT = 1 << 30
 
@@ -37,12 +38,9 @@ def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) 
         start: First byte of the archive.
         length: Bytes; None for the whole file.
     """
-    source = open_source(path)
-    try:
+    with open_source(path) as source:
         size = source.size if length is None else length
         return read_pickle(lambda at, n: read_at(source, at, n), start, size, what)
-    finally:
-        close_source(source)
 
 
 class Archive:
@@ -62,13 +60,9 @@ class Archive:
     """
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
-        what = what or path.name
-        source = open_source(path)
-        try:
+        with open_source(path) as source:
             size = source.size if length is None else length
-            self._read(lambda at, n: read_at(source, at, n), start, size, what)
-        finally:
-            close_source(source)
+            self._read(lambda at, n: read_at(source, at, n), start, size, what or path.name)
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Archive:
@@ -133,3 +127,15 @@ class Archive:
         members = {**self._members, "data.pkl": dumps(tree, 2)}
         members.pop(".data/serialization_id", None)  # a fingerprint of contents that have changed; readers need none
         return archive(name, members)
+
+
+def stored_common(reader: Reader) -> Archive | None:
+    """The common state of a checkpoint, wherever it keeps it; a new archive with each call. None if it has none."""
+    if isinstance(reader, CommonReader):
+        return reader.common_archive()
+    folder, stored = reader.catalog.path, reader.catalog.objects.get("common_state/shard_0_1")
+    if exists(folder / "common.pt"):
+        return Archive(folder / "common.pt")
+    if stored is None:
+        return None
+    return Archive(folder / stored.file, stored.start, stored.length, f"{stored.file}: common_state")

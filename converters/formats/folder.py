@@ -60,6 +60,12 @@ class SourceFile:
     def __init__(self, fd: int, base: int, size: int, name: str) -> None:
         self.fd, self.base, self.size, self.name = fd, base, size, name
 
+    def __enter__(self) -> SourceFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        close_source(self)
+
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills `view` from an offset on; returns how many bytes came, less than asked for at the end or any time."""
         room = self.size - offset
@@ -139,8 +145,11 @@ def escape(path: Path) -> str | None:
     if root is None:
         return None
     inner = itertools.takewhile(lambda place: place != root, (path, *path.parents))
-    if not any(place.is_symlink() for place in inner):
-        return None
+    try:
+        if not any(place.is_symlink() for place in inner):
+            return None
+    except OSError as error:
+        raise _unreadable(path, error) from error
     real, home = os.path.realpath(path), _enclosed[root]
     cache, snapshots, _ = home.rpartition("/snapshots/")
     return None if real.startswith((f"{home}/", f"{cache}/blobs/" if snapshots else f"{home}/")) else real
@@ -170,12 +179,20 @@ def open_source(path: Path) -> SourceFile:
     except NotADirectoryError:
         return _open_member(path)
     except OSError as error:
-        raise FormatError(f"cannot read {printable(str(path))}: {error.strerror}") from error
-    found = os.fstat(fd)
+        raise _unreadable(path, error) from error
+    try:
+        found = os.fstat(fd)
+    except OSError as error:
+        os.close(fd)
+        raise _unreadable(path, error) from error
     if not stat.S_ISREG(found.st_mode):
         os.close(fd)
         raise FormatError(f"{printable(str(path))} is not a regular file")
     return SourceFile(fd, 0, found.st_size, path.name)
+
+
+def _unreadable(path: Path, error: OSError) -> FormatError:
+    return FormatError(f"cannot read {printable(str(path))}: {error.strerror}")
 
 
 def read_small(path: Path, limit: int = _SMALL) -> bytes:
@@ -184,13 +201,10 @@ def read_small(path: Path, limit: int = _SMALL) -> bytes:
     Raises:
         FormatError: Missing, unreadable, or larger than `limit` bytes.
     """
-    source = open_source(path)
-    try:
+    with open_source(path) as source:
         if source.size > limit:
             raise FormatError(f"{printable(path.name)} is {source.size} bytes, more than the {limit} it may have")
         return read_at(source, 0, source.size)
-    finally:
-        close_source(source)
 
 
 def read_at(source: SourceFile, offset: int, length: int) -> bytes:

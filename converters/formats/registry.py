@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, cast
 from converters.errors import FormatError
 from converters.formats.broken import damaged_file
 from converters.formats.folder import (
-    close_source,
     exists,
     is_file,
     is_folder,
@@ -79,11 +78,8 @@ class Seen:
         """The first 512 bytes of a file; none of a folder."""
         if not is_file(self.path):
             return b""
-        source = open_source(self.path)
-        try:
+        with open_source(self.path) as source:
             return read_at(source, 0, 512)
-        finally:
-            close_source(source)
 
     def has(self, *endings: str) -> bool:
         """Whether a name in the folder ends so."""

@@ -21,10 +21,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records import locate_tensor, tensor_ref
+from converters.archive.records import tensor_ref
 from converters.errors import FormatError
-from converters.formats.base import CommonReader
-from converters.formats.folder import close_source, exists, open_source, read_at
+from converters.formats.common_state import Archive, stored_common
 from converters.names import printable
 from converters.optimizer.flat import FlatReader, stored_groups
 from converters.pickles import Global, Obj, PersId
@@ -208,25 +207,14 @@ def _number(reader: Reader, node: Node) -> int:
 
 def _elements(reader: Reader, key: str | None, ref: TensorRef) -> bytes:
     """The elements of a small tensor inside a stored object, or inside the common state."""
-    if isinstance(reader, CommonReader):
-        return reader.common_archive().elements(ref)
-    catalog = reader.catalog
-    path, start, length = catalog.path / "common.pt", 0, None
-    if key is not None or not exists(path):
-        stored = catalog.objects.get(key or "common_state/shard_0_1")
-        if stored is None:
-            raise FormatError("the checkpoint has no common state")
-        path, start, length = catalog.path / stored.file, stored.start, stored.length
-    source = open_source(path)
-    try:
-        size = source.size if length is None else length
-        payload = locate_tensor(lambda at, n: read_at(source, at, n), start, size, ref, printable(path.name))
-        raw = read_at(source, payload.offset, payload.nbytes)
-    finally:
-        close_source(source)
-    if len(raw) != payload.nbytes:
-        raise FormatError(f"{printable(path.name)} ends early")
-    return raw
+    if key is None:
+        archive = stored_common(reader)
+    else:
+        stored = reader.catalog.objects[key]
+        archive = Archive(reader.catalog.path / stored.file, stored.start, stored.length, printable(stored.file))
+    if archive is None:
+        raise FormatError("the checkpoint has no common state")
+    return archive.elements(ref)
 
 
 def _detached(reader: Reader, key: str | None, node: Node, storages: dict[str, bytes]) -> Node:

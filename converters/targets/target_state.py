@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from converters.errors import RequestError
 from converters.facts.megatron_args import megatron_arguments
 from converters.facts.model_args import ModelArgs
-from converters.formats.base import CommonReader
-from converters.formats.common_state import Archive
-from converters.formats.folder import exists
+from converters.formats.common_state import stored_common
 from converters.names import quoted
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.parallel.layout import Layout
@@ -26,6 +24,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.formats.base import Reader
+    from converters.formats.common_state import Archive
 
 __all__ = [
     "TRACKER",
@@ -102,21 +101,13 @@ def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
     Raises:
         RequestError: It has none.
     """
-    catalog = reader.catalog
-    made = reader.common_archive() if isinstance(reader, CommonReader) else None
-    path = catalog.path / "common.pt"
-    if made is not None or exists(path):
-        archive = made or Archive(path)
-        tree = archive.tree
-    else:
-        stored = catalog.objects.get("common_state/shard_0_1")
-        if stored is None:
-            raise RequestError(
-                "the checkpoint has no common state (neither common.pt nor common_state), so no job could resume from it",
-                hint="export-hf needs none",
-            )
-        archive = Archive(catalog.path / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
-        tree = archive.tree[0] if isinstance(archive.tree, list) and len(archive.tree) == 1 else archive.tree
+    archive = stored_common(reader)
+    if archive is None:
+        raise RequestError(
+            "the checkpoint has no common state (neither common.pt nor common_state), so no job could resume from it",
+            hint="export-hf needs none",
+        )
+    tree = archive.tree[0] if isinstance(archive.tree, list) and len(archive.tree) == 1 else archive.tree
     if not isinstance(tree, dict):
         raise RequestError("the common state is not a dictionary")
     return archive, tree

@@ -15,7 +15,7 @@ import numpy as np
 from converters.archive.records import Member, Payload, member_offset, read_directory
 from converters.catalog import FileInfo, StoredArray
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at, status
+from converters.formats.folder import open_source, read_at, status
 from converters.pickles import PickleFormatError, parse, parse_stream
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class PtFile:
         Raises:
             FormatError: Missing, cut short, unsafe, or not a zip archive at all.
         """
-        source = open_source(folder / name)
-        try:
+        with open_source(folder / name) as source:
             size = source.size
 
             def read(at: int, n: int) -> bytes:
@@ -74,8 +73,6 @@ class PtFile:
                 raise FormatError(f"{name} was written on a big-endian machine, which is not supported")
             raw = read(member_offset(read, 0, pickle, name), pickle.size)
             return cls(name, size, parse(raw, what=f"{name}: data.pkl"), members)
-        finally:
-            close_source(source)
 
     def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
         """The bytes of a small member."""
@@ -83,12 +80,9 @@ class PtFile:
         if found is None or found.size > limit:
             size = "missing" if found is None else f"{found.size} bytes"
             raise FormatError(f"{self.name}: member {member} is {size}")
-        source = open_source(folder / self.name)
-        try:
+        with open_source(folder / self.name) as source:
             begin = member_offset(lambda at, n: read_at(source, at, n), 0, found, self.name)
             return read_at(source, begin, found.size)
-        finally:
-            close_source(source)
 
 
 def _no_archive(head: bytes, name: str, size: int) -> FormatError:

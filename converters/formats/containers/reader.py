@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from converters.archive.records import TensorRef
     from converters.pickles import Node
 
-__all__ = ["Shards", "WholeReader", "distinct", "entries", "read_index"]
+__all__ = ["Shards", "WholeReader", "distinct", "entries", "promised", "read_index"]
 
 _V = TypeVar("_V")
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
@@ -380,3 +380,28 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
             tensor=shards[missing[0]][0],
         )
     return dict(sorted(shards.items()))
+
+
+def promised(
+    held: Mapping[str, _V], wanted: Sequence[str], file: str, index: str, problems: list[Problem]
+) -> dict[str, _V]:
+    """What an index promises of a shard, of all that the shard holds.
+
+    Args:
+        held: What it holds.
+        wanted: Names that the index gives.
+        file: The shard.
+        index: The index.
+        problems: That the shard holds more is noted here.
+
+    Raises:
+        FormatError: It holds less.
+    """
+    lacking = [name for name in wanted if name not in held]
+    if lacking:
+        text = f"lacks {len(lacking)} tensors that {index} promises, for example {printable(lacking[0])}"
+        raise FormatError(f"{printable(file)} {text}", tensor=lacking[0])
+    if len(held) > len(wanted):
+        text = f"holds {len(held) - len(wanted)} tensors that are not in {index}; they are not read"
+        problems.append(Problem("warning", f"{printable(file)} {text}", file=file))
+    return {name: held[name] for name in wanted}

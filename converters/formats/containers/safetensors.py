@@ -18,8 +18,8 @@ from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
 from converters.formats.containers.archive import PtFile
-from converters.formats.containers.reader import Shards, WholeReader, read_index
-from converters.formats.folder import close_source, exists, is_folder, listing, open_source, read_at
+from converters.formats.containers.reader import Shards, WholeReader, promised, read_index
+from converters.formats.folder import exists, is_folder, listing, open_source, read_at
 from converters.formats.plain_json import parse_json, read_json
 from converters.names import printable
 
@@ -66,17 +66,7 @@ class SafetensorsReader(WholeReader):
         for file in files:
             held, names = file.tree, wanted[file.name]
             if names is not None:
-                lacking = [name for name in names if name not in held]
-                if lacking:
-                    raise FormatError(
-                        f"{printable(file.name)} lacks {len(lacking)} tensors that {INDEX} promises, "
-                        f"for example {printable(lacking[0])}",
-                        tensor=lacking[0],
-                    )
-                if len(held) > len(names):
-                    text = f"{len(held) - len(names)} tensors that are not in {INDEX}; they are not read"
-                    problems.append(Problem("warning", f"{printable(file.name)} holds {text}", file=file.name))
-                held = {name: held[name] for name in names}
+                held = promised(held, names, file.name, INDEX, problems)
             twice = next((name for name in held if name in tensors), None)
             if twice is not None:
                 raise FormatError(f"{printable(twice)} is in two files, one is {printable(file.name)}", tensor=twice)
@@ -117,16 +107,13 @@ def _job(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, name: str, problems: list[Problem]) -> PtFile:
     """A file's header, as if it were an archive with a member for each tensor."""
     what = printable(name)
-    source = open_source(folder / name)
-    try:
+    with open_source(folder / name) as source:
         size = source.size
         length = int.from_bytes(read_at(source, 0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             limit = f"the format allows {_MAX_HEADER:,}" if length > _MAX_HEADER else f"the file has {size:,}"
             raise FormatError(f"{what} is cut short or damaged: its header would be {length:,} bytes, {limit}")
         raw = read_at(source, 8, length)
-    finally:
-        close_source(source)
     if raw[:1] != b"{":
         raise FormatError(f"{what} is not a safetensors file: its header begins with {raw[:1]!r}")
     header = parse_json(raw, f"the header of {what}")

@@ -15,10 +15,9 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.archive.records import tensor_ref
-from converters.catalog import Problem
 from converters.errors import FormatError
 from converters.formats.containers.archive import PtFile
-from converters.formats.containers.reader import Shards, WholeReader, distinct, entries, read_index
+from converters.formats.containers.reader import Shards, WholeReader, distinct, entries, promised, read_index
 from converters.formats.folder import exists, is_folder
 from converters.names import printable
 from converters.pickles import Obj, PickleFormatError, pairs, references
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from converters.catalog import Problem
     from converters.pickles import Node
 
 __all__ = ["TorchFileReader"]
@@ -65,18 +65,7 @@ class TorchFileReader(WholeReader):
         for file in files:
             _number(file)
             held = distinct(_flattened(file.tree, file.name), file.name)
-            lacking = [name for name in wanted[file.name] if name not in held]
-            if lacking:
-                raise FormatError(
-                    f"{printable(file.name)} lacks {len(lacking)} tensors that {INDEX} promises, "
-                    f"for example {printable(lacking[0])}",
-                    tensor=lacking[0],
-                )
-            extra = len(held) - len(wanted[file.name])
-            if extra:
-                text = f"{printable(file.name)} holds {extra} tensors that are not in {INDEX}; they are not read"
-                problems.append(Problem("warning", text, file=file.name))
-            tensors |= {name: held[name] for name in wanted[file.name]}
+            tensors |= promised(held, wanted[file.name], file.name, INDEX, problems)
         return cls(place, storages, {"model": tensors}, {}, problems)
 
 

@@ -32,7 +32,7 @@ from converters.formats.canonical import canonical_tensors, iteration_of, object
 from converters.formats.common_state import Archive
 from converters.formats.dcp.names import paths
 from converters.formats.dcp.reader import DcpReader
-from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.folder import open_source, read_at
 from converters.formats.megatron import common_facts
 from converters.names import printable
 
@@ -133,15 +133,12 @@ class FsdpDtensorReader(DcpReader):
         out: dict[str, Node] = {}
         stored = sorted((objects[key] for key in keys if objects[key].file >= 0), key=lambda o: (o.file, o.offset))
         for file, group in itertools.groupby(stored, key=lambda o: o.file):
-            source = open_source(self.files[file])
-            try:
+            with open_source(self.files[file]) as source:
                 for item in group:
                     raw = read_at(source, item.offset, item.length)
                     if raw not in known:
                         known[raw] = self.object_value(item.key)
                     out[item.key] = known[raw]
-            finally:
-                close_source(source)
         return out
 
     def _spelling(self, key: str) -> str | None:
@@ -217,12 +214,9 @@ class FsdpDtensorReader(DcpReader):
         if len(array.records) != 1 or array.records[0] < 0:
             raise FormatError(f"{printable(stored.key)} is not stored in one piece")
         record = int(array.records[0])
-        fd = open_source(self.files[self.file_of(record)])
-        try:
-            payload = self.locate(record, lambda at, n: read_at(fd, at, n))
-            return read_at(fd, payload.offset, payload.nbytes)
-        finally:
-            close_source(fd)
+        with open_source(self.files[self.file_of(record)]) as source:
+            payload = self.locate(record, lambda at, n: read_at(source, at, n))
+            return read_at(source, payload.offset, payload.nbytes)
 
 
 class _Common(Mapping[str, Any]):
