@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.engine.destination import os_trouble
+from converters.engine.disk import make_folders
 from converters.engine.ranks import claim, is_held
 from converters.errors import DestinationError
 
@@ -43,7 +44,7 @@ class Board:
         deadline = time.monotonic() + timeout
         try:
             while time.monotonic() < deadline:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_folders(self.folder)
                 found = claim(self.folder / f"lock-{self.rank}")
                 if found is not None:
                     self._lock, locked = found

@@ -84,10 +84,17 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
 
 
 def replaced(destination: Path) -> str | None:
-    """What --overwrite would delete, as a sentence; None if there is nothing."""
-    if not destination.is_dir():
-        return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
-    names = sorted(entry.name for entry in destination.iterdir())
+    """What --overwrite would delete, as a sentence; None if there is nothing.
+
+    Raises:
+        DestinationError: It cannot be looked at.
+    """
+    try:
+        if not destination.is_dir():
+            return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
+        names = sorted(entry.name for entry in destination.iterdir())
+    except OSError as error:
+        raise os_trouble(error, destination, "checking") from error
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     listed = ", ".join(printable(name) for name in names[:6])
     return f"{printable(str(destination))} is replaced after success, with all in it: {listed}{more}" if names else None
@@ -125,8 +132,15 @@ def is_full(folder: Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """The path without links on the way; its last part need not exist."""
-    return path.parent.resolve() / path.name if not path.exists() else path.resolve()
+    """The path without links on the way; its last part need not exist.
+
+    Raises:
+        DestinationError: It cannot be looked at.
+    """
+    try:
+        return path.parent.resolve() / path.name if not path.exists() else path.resolve()
+    except OSError as error:
+        raise os_trouble(error, path, "checking") from error
 
 
 def beside(destination: Path, what: str) -> Path:
@@ -143,11 +157,18 @@ def _is_ours(folder: Path) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes an ordinary user may still write on the file system that will hold `path`."""
-    folder = path.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    status = os.statvfs(folder)
+    """Bytes an ordinary user may still write on the file system that will hold `path`.
+
+    Raises:
+        DestinationError: It cannot be looked at.
+    """
+    try:
+        folder = path.resolve()
+        while not folder.exists():
+            folder = folder.parent
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise os_trouble(error, path, "checking") from error
     return status.f_bavail * status.f_frsize
 
 

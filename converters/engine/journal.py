@@ -57,7 +57,7 @@ def merged(folder: Path, fingerprint: str, known: Iterable[dict[str, Any]]) -> l
     """
     done = {number for line in known for number in line["tasks"]}
     out = []
-    for path in sorted(folder.glob(f"{JOURNAL}-*")):
+    for path in sorted(path for path in folder.iterdir() if path.name.startswith(f"{JOURNAL}-")):
         for line in read(path, fingerprint)[0]:
             # all or nothing: the checksums of a line cannot be told apart by task
             if done.isdisjoint(line["tasks"]):

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from converters.engine.destination import os_trouble
-from converters.engine.publish import sync_folder
+from converters.engine.disk import sync_folder
 from converters.errors import FormatError
 from converters.formats.folder import is_folder, listing
 from converters.formats.plain_json import read_json

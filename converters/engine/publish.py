@@ -18,11 +18,13 @@ import errno
 import fcntl
 import os
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.archive.records import check_archive
 from converters.engine import journal
 from converters.engine.destination import beside, is_empty, is_full, os_trouble, resolved
+from converters.engine.disk import exchange, make_folders, reserve, sync_folder, write_all, write_at
 from converters.engine.journal import JOURNAL
 from converters.engine.ranks import dismiss_earlier
 from converters.errors import DestinationError, FormatError
@@ -31,11 +33,10 @@ from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-    from pathlib import Path
 
     from converters.planning.job import OutputFile, Slice
 
-__all__ = ["Staging", "sync_folder", "write_at"]
+__all__ = ["Staging"]
 
 
 class Staging:
@@ -69,37 +70,28 @@ class Staging:
     ) -> None:
         self._single = files[0].name if single else None
         self.destination = resolved(destination)
-        self.folder = beside(destination, "partial")
+        self.folder, self._old = beside(destination, "partial"), beside(destination, "old")
         self._overwrite = overwrite
-        self._journal = -1
+        self._made: list[Path] = []
+        self._journal = self._lock = -1
         self.notes: list[str] = []
         try:
-            self.destination.parent.mkdir(parents=True, exist_ok=True)
-            self.folder.mkdir(exist_ok=True)
+            self._made = make_folders(self.folder)[1:]
             self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
+            self.close()
             raise os_trouble(error, self.folder, "creating") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise DestinationError(
-                f"another distckpt is writing {printable(str(destination))} right now",
-                hint="wait for it, or choose another directory",
-            ) from None
-        except OSError:  # some NFS and Lustre mounts; the final rename still lets only one win
-            self.notes.append("this file system has no locks: see to it that only one distckpt writes here")
-        try:
+            self._take_lock()
             if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
                 raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
+            self._put_back()
             if not overwrite and (self.destination.exists() if single else is_full(self.destination)):
                 self._refuse_late()
             earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
             dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
             self.resumed = self._resume(fingerprint, files)
             if not self.resumed:
-                if (self.folder / JOURNAL).exists() and not journal.read(self.folder / JOURNAL, fingerprint)[1]:
-                    self.notes.append("unfinished work that this command cannot continue is discarded")
                 self._start(fingerprint, files)
         except OSError as error:
             self.close()
@@ -108,11 +100,30 @@ class Staging:
             self.close()
             raise
 
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DestinationError(
+                f"another distckpt is writing {printable(str(self.destination))} right now",
+                hint="wait for it, or choose another directory",
+            ) from None
+        except OSError:  # some NFS and Lustre mounts; the final rename still lets only one win
+            self.notes.append("this file system has no locks: see to it that only one distckpt writes here")
+
+    def _put_back(self) -> None:
+        """Ends an exchange of folders that a kill has cut short."""
+        if not self._old.exists():
+            return
+        if self.destination.exists():
+            shutil.rmtree(self._old)
+        else:
+            self._old.rename(self.destination)
+
     def _refuse_late(self) -> None:
         """The destination was filled after `check_destination` looked: say so now, not after the work."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # only if nothing is in it
-        self.close()
         raise DestinationError(
             f"{printable(str(self.destination))} was filled by someone else meanwhile", hint="choose another directory"
         )
@@ -122,13 +133,11 @@ class Staging:
         path = self.folder / JOURNAL
         lines, good = journal.read(path, fingerprint)
         if not good:
+            if path.exists():
+                self.notes.append("unfinished work that this command cannot continue is discarded")
             return []
         others = journal.merged(self.folder, fingerprint, lines)
-        for output in files:
-            file = self.folder / output.name
-            if file.is_symlink() or not file.is_file() or file.stat().st_size != output.size:
-                return []
-        if not lines and not others:
+        if not (lines or others) or not all(_is_there(self.folder / file.name, file.size) for file in files):
             return []
         self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
         os.ftruncate(self._journal, good)
@@ -138,12 +147,15 @@ class Staging:
 
     def _clear(self, keep: Collection[str] = ()) -> None:
         """Removes what an earlier run left and this one does not write."""
-        for path in sorted(self.folder.rglob("*"), reverse=True):
-            if path.is_dir() and not path.is_symlink():
-                if is_empty(path):
+        for folder, folders, names in os.walk(self.folder, topdown=False, onerror=_raise):
+            for path in (Path(folder, name) for name in names):
+                if str(path.relative_to(self.folder)) not in keep:
+                    path.unlink()
+            for path in (Path(folder, name) for name in folders):
+                if path.is_symlink():
+                    path.unlink()
+                elif is_empty(path):
                     path.rmdir()
-            elif str(path.relative_to(self.folder)) not in keep:
-                path.unlink()
 
     def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
         self._clear()
@@ -152,8 +164,8 @@ class Staging:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                _reserve(fd, output.size)
-                _write_all(fd, output.literal)
+                reserve(fd, output.size)
+                write_all(fd, output.literal)
                 for piece in output.slices:
                     _write_slice(fd, piece)
                 os.fsync(fd)
@@ -161,7 +173,11 @@ class Staging:
                 os.close(fd)
         self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         self.log(journal.header(fingerprint))
-        sync_folder(self.folder)
+        self._sync_folders()  # what the journal will speak of has to be found after a power cut
+
+    def _sync_folders(self) -> None:
+        for folder, _, _ in os.walk(self.folder, onerror=_raise):
+            sync_folder(Path(folder))
 
     def add(self, name: str, data: bytes) -> None:
         """Writes a small file of the result and syncs it."""
@@ -170,7 +186,7 @@ class Staging:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
             try:
-                _write_all(fd, data)
+                write_all(fd, data)
                 os.fsync(fd)
             finally:
                 os.close(fd)
@@ -194,14 +210,13 @@ class Staging:
         journals: dict[Path, bytes] = {}
         try:
             journals = self._take_journals()
-            for folder in {path for path in self.folder.rglob("*") if path.is_dir()} | {self.folder}:
-                sync_folder(folder)
+            self._sync_folders()
             replaced = self._single is not None or (self._overwrite and is_full(self.destination))
             if self._single is not None:
                 self._place(self.folder / self._single)
             elif not replaced:
                 self.folder.rename(self.destination)  # onto nothing or an empty folder; never onto a full one
-            elif not _exchange(self.folder, self.destination):
+            elif not exchange(self.folder, self.destination):
                 self._swap()
             published = True
             sync_folder(self.destination.parent)
@@ -243,16 +258,13 @@ class Staging:
 
     def _swap(self) -> None:
         """Exchanges the result and an existing destination where the file system cannot do it in one step."""
-        old = self.destination.with_name(f".{self.destination.name}.distckpt-old")
-        if old.exists():
-            shutil.rmtree(old)
-        self.destination.rename(old)
+        self.destination.rename(self._old)
         try:
             self.folder.rename(self.destination)
         except OSError:
-            old.rename(self.destination)
+            self._old.rename(self.destination)
             raise
-        old.rename(self.folder)
+        self._old.rename(self.folder)
 
     def discard(self) -> None:
         """Removes all that was written: it can never become a good result."""
@@ -266,13 +278,16 @@ class Staging:
         if self._journal >= 0:
             fd, self._journal = self._journal, -1
             os.close(fd)
-        found = {path: path.read_bytes() for path in self.folder.glob(f"{JOURNAL}*")}
+        found = {path: path.read_bytes() for path in self.folder.iterdir() if path.name.startswith(JOURNAL)}
         for path in found:
             path.unlink()
         return found
 
     def close(self) -> None:
-        """Releases the lock; what was written stays for the next run."""
+        """Releases the lock; what was written stays for the next run, and folders made for nothing do not."""
+        with contextlib.suppress(OSError):  # the first that holds something, as a result, ends it
+            while self._made:
+                self._made.pop(0).rmdir()
         for fd in (self._journal, self._lock):
             if fd >= 0:
                 with contextlib.suppress(OSError):  # every line of the journal was synced
@@ -280,18 +295,12 @@ class Staging:
         self._journal = self._lock = -1
 
 
-def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
-    """Writes all of `data` at an offset."""
-    view = memoryview(data)
-    while view:
-        n = os.pwrite(fd, view, offset)
-        view, offset = view[n:], offset + n
+def _is_there(file: Path, size: int) -> bool:
+    return not file.is_symlink() and file.is_file() and file.stat().st_size == size
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _write_slice(fd: int, piece: Slice) -> None:
@@ -311,47 +320,3 @@ def _write_slice(fd: int, piece: Slice) -> None:
             offset, at, length = offset + len(data), at + len(data), length - len(data)
     finally:
         close_source(source)
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Gives an empty file its size and, where the file system can, its blocks: a full disk shows now, not hours later."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    while nbytes and hasattr(libc, "fallocate"):  # not posix_fallocate: where blocks cannot be had it writes zeros
-        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            break
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
-    os.ftruncate(fd, nbytes)
-
-
-def sync_folder(folder: Path) -> None:
-    """Sees to it that a new name in a folder survives a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
-            raise
-    finally:
-        os.close(fd)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Swaps two folders in one step, so that both names exist at any time; False where that is not possible."""
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "renameat2"):
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(other))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from converters.crc import crc_of_zeros
 from converters.engine.destination import os_trouble
-from converters.engine.publish import write_at
+from converters.engine.disk import write_at
 from converters.errors import DistckptError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 
 from converters.box import runs
 from converters.engine.destination import os_trouble
-from converters.engine.publish import write_at
+from converters.engine.disk import write_at
 from converters.planning.plan import Op
 from converters.reading.cast import Caster, pinned
 from converters.reading.gather import DROP_BYTES, Gatherer, OpenFiles, offsets

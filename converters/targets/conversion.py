@@ -185,7 +185,6 @@ def run_conversion(
             tell(Note(text))
         if team is not None:
             team.assemble()
-        made = [folder for folder in destination.parents if not folder.exists()]  # innermost first
         staging = Staging(
             destination,
             job.fingerprint,
@@ -213,9 +212,6 @@ def run_conversion(
             raise
         finally:
             staging.close()
-            with contextlib.suppress(OSError):  # the first that holds something, as a result, ends it
-                for folder in made:
-                    folder.rmdir()
     return stats
 
 

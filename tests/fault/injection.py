@@ -17,13 +17,16 @@ from checkpoints import GOLDEN, copy_golden, tree
 HERE = Path(__file__).parent
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 
-WRITING = ("write", "pwrite", "fsync", "rename", "open", "mkdir", "fallocate", "ftruncate", "close", "unlink", "rmdir")
-READING = ("read", "pread", "preadv", "open", "close")
+LOOKING = ("open", "close", "stat", "list")
+READING = ("read", "pread", "preadv", *LOOKING)
+WRITING = ("write", "pwrite", "fsync", "rename", "link", "mkdir", "fallocate", "ftruncate", "unlink", "rmdir", *LOOKING)
 ACTIONS = {
     **dict.fromkeys(("write", "pwrite"), ("EIO", "ENOSPC", "EDQUOT", "EINTR", "SHORT", "KILL", "AFTER")),
     **dict.fromkeys(("read", "pread", "preadv"), ("EIO", "ESTALE", "EINTR", "SHORT")),
     "fsync": ("EIO", "ENOSPC", "KILL", "AFTER"),
     "rename": ("EIO", "ENOSPC", "KILL", "AFTER"),
+    "link": ("EIO", "ENOSPC", "EPERM", "KILL", "AFTER"),
+    **dict.fromkeys(("stat", "list"), ("EIO", "ESTALE", "EACCES")),
     "open": ("EIO", "EACCES", "EINTR", "KILL"),
     "mkdir": ("EIO", "ENOSPC", "EACCES", "KILL", "AFTER"),
     "fallocate": ("EIO", "ENOSPC", "EINTR", "EOPNOTSUPP", "KILL", "AFTER"),
@@ -86,12 +89,13 @@ class Server:
         """Runs one command line with one fault armed: its exit code, its calls, what it said."""
         return self.together([{"argv": argv, "fault": [call, nth, action, str(path)]}])[0][:3]
 
-    def ranks(self, world, argv, more=(), **request):
+    def ranks(self, world, argv, more=(), constants=(), **request):
         """Runs a command line as several ranks; `more` has additions to the runs of some of them, by rank."""
         self.launches += 1
         common = {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RUN_ID": str(self.launches)}
         runs = [
-            {"argv": argv, "env": common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}} | dict(more).get(rank, {})
+            {"argv": argv, "env": common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, "constants": dict(constants)}
+            | dict(more).get(rank, {})
             for rank in range(world)
         ]
         return self.together(runs, **request)
@@ -299,6 +303,9 @@ class Manifest(Case):
         assert [path.name for path in self.source.glob("*integrity.json*")] == ["integrity.json"], where
 
 
+EARLY = {"engine.team._ARRIVAL": 1}  # times the timeout; what is small plans fast
+
+
 class Pair(Case):
     """The same command as two ranks, one of which meets the fault."""
 
@@ -306,7 +313,7 @@ class Pair(Case):
 
     def execute(self, *fault):
         fault = [*fault[:3], str(fault[3])]
-        ended = self.server.ranks(self.world, self.argv, {self.victim: {"fault": fault}})
+        ended = self.server.ranks(self.world, self.argv, {self.victim: {"fault": fault}}, constants=EARLY)
         self.codes = [run.code for run in ended]
         hurt, leader = ended[self.victim], ended[0]
         text = "".join(f"rank {rank}, exit {run.code}:\n{run.text}" for rank, run in enumerate(ended))

@@ -3,7 +3,8 @@
 Started with fault.so in LD_PRELOAD where system calls shall fail. Reads one JSON request per line, answers with one line:
 
     {"runs": [{"argv": [...], "log": "/tmp/0", "env": {"RANK": "0"}, "fault": ["pwrite", 3, "EIO", "/out"],
-               "phase": ["working", "KILL"], "limits": {"NOFILE": 40}, "safe_point": 0.01}],
+               "phase": ["working", "KILL"], "limits": {"NOFILE": 40}, "trace": ["/tmp/trace", "/out"],
+               "constants": {"engine.run._SAFE_POINT_SECONDS": 0.01}}],
      "kill": [0.25, 9], "seconds": 60}
     {"runs": [{"status": 5, "counts": {"pwrite": 12}, "read": 1234}], "late": false}
 
@@ -30,11 +31,10 @@ import phases
 
 import converters
 import distckpt_cli
-from converters.engine import run as engine
 from distckpt_cli.app import main as distckpt
 
-CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "close")
-CALLS += ("fallocate", "unlink", "rmdir")  # as in fault.c
+CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "fallocate")
+CALLS += ("close", "unlink", "rmdir", "link", "stat", "list")  # as in fault.c
 
 
 def child(run, answer):
@@ -42,14 +42,19 @@ def child(run, answer):
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(run.get("env", {}))
-    engine._SAFE_POINT_SECONDS = run.get("safe_point", engine._SAFE_POINT_SECONDS)
+    for place, value in run.get("constants", {}).items():
+        module, _, name = place.rpartition(".")
+        assert hasattr(sys.modules[f"converters.{module}"], name)
+        setattr(sys.modules[f"converters.{module}"], name, value)
     for name, most in run.get("limits", {}).items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
     if "phase" in run:
         phases.disturb(*run["phase"])
-    fault = run.get("fault")
+    fault, shim = run.get("fault"), ctypes.CDLL(None)
+    if "trace" in run:
+        path, below = run["trace"]
+        shim.fault_trace(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), below.encode())
     if fault:
-        shim = ctypes.CDLL(None)
         call, nth, action, path = fault
         shim.fault_arm(call.encode(), nth, action.encode(), path.encode())
     code = distckpt(run["argv"])
@@ -57,6 +62,8 @@ def child(run, answer):
     if fault:
         counts = {call: shim.fault_count(call.encode()) for call in CALLS}
         shim.fault_arm(b"", 0, b"NONE", b"")
+    if "trace" in run:
+        shim.fault_trace(-1, b"")
     for name in run.get("limits", {}):
         if name == "NOFILE":
             os.closerange(3, answer)

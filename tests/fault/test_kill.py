@@ -15,7 +15,7 @@ JOBS = {
     "legacy": ("convert", "SRC", "DST", "--to", "legacy", "--tp", "4", *TILES),
     "torch": ("convert", "SRC", "DST", "--to", "torch", *TILES),
 }
-SAFE_POINT = 0.01  # seconds
+SAFE_POINTS = {"engine.run._SAFE_POINT_SECONDS": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ class Killed:
         return time.monotonic() - begin
 
     def run(self, kill=None, **more):
-        return self.server.together([{"argv": self.argv, "safe_point": SAFE_POINT} | more], kill=kill)[0]
+        return self.server.together([{"argv": self.argv, "constants": SAFE_POINTS} | more], kill=kill)[0]
 
     def round(self):
         """One result, after one kill or more."""
