@@ -63,12 +63,14 @@ class Member:
         header: Byte of the local header, counted from the start of the archive.
         size: Bytes.
         crc: CRC-32 as the central directory states it.
+        room: Bytes from there to what follows it.
     """
 
     name: str
     header: int
     size: int
     crc: int
+    room: int = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +163,8 @@ def read_directory(read: Read, start: int, length: int, what: str) -> dict[str, 
 
 
 def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, Member]:
-    members: dict[str, Member] = {}
     at, spans, folder = 0, [], None
+    known: set[str] = set()
     for _ in range(total):
         if at + _CENTRAL.size > len(directory):
             raise FormatError(f"{what} has a zip directory that ends early")
@@ -185,16 +187,20 @@ def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, M
             folder = top
         elif top != folder:  # torch looks for every member under the first one's folder
             raise FormatError(f"{what}: zip member {name!r} is not in the folder {folder!r} of the others")
-        if bare in members or ".." in name.split("/") or "\0" in name or name.startswith("/"):
+        if bare in known or ".." in name.split("/") or "\0" in name or name.startswith("/"):
             raise FormatError(f"{what}: zip member {name!r} is repeated or tries to leave the archive")
         if header + _LOCAL.size + size > limit:
             raise FormatError(f"{what}: member {name!r} ({size} bytes at {header}) does not fit in {limit} bytes")
-        members[bare] = Member(bare, header, size, crc)
-        spans.append((header, header + _LOCAL.size + n_name + size, name))
+        known.add(bare)
+        spans.append((header, header + _LOCAL.size + n_name + size, bare, size, crc))
     spans.sort()
-    for (_, stop, first), (begin, _, second) in itertools.pairwise(spans):
+    members: dict[str, Member] = {}
+    for (header, stop, bare, size, crc), (begin, _, second, _, _) in itertools.pairwise(
+        [*spans, (limit, 0, "its directory", 0, 0)]
+    ):
         if begin < stop:
-            raise FormatError(f"{what}: zip members {first!r} and {second!r} overlap")
+            raise FormatError(f"{what}: zip members {bare!r} and {second!r} overlap")
+        members[bare] = Member(bare, header, size, crc, begin - header)
     return members
 
 
@@ -224,9 +230,10 @@ def member_offset(read: Read, start: int, member: Member, what: str, head: bytes
     if len(raw) < _LOCAL.size or raw[:4] != b"PK\x03\x04":
         raise FormatError(f"{what}: member {member.name!r} has no header where the zip directory says")
     fields = _LOCAL.unpack(raw)
-    if fields[3] != 0 or fields[2] & 0x41:
+    front = _LOCAL.size + int(fields[9]) + int(fields[10])
+    if fields[3] != 0 or fields[2] & 0x41 or front + member.size > member.room:
         raise FormatError(f"{what}: the header of member {member.name!r} contradicts the zip directory")
-    return start + member.header + _LOCAL.size + int(fields[9]) + int(fields[10])
+    return start + member.header + front
 
 
 def check_archive(read: Read, start: int, length: int, what: str) -> None:

@@ -17,8 +17,12 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
 from fuzz.mutants import TARGETS, mutant
+from fuzz.parts import PARTS
 from fuzz.trial import Fault, tried
 from hostile.server import warm
+
+_ROUND, _WHOLE = 100, 10
+"""Mutants of a target in a round, and how many of these are built and given to commands."""
 
 
 def main() -> int:
@@ -27,19 +31,21 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=1000, dest="first")
     parser.add_argument("--target", choices=sorted(TARGETS))
     asked = parser.parse_args()
-    end, count, found, number = time.monotonic() + asked.seconds, 0, 0, asked.first
+    begin, whole, alone, found, number = time.monotonic(), 0, 0, 0, asked.first
     kinds: set[str] = set()
     warm()
     with tempfile.TemporaryDirectory() as folder:
-        while time.monotonic() < end:
+        while time.monotonic() < begin + asked.seconds:
             for target in [asked.target] if asked.target else TARGETS:
-                made = [mutant(target, number + k) for k in range(10)]
-                for fault in tried(made, Path(folder)):
+                made = [mutant(target, number + k) for k in range(_ROUND)]
+                parts = made[_WHOLE:] if TARGETS[target].part in PARTS else []
+                for fault in (*tried(made[:_WHOLE], Path(folder)), *tried(parts, Path(folder), whole=False)):
                     found += 1
                     show(fault, kinds)
-                count += len(made)
-            number += 10
-    print(f"{count} mutants to number {number}, {found} faults of {len(kinds)} kinds")
+                whole, alone = whole + _WHOLE, alone + len(parts)
+            number += _ROUND
+            counts = f"{whole} mutants with commands and {alone} parts to number {number}"
+            print(f"{counts}, {time.monotonic() - begin:.0f} s: {found} faults of {len(kinds)} kinds", flush=True)
     return 1 if found else 0
 
 

@@ -30,7 +30,7 @@ from support import GOLDEN
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["TARGETS", "Mutant", "build", "mutant", "mutants_of"]
+__all__ = ["TARGETS", "Mutant", "build", "contents", "mutant", "mutants_of"]
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,11 @@ def mutant(target: str, number: int) -> Mutant:
             verb = rng.choice(("delete", "swap", "copy", "empty", "cut", "folder", "link", "pipe", "rename", "flip"))
             changes.append((rng.choice(files), verb, rng.choice((rng.choice(files), *_NAMES))))
             continue
-        raw = _apply(_part(target, file), [c for c in changes if c[0] == file])
+        raw = _part(target, file)
         if raw:
             changes.append((file, *_splice(rng, raw, what.part)))
+    if what.part != "tree":  # places are those of the original: the last one first
+        changes.sort(key=lambda change: change[1], reverse=True)
     return Mutant(target, tuple(changes))
 
 
@@ -376,6 +378,15 @@ def _fitting_sums(raw: bytes) -> bytes:
     return bytes(out)
 
 
+def contents(made: Mutant) -> list[tuple[str, bytes]]:
+    """The parts that are changed, by their file, as they are afterwards; none of a tree."""
+    if TARGETS[made.target].part == "tree":
+        return []
+    files = dict.fromkeys(change[0] for change in made.changes)
+    parts = [(file, _apply(_part(made.target, file), [c for c in made.changes if c[0] == file])) for file in files]
+    return [(file, _fitting_sums(raw) if file == "model.tar" else raw) for file, raw in parts]
+
+
 def build(made: Mutant, folder: Path) -> Path:
     """Writes it below a folder.
 
@@ -386,15 +397,14 @@ def build(made: Mutant, folder: Path) -> Path:
     copy = folder / "ckpt"
     if what.part == "tar":
         copy.mkdir(parents=True)
-        (copy / "model.tar").write_bytes(_fitting_sums(_apply(_tar(what.golden), list(made.changes))))
+        (copy / "model.tar").write_bytes(next((raw for _, raw in contents(made)), _tar(what.golden)))
         return copy / "model.tar"
     shutil.copytree(GOLDEN / what.golden, copy)
     if what.part == "tree":
         for file, verb, other in made.changes:
             _disturb(copy, copy / file, verb, other)
         return copy / what.named
-    for file in {change[0] for change in made.changes}:
-        new = _apply(_part(made.target, file), [c for c in made.changes if c[0] == file])
+    for file, new in contents(made):
         path = copy / file
         if what.part == "pickle":
             new = rezip(path.read_bytes(), {"/data.pkl": new})

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz.mutants import Mutant, build
+from fuzz.mutants import TARGETS, Mutant, build
+from fuzz.parts import PARTS, read_parts
 from hostile.corpus import GOOD
 from support import GOLDEN
 
@@ -25,7 +26,7 @@ from converters.errors import DistckptError
 from distckpt_cli.app import main as distckpt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 __all__ = ["CPU_SECONDS", "Fault", "tried"]
 
@@ -63,12 +64,13 @@ class Fault:
     text: str
 
 
-def tried(mutants: list[Mutant], folder: Path) -> Iterator[Fault]:
+def tried(mutants: list[Mutant], folder: Path, *, whole: bool = True) -> Iterator[Fault]:
     """Runs mutants in a child process, and those after one that killed it in another.
 
     Args:
         mutants: Which.
         folder: Where they are built.
+        whole: Build them and run commands on them; else what was changed is only given to what reads it.
     """
     left = list(mutants)
     while left:
@@ -76,7 +78,7 @@ def tried(mutants: list[Mutant], folder: Path) -> Iterator[Fault]:
         pid = os.fork()
         if not pid:
             os.close(reading)
-            _child(left, folder, writing)
+            _child(left, folder, writing, whole)
         os.close(writing)
         begun, words = 0, ""
         with os.fdopen(reading, "r") as pipe:
@@ -93,7 +95,7 @@ def tried(mutants: list[Mutant], folder: Path) -> Iterator[Fault]:
         left = left[max(begun, 1) :] if status else []
 
 
-def _child(mutants: list[Mutant], folder: Path, answer: int) -> None:
+def _child(mutants: list[Mutant], folder: Path, answer: int, whole: bool) -> None:
     code = 99
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -101,7 +103,13 @@ def _child(mutants: list[Mutant], folder: Path, answer: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + _MEMORY, size + _MEMORY))
         os.environ |= {"DISTCKPT_PROGRESS": "off", "DISTCKPT_DEBUG": "1", "NO_COLOR": "1"}
         for number, made in enumerate(mutants):
-            _try(number, made, folder / "case", answer)
+            shutil.rmtree(folder / "case", ignore_errors=True)
+            (folder / "case").mkdir()
+            trial = _Trial(number, made, folder / "case", answer)
+            if TARGETS[made.target].part in PARTS:
+                trial.judge("parts", trial.parts)
+            if whole:
+                trial.commands()
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -110,30 +118,49 @@ def _child(mutants: list[Mutant], folder: Path, answer: int) -> None:
         os._exit(code)
 
 
-def _try(number: int, made: Mutant, folder: Path, answer: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    source = build(made, folder)
-    chosen = _ONE_OF[zlib.crc32(made.line().encode()) % len(_ONE_OF)]
-    words = {"SRC": str(source), "GOOD": str(GOLDEN / GOOD), "DST": str(folder / "out" / "result.pt")}
-    for command in (*_ALWAYS, chosen):
-        (folder / "out").mkdir(exist_ok=True)
-        os.write(answer, json.dumps({"begin": number, "command": " ".join(command)}).encode() + b"\n")
+class _Trial:
+    """What is done with one mutant; what comes of it is written to a pipe."""
+
+    def __init__(self, number: int, made: Mutant, folder: Path, answer: int) -> None:
+        self._number, self._made, self._folder, self._answer = number, made, folder, answer
+
+    def parts(self) -> tuple[int, str]:
+        """What was changed, to what reads it."""
+        (self._folder / "parts").mkdir()
+        try:
+            read_parts(self._made, self._folder / "parts")
+        except Exception:
+            return 70, traceback.format_exc()
+        return 0, ""
+
+    def commands(self) -> None:
+        """The checkpoint, to some commands."""
+        source = build(self._made, self._folder)
+        chosen = _ONE_OF[zlib.crc32(self._made.line().encode()) % len(_ONE_OF)]
+        words = {"SRC": str(source), "GOOD": str(GOLDEN / GOOD), "DST": str(self._folder / "out" / "result.pt")}
+        for command in (*_ALWAYS, chosen):
+            (self._folder / "out").mkdir(exist_ok=True)
+            argv = [words.get(word, word) for word in command]
+            self.judge(" ".join(command), lambda argv=argv: _run(argv))  # type: ignore[misc]
+            shutil.rmtree(self._folder / "out", ignore_errors=True)
+
+    def judge(self, command: str, run: Callable[[], tuple[int, str]]) -> None:
+        """Does something within its time, and tells if its exit code is none of ours."""
+        os.write(self._answer, json.dumps({"begin": self._number, "command": command}).encode() + b"\n")
         begin = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS + 2)
-        code, text = _run([words.get(word, word) for word in command])
+        code, text = run()
         signal.setitimer(signal.ITIMER_PROF, 0)
         spent = time.process_time() - begin
         kind = ""
         if spent > CPU_SECONDS:
-            kind = f"too slow: {command[0]} of {made.target}"
-        elif code not in (0, 1, 3, 4, 5) or ("Traceback" in text.partition("error:")[0] and code == 70):
-            frames = re.findall(r'File "[^"]*/((?:converters|distckpt_cli)/[^"]+)", line (\d+)', text)
-            last = re.findall(r"^(\w+(?:\.\w+)*(?:Error|Exception)?): ", text, re.MULTILINE)
+            kind = f"too slow: {command.split()[0]} of {self._made.target}"
+        elif code not in (0, 1, 3, 4, 5):
+            frames = re.findall(r'File "[^"]*/((?:converters|distckpt_cli|fuzz)/[^"]+)", line (\d+)', text)
+            last = re.findall(r"^(\w+(?:\.\w+)*(?:Error|Exception)?)(?:: |$)", text, re.MULTILINE)
             kind = f"exit {code} at {frames[-1] if frames else '?'} {last[-1] if last else ''}"
         if kind:
-            os.write(answer, json.dumps({"kind": kind, "text": text[-3000:]}).encode() + b"\n")
-        shutil.rmtree(folder / "out", ignore_errors=True)
+            os.write(self._answer, json.dumps({"kind": kind, "text": text[-3000:]}).encode() + b"\n")
 
 
 def _run(argv: list[str]) -> tuple[int, str]:
