@@ -14,8 +14,8 @@ from converters.models.model import SET, UNSET
 if TYPE_CHECKING:
     from converters.facts.model_args import ModelArgs
 
-__all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
-__all__ += ["attention", "decoder", "dense_layers", "mixture", "rope"]
+__all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "LLAMA", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
+__all__ += ["attention", "decoder", "dense_layers", "llama", "mixture", "rope"]
 
 DECODER: dict[str, tuple[Any, ...]] = {
     "num_layers": (SET,),
@@ -44,6 +44,7 @@ ROPE: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,),
     "rope_scaling": (UNSET, "linear", "llama3", "yarn"),
 }
+LLAMA: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **RMS, **SWIGLU, **ROPE}
 # top-k over a softmax, nothing else
 PLAIN_ROUTER: dict[str, tuple[Any, ...]] = {
     "num_experts": (SET,),
@@ -115,6 +116,11 @@ def _yarn(args: ModelArgs) -> dict[str, Any]:
     if mscale is not None and mscale != 1 and not all_dim:
         out["attention_factor"] = 0.1 * mscale * math.log(factor) + 1
     return out
+
+
+def llama(args: ModelArgs) -> dict[str, Any]:
+    """Sizes, query groups and rotary embedding: what most architectures have in common with Llama."""
+    return {**decoder(args), **attention(args), **rope(args)}
 
 
 def dense_layers(args: ModelArgs) -> list[int]:

@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.decoder(args),
-        **config.attention(args),
-        **config.rope(args),
+        **config.llama(args),
         **config.mixture(args),
         "intermediate_size": args.moe_ffn_hidden_size,
         "num_local_experts": args.num_experts,
@@ -35,11 +33,7 @@ MODEL = Model(
     name="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.PLAIN_ROUTER,
         **config.NO_BIAS,
         "moe_pre_softmax": (False,),

@@ -43,9 +43,7 @@ LLAMA_MLP = (
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.decoder(args),
-        **config.attention(args),
-        **config.rope(args),
+        **config.llama(args),
         "rms_norm_eps": args.norm_epsilon,
         "attention_bias": bool(args.add_bias_linear),
         "mlp_bias": bool(args.add_bias_linear),
@@ -65,11 +63,7 @@ MODEL = Model(
     name="llama",
     architecture="LlamaForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.DENSE,
         "add_bias_linear": (True, False),
         "add_qkv_bias": (True, False),

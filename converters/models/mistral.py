@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.decoder(args),
-        **config.attention(args),
-        **config.rope(args),
+        **config.llama(args),
         "rms_norm_eps": args.norm_epsilon,
         "sliding_window": args.window_size,
     }
@@ -25,11 +23,7 @@ MODEL = Model(
     name="mistral",
     architecture="MistralForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.DENSE,
         **config.NO_BIAS,
         "window_size": (SET, UNSET),

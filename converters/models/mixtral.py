@@ -22,9 +22,7 @@ _EXPERTS = (
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.decoder(args),
-        **config.attention(args),
-        **config.rope(args),
+        **config.llama(args),
         **config.mixture(args),
         "intermediate_size": args.moe_ffn_hidden_size,
         "num_local_experts": args.num_experts,
@@ -43,11 +41,7 @@ MODEL = Model(
     name="mixtral",
     architecture="MixtralForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.PLAIN_ROUTER,
         **config.NO_BIAS,
         "window_size": (SET, UNSET),

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 def qwen_settings(args: ModelArgs) -> dict[str, Any]:
     """The keys that all Qwen architectures share."""
     return {
-        **config.decoder(args),
-        **config.attention(args),
-        **config.rope(args),
+        **config.llama(args),
         "rms_norm_eps": args.norm_epsilon,
         "use_sliding_window": False,
         "sliding_window": None,
@@ -28,11 +26,7 @@ MODEL = Model(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.DENSE,
         "add_bias_linear": (False,),
         "add_qkv_bias": (True,),

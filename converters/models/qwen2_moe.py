@@ -52,11 +52,7 @@ MODEL = Model(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.PLAIN_ROUTER,
         "moe_pre_softmax": (True, False),
         "moe_shared_expert_size": (SET,),

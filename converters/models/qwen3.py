@@ -27,11 +27,7 @@ MODEL = Model(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.DENSE,
         **config.NO_BIAS,
         "qk_layernorm": (True,),

@@ -21,11 +21,7 @@ MODEL = Model(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     needs={
-        **config.DECODER,
-        **config.GROUPED_ATTENTION,
-        **config.RMS,
-        **config.SWIGLU,
-        **config.ROPE,
+        **config.LLAMA,
         **config.PLAIN_ROUTER,
         **config.NO_BIAS,
         "qk_layernorm": (True,),

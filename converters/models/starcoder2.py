@@ -27,9 +27,7 @@ LAYER_NORM_FINAL = (
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.decoder(args),
-        **config.attention(args),
-        **config.rope(args),
+        **config.llama(args),
         "hidden_act": gelu_name(args),
         "norm_epsilon": args.norm_epsilon,
         "use_bias": bool(args.add_bias_linear),
