@@ -110,6 +110,13 @@ class Looking(Running):
             "several machines the working directory.",
         ),
     ] = None
+    device: Annotated[
+        str,
+        resources(
+            metavar="WHERE",
+            help="Where values are looked at: cpu, cuda, cuda:N or auto (a GPU, if there is one and it pays).",
+        ),
+    ] = "auto"
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:

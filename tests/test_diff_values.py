@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from converters.comparison.values import BLOCK, Difference, Tolerance, compare, prepared, widened
+from converters.comparison.values import Difference, Tolerance, compare, prepared, prepared_type
 from converters.dtypes import dtype
-from converters.optimizer.proof import rounded
 from converters.planning.plan import Op
+from converters.reading.arithmetic import BLOCK, rounded, widened
 
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 INF, NAN = math.inf, math.nan
@@ -172,9 +172,9 @@ def test_norms_are_shifted_as_an_export_does_it():
     stored = torch.randn(500).bfloat16()
     bits = stored.view(torch.int16).numpy().view("<u2")
     for target in ("bfloat16", "float32", "float16"):
-        shifted, kind = prepared(bits, dtype("bfloat16"), Op.ADD_ONE, dtype(target))
+        shifted = prepared(bits, dtype("bfloat16"), Op.ADD_ONE, dtype(target))
         want = (stored.float() + 1).to(getattr(torch, target))
-        assert kind == dtype(target)
+        assert prepared_type(dtype("bfloat16"), Op.ADD_ONE, dtype(target)) == dtype(target)
         assert (
             shifted == want.view(torch.int32 if target == "float32" else torch.int16).numpy().view(shifted.dtype)
         ).all()

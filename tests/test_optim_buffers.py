@@ -23,7 +23,7 @@ from converters.parallel.buffers import Local, Misfit, Owners, Rules, arrange, b
 from converters.parallel.layout import Layout
 from converters.parallel.split import Outline
 from converters.planning.plan import Target
-from converters.optimizer.proof import rounded
+from converters.reading.arithmetic import rounded
 from converters.registration import EXPERTS, Order, trainable
 
 BF16, FP32 = dtype("bfloat16"), dtype("float32")

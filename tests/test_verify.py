@@ -29,10 +29,11 @@ from converters.events import FileDone, Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields
+from converters.reading.arithmetic import OnHost, examined
 from converters.verification.report import Check
 from converters.verification.run import VerifyOptions, verify
 from converters.verification.structure import check_structure
-from converters.verification.values import Stats, judge_values
+from converters.verification.values import Stats, count, judge_values
 
 
 def writable(name: str, into: Path) -> Path:
@@ -370,7 +371,8 @@ def stats_of(values: np.ndarray, kind: str = "float32") -> tuple[TensorInfo, dic
     one = Stats(info)
     half = max(1, values.size // 2)
     for part in (values.reshape(-1)[:half], values.reshape(-1)[half:]):
-        one.add(part.view(f"u{values.itemsize}"))
+        bits = part.view(f"u{values.itemsize}")
+        one.add(examined(OnHost(), lambda on, block: count(on, block, info.dtype), bits), bits)
     return info, one.document()
 
 

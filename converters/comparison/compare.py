@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from converters.comparison.facts import Facts, compare_arguments, compare_facts
 from converters.comparison.pairs import Side, match
-from converters.comparison.run import blaming, read_values, stretches, tile_size
+from converters.comparison.run import blaming, place, read_values, stretches, tile_size
 from converters.engine.crew import Crew
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
@@ -53,6 +53,7 @@ class DiffOptions:
         arch: Architecture of a Hugging Face folder beside a Megatron checkpoint; None to find out.
         max_memory: Bytes of buffers.
         threads: Workers in this process.
+        device: Where values are compared: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it pays.
     """
 
     tolerance: Tolerance | None = None
@@ -63,6 +64,7 @@ class DiffOptions:
     arch: str | None = None
     max_memory: int = 64 * MIB
     threads: int = 2
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -250,6 +252,7 @@ def run_diff(
         scratch: Folder in which they meet.
 
     Raises:
+        RequestError: There is no such device, or too little memory on it.
         IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
         FormatError: A file cannot be read.
         Interrupted: Asked to stop.
@@ -262,10 +265,11 @@ def run_diff(
         "diff", plan.fingerprint, threads=plan.threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop
     )
     with crew:
+        device, said = place(plan.options.device, plan.nbytes, plan.threads, plan.tile_bytes, plan.sides, ranks)
         if crew.leads and listener is not None:
             memory = plan.threads * 6 * plan.tile_bytes
             listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
-            for text in plan.notes:
+            for text in (*plan.notes, *([said] if said else [])):
                 listener(Note(text))
         values = read_values(
             crew,
@@ -274,6 +278,7 @@ def run_diff(
             plan.sides,
             tile_bytes=plan.tile_bytes,
             tolerance=plan.options.tolerance,
+            device=device,
         )
         for side, before in zip(plan.sides, plan.prints, strict=True):
             if fingerprint_of(side.reader) != before:

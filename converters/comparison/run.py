@@ -4,8 +4,8 @@
                                                compare -> a few numbers, added up in the order of the tiles
     B  pieces in its files --gather--> tile --'
 
-A worker holds a tile of each side; nothing grows with the model. Every byte is read once, and each record's checksum is
-compared on the way.
+A worker holds a tile of each side, on a GPU a few of them; nothing grows with the model. Every byte is read once, and each
+record's checksum is compared on the way.
 """
 
 from __future__ import annotations
@@ -16,24 +16,31 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.box import Box, contiguous_tiles
-from converters.comparison.values import BLOCK, Difference, compare, prepared
+from converters.comparison.values import Difference, Pairwise, prepared, prepared_type
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Moved
 from converters.names import quoted
 from converters.planning.job import landing
 from converters.planning.plan import Op, reversed_copy
+from converters.reading.arithmetic import BLOCK, Examiner, looking_device
+from converters.reading.device import Host
 from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from converters.catalog import TensorInfo
     from converters.comparison.pairs import Matching, Side
     from converters.comparison.values import Tolerance
     from converters.engine.crew import Crew
+    from converters.engine.ranks import Ranks
     from converters.planning.plan import Copy
+    from converters.reading.device import Device
 
-__all__ = ["Stretch", "Values", "blaming", "read_values", "stretches", "tile_size"]
+__all__ = ["Stretch", "Values", "blaming", "place", "read_values", "stretches", "tile_size"]
 
 MIB = 1 << 20
 _TILE = 2 * MIB
@@ -89,6 +96,28 @@ def tile_size(max_memory: int, threads: int) -> tuple[int, int]:
     return tile, max(1, min(threads, max_memory // (6 * tile + _BLOCKS)))
 
 
+def place(
+    asked: str, nbytes: int, threads: int, tile_bytes: int, sides: tuple[Side, Side], ranks: Ranks | None
+) -> tuple[Device, str | None]:
+    """Where values are compared, and a sentence about it if a person should know; see `looking_device`.
+
+    Args:
+        asked: The device that was asked for.
+        nbytes: Bytes to compare, of both sides.
+        threads: Workers in this process.
+        tile_bytes: Bytes of a tile of one side.
+        sides: The checkpoints.
+        ranks: This process among those that were started together.
+
+    Raises:
+        RequestError: There is no such device, or too little memory on it.
+    """
+    least = min((t.dtype.itemsize for side in sides for t in side.tensors.values()), default=1)
+    local = ranks.local if ranks else 0
+    tile, elements = 2 * tile_bytes, tile_bytes // least
+    return looking_device(asked, nbytes, threads=threads, tile_bytes=tile, elements=elements, local_rank=local)
+
+
 def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[Stretch]:
     """Cuts the work into parts of about equal size, in the order of the pairs; the same on every rank."""
     source, target = sides[1 - matching.shown].tensors, sides[matching.shown].tensors
@@ -124,6 +153,7 @@ def read_values(
     *,
     tile_bytes: int,
     tolerance: Tolerance | None,
+    device: Device | None = None,
 ) -> Values:
     """Compares the elements of all pairs.
 
@@ -134,13 +164,16 @@ def read_values(
         sides: The checkpoints.
         tile_bytes: Bytes of a tile.
         tolerance: How far apart values may be; None asks for equal bits.
+        device: Where they are compared; by default the host.
 
     Raises:
+        RequestError: The device ran out of memory.
         IntegrityError: A record does not match its checksum; the error says of which side.
         FormatError: A file cannot be read.
         Interrupted: Asked to stop.
     """
-    shared = _Shared(crew, matching, sides, tile_bytes, tolerance)
+    device = device or Host()
+    shared = _Shared(crew, matching, sides, tile_bytes, tolerance, device)
     results = crew.map(work, lambda: _Worker(shared), shared.leave)
     found = [(Difference(), Difference()) for _ in matching.pairs]
     for number in sorted(results):
@@ -160,8 +193,10 @@ class _Shared:
         sides: tuple[Side, Side],
         tile_bytes: int,
         tolerance: Tolerance | None,
+        device: Device,
     ) -> None:
         self.crew, self.matching, self.tile_bytes, self.tolerance = crew, matching, tile_bytes, tolerance
+        self.device = device
         self.tensors = [side.tensors for side in sides]
         self.sides = sides
         self.sources = [Sources(side.reader, side.tensors) for side in sides]
@@ -199,9 +234,11 @@ class _Worker:
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
         self._gatherers = [Gatherer(sources) for sources in shared.sources]
+        self._examiner = Examiner(shared.device, 2 * shared.tile_bytes)
 
     def close(self) -> None:
         """Closes all files."""
+        self._examiner.close()
         for gatherer in self._gatherers:
             gatherer.close()
 
@@ -216,7 +253,8 @@ class _Worker:
             out = found.setdefault((at, padding), Difference())
             for tile in self._tiles(copy, box):
                 self._shared.crew.check()
-                out.add(self._compare(copy, tile))
+                self._compare(copy, tile, out)
+        self._examiner.flush()
         return [(*where, _packed(difference)) for where, difference in found.items()]
 
     def _tiles(self, copy: Copy, box: Box) -> Iterator[Box]:
@@ -234,24 +272,36 @@ class _Worker:
         shown, tensors = self._shared.matching.shown, self._shared.tensors
         return tensors[1 - shown][copy.source], tensors[shown][copy.target]
 
-    def _compare(self, copy: Copy, tile: Box) -> Difference:
+    def _compare(self, copy: Copy, tile: Box, out: Difference) -> None:
+        """Takes a tile in; `out` has it when the examiner has looked at it."""
         shown = self._shared.matching.shown
         source, target = self._infos(copy)
         part = landing(reversed_copy(copy), tile)
-        with blaming(self._shared.sides[1 - shown]):
-            theirs = self._gatherers[1 - shown].gather(copy.source, part)
-        with blaming(self._shared.sides[shown]):
-            ours = self._gatherers[shown].gather(copy.target, tile)
-        self._shared.crew.moved(Moved(theirs.nbytes + ours.nbytes), theirs.nbytes + ours.nbytes)
-        theirs, kind = prepared(theirs, source.dtype, copy.op, target.dtype)
-        a, b = ((theirs, kind), (ours, target.dtype)) if shown else ((ours, target.dtype), (theirs, kind))
-        found = compare(a[0].reshape(ours.shape), b[0].reshape(ours.shape), a[1], b[1], self._shared.tolerance)
-        for name in ("first", "worst"):
-            spot = getattr(found, name)
-            if spot is not None:
-                index = tuple(i + start for i, start in zip(spot[0], tile.start, strict=True))
-                setattr(found, name, (index, *spot[1:]))
-        return found
+        moves = copy.op is Op.COPY
+        kind = prepared_type(source.dtype, copy.op, target.dtype)
+
+        def gather(into: Sequence[NDArray[np.uint8] | None]) -> list[NDArray[Any]]:
+            with blaming(self._shared.sides[1 - shown]):
+                theirs = self._gatherers[1 - shown].gather(copy.source, part, into[1 - shown] if moves else None)
+            with blaming(self._shared.sides[shown]):
+                ours = self._gatherers[shown].gather(copy.target, tile, into[shown])
+            self._shared.crew.moved(Moved(theirs.nbytes + ours.nbytes), theirs.nbytes + ours.nbytes)
+            theirs = prepared(theirs, source.dtype, copy.op, target.dtype).reshape(ours.shape)
+            return [theirs, ours] if shown else [ours, theirs]
+
+        def done(rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
+            found = pair.difference(rows, arrays)
+            for name in ("first", "worst"):
+                spot = getattr(found, name)
+                if spot is not None:
+                    index = tuple(i + start for i, start in zip(spot[0], tile.start, strict=True))
+                    setattr(found, name, (index, *spot[1:]))
+            out.add(found)
+
+        kinds = (kind, target.dtype) if shown else (target.dtype, kind)
+        pair = Pairwise(*kinds, self._shared.tolerance)
+        sizes = [tile.volume * each.itemsize for each in kinds]
+        self._examiner.look(sizes, gather, pair, done, host=pair.on_host)
 
 
 _FIELDS = tuple(f.name for f in fields(Difference))

@@ -9,32 +9,39 @@ The numbers, over all elements of a tensor, in fp64:
     cosine      a . b / (|a| |b|) over the elements that are finite on both sides; 1 if both are 0, 0 if one is
 
 NaN equals NaN, and an infinity the infinity of its sign. Values of different types are widened first, which is exact.
+The answers are the same on the host and on a GPU, see `converters.reading.arithmetic`. The sums behind the cosine are fp64,
+and fp32 for blocks of equal bits, where they cancel out: trees within blocks, blocks in order.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters.dtypes import dtype
-from converters.optimizer.proof import rounded
 from converters.planning.plan import Op
+from converters.reading.arithmetic import (
+    BLOCK,
+    CASTABLE,
+    OnDevice,
+    OnHost,
+    examined,
+    rounded,
+    squares,
+    widened,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from converters.dtypes import DType
 
-__all__ = ["BLOCK", "Difference", "Tolerance", "compare", "prepared", "widened"]
-
-BLOCK = 1 << 15
-"""Elements that are looked at together: what is computed of them stays in the processor's cache."""
-_CASTABLE = ("float64", "float32", "float16", "bfloat16")
+__all__ = ["Difference", "Pairwise", "Tolerance", "compare", "prepared", "prepared_type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,55 +114,29 @@ def _further(one: Difference, other: Difference) -> bool:
     return one.max_abs > other.max_abs or (one.max_abs == other.max_abs and one.worst[0] < other.worst[0])
 
 
-def widened(bits: NDArray[Any], kind: DType) -> NDArray[Any]:
-    """Elements as fp64, complex ones as complex128; exact for all types but 64-bit integers beyond 2^53.
-
-    Args:
-        bits: The elements as unsigned integers of their size.
-        kind: Their type.
-    """
-    values: NDArray[Any]
-    if kind.name == "bfloat16":
-        values = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    elif kind.name.startswith("float8"):
-        values = _float8(kind.name)[bits]
-    elif kind.name.startswith("complex"):
-        values = bits.view(f"<c{kind.itemsize}").astype(np.complex128)
-    else:
-        code = "f" if kind.floating else "u" if kind.name.startswith(("uint", "bool")) else "i"
-        values = bits.view(f"<{code}{kind.itemsize}").astype(np.float64)
-    return values
+def prepared_type(kind: DType, op: Op, target: DType) -> DType:
+    """The type of what `prepared` gives."""
+    shifts = op in (Op.ADD_ONE, Op.SUBTRACT_ONE) and kind.name in CASTABLE and target.name in CASTABLE
+    return target if shifts else kind
 
 
-@lru_cache
-def _float8(name: str) -> NDArray[np.float64]:
-    """All 256 values of a type; torch knows them."""
-    import torch
-
-    values: NDArray[np.float64] = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).double().numpy()
-    return values
-
-
-def prepared(bits: NDArray[Any], kind: DType, op: Op, target: DType) -> tuple[NDArray[Any], DType]:
-    """The elements of a source as they should stand in the target, and their type: an op is done as a conversion does it.
+def prepared(bits: NDArray[Any], kind: DType, op: Op, target: DType) -> NDArray[Any]:
+    """The elements of a source as they should stand in the target: an op is done as a conversion does it.
 
     A norm's weight that is stored as gamma - 1 is shifted in fp32 and rounded to the target's type; a transpose is a view.
     """
     if op is Op.TRANSPOSE:
-        return bits.T, kind
-    if op is Op.COPY:
-        return bits, kind
-    if kind.name not in _CASTABLE or target.name not in _CASTABLE:
-        return bits, kind
-    single = dtype("float32")
+        return bits.T
+    if op is Op.COPY or not {kind.name, target.name} <= {*CASTABLE}:
+        return bits
     shifted = widened(bits, kind).astype(np.float32) + np.float32(1 if op is Op.ADD_ONE else -1)
-    return rounded(shifted.view("<u4"), single, target), target
+    return rounded(shifted.view("<u4"), dtype("float32"), target)
 
 
 def compare(
     a: NDArray[Any], b: NDArray[Any], kind_a: DType, kind_b: DType, tolerance: Tolerance | None = None
 ) -> Difference:
-    """Compares two arrays of one shape, element by element.
+    """Compares two arrays of one shape, element by element, on the host.
 
     Args:
         a: Elements of the first as unsigned integers of their size.
@@ -167,158 +148,127 @@ def compare(
     Returns:
         What there is to say; indices are those of the arrays.
     """
-    flat_a, flat_b = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
-    scratch: _Scratch | None = getattr(_THREAD, "scratch", None)
-    if scratch is None:
-        scratch = _THREAD.scratch = _Scratch()
-    out = Difference()
-    for at in range(0, flat_a.size, BLOCK):
-        one, other = flat_a[at : at + BLOCK], flat_b[at : at + BLOCK]
-        if kind_a == kind_b and _same_bits(one, other):
-            square = _square(scratch, one, kind_a)
-            out.add(Difference(one.size, dot=square, square_a=square, square_b=square))
-            continue
-        found = _block(scratch, one, other, kind_a, kind_b, tolerance)
-        found.rounds_a = out.rounds_a and _rounds(one, other, kind_a, kind_b)
-        found.rounds_b = out.rounds_b and _rounds(other, one, kind_b, kind_a)
-        for name in ("first", "worst"):
-            spot = getattr(found, name)
-            if spot is not None:
-                index = tuple(int(n) for n in np.unravel_index(at + spot[0][0], a.shape))
-                setattr(found, name, (index, *spot[1:]))
-        out.add(found)
-    return out
+    pair, arrays = Pairwise(kind_a, kind_b, tolerance), [np.ascontiguousarray(a), np.ascontiguousarray(b)]
+    return pair.difference(examined(OnHost(), pair, *arrays), arrays)
 
 
-_THREAD = threading.local()
-
-
-class _Scratch:
-    """Arrays of a block that one thread uses again and again: to ask the system for memory costs more than to fill it."""
-
-    def __init__(self) -> None:
-        self.single = np.empty(BLOCK, np.uint32)
-        self.wide = np.empty((6, BLOCK), np.float64)
-
-    def row(self, number: int, size: int) -> NDArray[np.float64]:
-        """One of the arrays."""
-        return self.wide[number, :size]
-
-    def narrow(self, bits: NDArray[Any], kind: DType) -> NDArray[Any] | None:
-        """Elements as fp32 if that holds them all; the next call fills the same array."""
-        single = self.single[: bits.size]
-        if kind.name == "bfloat16":
-            np.copyto(single, bits)
-            np.left_shift(single, 16, out=single)
-            return single.view(np.float32)
-        if kind.name == "float16":
-            np.copyto(single.view(np.float32), bits.view(np.float16))
-            return single.view(np.float32)
-        return bits.view(np.float32) if kind.name == "float32" else None
-
-    def load(self, number: int, bits: NDArray[Any], kind: DType) -> NDArray[Any]:
-        """Elements as fp64 in one of the arrays; complex ones in an array of their own."""
-        narrow = self.narrow(bits, kind)
-        values = widened(bits, kind) if narrow is None else narrow
-        if values.dtype.kind == "c":
-            return values
-        out = self.row(number, bits.size)
-        np.copyto(out, values)
-        return out
-
-
-def _same_bits(a: NDArray[Any], b: NDArray[Any]) -> bool:
-    raw_a, raw_b = a.view(np.uint8), b.view(np.uint8)
-    whole = raw_a.size // 8 * 8
-    if not np.array_equal(raw_a[:whole].view(np.uint64), raw_b[:whole].view(np.uint64)):
-        return False
-    return bool(np.array_equal(raw_a[whole:], raw_b[whole:]))
-
-
-def _square(scratch: _Scratch, bits: NDArray[Any], kind: DType) -> float:
-    """Sum of squares of the finite elements of a block, to about seven digits: the same on both sides, it cancels out."""
-    narrow = scratch.narrow(bits, kind)
-    with np.errstate(over="ignore", invalid="ignore"):
-        if narrow is not None:
-            total = float(np.einsum("i,i->", narrow, narrow))
-            if 1e-24 < total < 1e36:  # else squares may be too large or too small for fp32
-                return total
-        values = np.abs(scratch.load(0, bits, kind))
-        return _sum(values, values, np.isfinite(values))
-
-
-def _sum(x: NDArray[Any], y: NDArray[Any], use: NDArray[np.bool_] | None = None) -> float:
-    if use is not None and not use.all():
-        x, y = x[use], y[use]
-    # einsum and not dot: BLAS would start threads of its own
-    return float(np.einsum("i,i->", x, y if y.dtype.kind == "f" else np.conj(y)).real)
-
-
-def _block(
-    scratch: _Scratch,
-    bits_a: NDArray[Any],
-    bits_b: NDArray[Any],
-    kind_a: DType,
-    kind_b: DType,
-    tolerance: Tolerance | None,
-) -> Difference:
-    size, same_kind = bits_a.size, kind_a == kind_b and kind_a.itemsize < 16
-    distance, larger, other = (scratch.row(number, size) for number in (2, 3, 4))
-    with np.errstate(all="ignore"):
-        a, b = scratch.load(0, bits_a, kind_a), scratch.load(1, bits_b, kind_b)
-        np.abs(a - b if a.dtype.kind == "c" else np.subtract(a, b, out=distance), out=distance)
-        np.maximum(np.abs(a, out=larger), np.abs(b, out=other), out=larger)
-        usual = bool(np.isfinite(larger.max()))
-        equal = distance == 0 if usual else (a == b) | (np.isnan(a) & np.isnan(b))
-        if same_kind and kind_a.itemsize == 8 and not kind_a.floating and a.dtype.kind == "f":
-            equal = bits_a == bits_b  # of integers beyond 2^53 fp64 does not know the last digits
-            distance[~equal & (distance == 0)] = 1
-        finite = None if usual else np.isfinite(a) & np.isfinite(b)
-        out = Difference(
-            elements=size,
-            unequal=size - int(np.count_nonzero(equal)),
-            dot=_sum(a, b, finite),
-            square_a=_sum(a, a, finite),
-            square_b=_sum(b, b, finite),
-        )
-        if not usual:
-            nan_a, nan_b = np.isnan(a), np.isnan(b)
-            out.nan_a, out.nan_b = (int(np.count_nonzero(n)) for n in (nan_a & ~nan_b, nan_b & ~nan_a))
-            distance[equal] = 0
-        if tolerance is None:
-            differs = bits_a != bits_b if same_kind else ~equal
-        else:
-            np.add(np.multiply(larger, tolerance.rtol, out=other), tolerance.atol, out=other)
-            within = distance <= other
-            # an infinity is within rtol of an infinity, but of nothing else
-            differs = ~(within if finite is None else equal | (within & finite))
-        if not usual:
-            distance[nan_a != nan_b] = 0  # further than any number; they are counted
-        np.divide(distance, np.maximum(larger, _TINY, out=larger), out=other)
-        if not usual:
-            other[np.isinf(distance)] = np.inf
-        worst = int(np.argmax(distance))
-        out.differing = int(np.count_nonzero(differs))
-        out.max_abs, out.max_rel = float(distance[worst]), float(np.fmax.reduce(other))
-    if out.differing:
-        at = int(np.argmax(differs))
-        out.first = (at,), _value(bits_a[at], a[at], kind_a), _value(bits_b[at], b[at], kind_b)
-    if out.max_abs > 0:
-        out.worst = (worst,), _value(bits_a[worst], a[worst], kind_a), _value(bits_b[worst], b[worst], kind_b)
-    return out
-
-
+_PROBE = 64  # elements that mostly tell
 _TINY = float(np.finfo(np.float64).tiny)
 
 
-def _value(bits: Any, value: Any, kind: DType) -> Any:
+@dataclass(frozen=True, slots=True)
+class Pairwise:
+    """How elements of two types are compared: each block by itself, then what the blocks of a tile say together.
+
+    Attributes:
+        kind_a: Type of the first.
+        kind_b: Type of the second.
+        tolerance: See `compare`.
+    """
+
+    kind_a: DType
+    kind_b: DType
+    tolerance: Tolerance | None = None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether only the host compares them: complex numbers and integers, of which there are few."""
+        return not (self.kind_a.floating and self.kind_b.floating)
+
+    def __call__(self, on: OnHost, bits_a: Any, bits_b: Any) -> Sequence[Any]:
+        """The numbers of a block, for `difference`."""
+        kind_a, kind_b, xp = self.kind_a, self.kind_b, on.xp
+        narrow_a, narrow_b = on.values(bits_a, kind_a, 0), on.values(bits_b, kind_b, 1)
+        changed = bits_a != bits_b if kind_a == kind_b and kind_a.itemsize < 16 else None
+        if changed is not None and not on.needs(changed):
+            square, _ = squares(on, narrow_a)
+            return 0, 0, 0, 0, square, square, square, 0, 0, 0, 0, 1, 1
+        a, b = on.wide(0, narrow_a), on.wide(1, narrow_b)
+        distance, other = on.distance(a, b), on.row(4, a)
+        larger = xp.abs(a, out=on.row(3, a))
+        xp.maximum(larger, xp.abs(b, out=other), out=larger)
+        special = on.needs(~xp.isfinite(larger))
+        equal, finite, nans = distance == 0, None, (0, 0)
+        if special:
+            nan_a, nan_b, finite = xp.isnan(a), xp.isnan(b), xp.isfinite(a) & xp.isfinite(b)
+            equal, nans = (a == b) | (nan_a & nan_b), (on.count(nan_a & ~nan_b), on.count(nan_b & ~nan_a))
+            on.fill(distance, equal | nan_a | nan_b, 0.0)  # a NaN on one side is further than any number: it is counted
+        if changed is not None and kind_a.itemsize == 8 and not kind_a.floating and a.dtype.kind == "f":
+            equal = ~changed  # of integers beyond 2^53 fp64 does not know the last digits
+            on.fill(distance, changed & (distance == 0), 1.0)
+        sums = on.sums((a, b), (a, a), (b, b), use=finite)
+        differs = ~equal if changed is None else changed
+        if self.tolerance is not None:
+            xp.add(xp.multiply(larger, self.tolerance.rtol, out=other), self.tolerance.atol, out=other)
+            within = distance <= other
+            # an infinity is within rtol of an infinity, but of nothing else
+            differs = ~(within if finite is None else equal | (within & finite))
+        relative = xp.divide(distance, on.floor(larger, _TINY), out=other)
+        if special:
+            on.fill(on.fill(relative, nan_a | nan_b, 0.0), xp.isinf(distance), math.inf)
+        rounds = self._rounds(on, bits_a, bits_b)
+        if changed is not None and isinstance(on, OnDevice):
+            same = ~changed.any(-1)
+            square, _ = squares(on, narrow_a)
+            sums, rounds = [xp.where(same, square, total) for total in sums], (same, same)
+        return (
+            on.count(differs),
+            on.count(~equal),
+            *nans,
+            *sums,
+            on.largest(distance),
+            on.largest(relative),
+            on.first(differs),
+            on.first(distance),
+            *rounds,
+        )
+
+    def _rounds(self, on: OnHost, bits_a: Any, bits_b: Any) -> tuple[Any, Any]:
+        kind_a, kind_b = self.kind_a, self.kind_b
+        if kind_a == kind_b or kind_a.name not in CASTABLE or kind_b.name not in CASTABLE:
+            return 0, 0
+        return self._is_rounded(on, bits_a, bits_b, kind_a, kind_b), self._is_rounded(
+            on, bits_b, bits_a, kind_b, kind_a
+        )
+
+    def _is_rounded(self, on: OnHost, wide: Any, narrow: Any, kind: DType, target: DType) -> Any:
+        if on.needs(on.rounded(wide[..., :_PROBE], kind, target) != narrow[..., :_PROBE]) and not isinstance(
+            on, OnDevice
+        ):
+            return 0
+        return (on.rounded(wide, kind, target) == narrow).all(-1)
+
+    def difference(self, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> Difference:
+        """What the blocks of a tile say together.
+
+        Args:
+            rows: Their numbers, a row for each block.
+            arrays: The elements.
+        """
+        a, b = arrays
+        out = Difference(a.size)
+        if not a.size:
+            return out
+        out.differing, out.unequal, out.nan_a, out.nan_b = map(int, rows[:, :4].sum(0))
+        out.dot, out.square_a, out.square_b = rows[:, 4:7].cumsum(0)[-1].tolist()  # one after the other
+        out.max_abs, out.max_rel = rows[:, 7:9].max(0).tolist()
+        out.rounds_a, out.rounds_b = (bool(rows[:, column].all()) for column in (11, 12))
+
+        def spot(number: int, column: int) -> tuple[tuple[int, ...], Any, Any]:
+            at = number * BLOCK + int(rows[number, column])
+            index = tuple(int(n) for n in np.unravel_index(at, a.shape))
+            return index, *(_value(x.reshape(-1)[at : at + 1], k) for x, k in ((a, self.kind_a), (b, self.kind_b)))
+
+        if out.differing:
+            out.first = spot(int((rows[:, 0] > 0).argmax()), 9)
+        if out.max_abs > 0:
+            out.worst = spot(int(rows[:, 7].argmax()), 10)
+        return out
+
+
+def _value(bits: NDArray[Any], kind: DType) -> Any:
     """One element for people and JSON."""
     if kind.name.startswith(("int", "uint", "bool")):
-        return int(bits.view(f"<i{kind.itemsize}")) if kind.name.startswith("int") else int(bits)
+        return int(bits.view(f"<i{kind.itemsize}")[0] if kind.name.startswith("int") else bits[0])
+    value = widened(bits, kind)[0]
     return str(complex(value)) if kind.name.startswith("complex") else float(value)
-
-
-def _rounds(wide: NDArray[Any], narrow: NDArray[Any], kind: DType, target: DType) -> bool:
-    if kind == target or kind.name not in _CASTABLE or target.name not in _CASTABLE:
-        return False
-    return bool(np.array_equal(rounded(wide, kind, target), narrow))

@@ -11,25 +11,21 @@ import contextlib
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from converters.box import Box, contiguous_tiles
-from converters.errors import FormatError, IntegrityError
+from converters.errors import IntegrityError
 from converters.names import fold, printable
-from converters.reading.gather import UNSIGNED, Gatherer, Sources
+from converters.reading.arithmetic import OnHost, examined, unequal
+from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from converters.catalog import Catalog, TensorInfo
-    from converters.dtypes import DType
     from converters.formats.base import Reader
 
-__all__ = ["Masters", "mismatches", "prove_masters", "refusal", "rounded"]
+__all__ = ["Masters", "mismatches", "prove_masters", "refusal"]
 
 _PREFIX = "optimizer.state.param."
 _TIED = re.compile(r"embedding\.word_embeddings\.weight \(copy of pp \d+(?:, chunk \d+)?\)")
@@ -197,48 +193,12 @@ def _spread(members: list[str], most: int = 16) -> list[str]:
 def _agree(gatherers: Sequence[Gatherer], master: TensorInfo, weight: TensorInfo, *, sample: bool) -> bool:
     if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
         return False
+    on = OnHost()
     rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
     for number, box in enumerate(contiguous_tiles(Box.whole(rows), _SAMPLE if sample else _TILE)):
         if sample and number:
             break
         have, want = (g.gather(tensor.name, box) for g, tensor in zip(gatherers, (master, weight), strict=True))
-        if not _same(rounded(have, master.dtype, weight.dtype), want, weight.dtype):
+        if examined(on, lambda on, a, b: unequal(on, a, b, master.dtype, weight.dtype), have, want)[:, 0].any():
             return False
     return True
-
-
-def _same(a: NDArray[Any], b: NDArray[Any], kind: DType) -> bool:
-    if np.array_equal(a, b):
-        return True
-    differ = a != b
-    return bool(np.isnan(_floats(a[differ], kind)).all() and np.isnan(_floats(b[differ], kind)).all())
-
-
-def _floats(bits: NDArray[Any], kind: DType) -> NDArray[Any]:
-    if kind.name == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    values: NDArray[Any] = bits.view(np.dtype(f"<f{kind.itemsize}"))
-    return values
-
-
-def rounded(bits: NDArray[Any], source: DType, target: DType) -> NDArray[Any]:
-    """Elements cast to another floating type, to nearest and ties to even as torch does; both as unsigned integers.
-
-    Raises:
-        FormatError: A type that is not fp64, fp32, fp16 or bf16.
-    """
-    if source == target:
-        return bits
-    known = ("float64", "float32", "float16", "bfloat16")
-    if source.name not in known or target.name not in known:
-        raise FormatError(f"master weights in {source} cannot be compared with weights in {target}")
-    with np.errstate(over="ignore", invalid="ignore"):
-        values = _floats(np.ascontiguousarray(bits), source)
-        out: NDArray[Any]
-        if target.name != "bfloat16":
-            out = values.astype(f"<f{target.itemsize}").view(UNSIGNED[target.itemsize])
-            return out
-        wide: NDArray[Any] = values.astype("<f4").view("<u4")
-        out = ((wide + (((wide >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype("<u2")
-        out[np.isnan(values)] = 0x7FC0
-        return out

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.planning.plan import Op
-from converters.reading.device import find_device
+from converters.reading.device import find_device, gpu_of
 from converters.reading.gather import UNSIGNED
 
 if TYPE_CHECKING:
@@ -125,14 +125,10 @@ def choose_device(asked: str, *, computes: bool, local_rank: int = 0) -> tuple[s
     if asked == "cpu":
         return "cpu", None
     if asked == "auto":
-        if not computes:
+        found = gpu_of(local_rank) if computes else None
+        if found is None:
             return "cpu", None
-        import torch
-
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if not count:
-            return "cpu", None
-        asked = f"cuda:{local_rank % count}"
+        asked = found
     name = find_device(asked, local_rank).name
     if not computes or name == "cpu":
         return "cpu", f"--device {asked}: no element changes, bytes go from file to file; the device has nothing to do"

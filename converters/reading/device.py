@@ -13,6 +13,7 @@ staged lane is the same code on every platform, so all but the CUDA calls is exe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import RequestError
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
     Put = Callable[[torch.Tensor], None]
     Done = Callable[[], None]
 
-__all__ = ["Device", "Host", "Lane", "Staged", "find_device"]
+__all__ = ["Device", "Host", "Lane", "Staged", "find_device", "gpu_of"]
 
+_DRIVERS = ("nvidia[0-9]*", "dxg", "nvhost*", "kfd")  # of Linux, WSL, Jetson, AMD
 _SLOTS = 3  # one is read into, one is on its way, one is worked on
 
 
@@ -303,6 +305,16 @@ class _StagedLane:
             if slot.done is not None:
                 slot.event.synchronize()
         self._slots = []
+
+
+def gpu_of(local_rank: int) -> str | None:
+    """The GPU for a process of this number on its machine, if there is any; torch is not imported where there is none."""
+    if not any(next(Path("/dev").glob(pattern), None) for pattern in _DRIVERS):
+        return None
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"cuda:{local_rank % count}" if count else None
 
 
 def find_device(name: str, local_rank: int = 0) -> Device:

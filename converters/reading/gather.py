@@ -14,6 +14,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -69,6 +70,7 @@ class Sources:
         damaged: Called for each record that does not match its checksum; by default the error is raised.
         sums: What keeps the checksums of pieces; by default a `RecordSums`.
         drop: Let the page cache forget what was read. Not where another process is about to read the same.
+        checked: Compute and compare checksums; not of what has been checked before.
 
     Attributes:
         sums: Checksums of pieces of records that have not been read whole.
@@ -84,8 +86,9 @@ class Sources:
         *,
         sums: RecordSums | None = None,
         drop: bool = True,
+        checked: bool = True,
     ) -> None:
-        self.reader, self.tensors, self.drop = reader, tensors, drop
+        self.reader, self.tensors, self.drop, self.checked = reader, tensors, drop, checked
         self.sums = RecordSums() if sums is None else sums
         self.bytes_read = self.records_checked = 0
         self._damaged = damaged
@@ -117,7 +120,7 @@ class Sources:
         """Where a record's elements lie; `locate` finds out the first time."""
         known = self._payloads.get(record)
         if known is None:
-            known = locate()
+            known = locate() if self.checked else replace(locate(), crc=None)
             with self._lock:
                 self._payloads[record] = known
                 while len(self._payloads) > _KEPT_PAYLOADS:

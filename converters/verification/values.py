@@ -5,6 +5,7 @@ Tensors are read in tiles, each as often as a question asks for it; nothing here
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -18,11 +19,12 @@ from converters.box import Box, contiguous_tiles
 from converters.errors import DistckptError, IntegrityError, Interrupted
 from converters.events import Moved
 from converters.names import printable
-from converters.optimizer.proof import rounded
+from converters.reading.arithmetic import BLOCK, Examiner, squares, unequal
+from converters.reading.device import Host
 from converters.reading.gather import UNSIGNED, Gatherer, Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.engine.crew import Crew
     from converters.formats.base import Reader
+    from converters.reading.arithmetic import OnHost
+    from converters.reading.device import Device
     from converters.verification.report import Check
 
-__all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes"]
+__all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes", "tile_elements"]
 
-_TILE = 1 << 18  # elements: a tile and what is made of it stay in the processor's cache
+_TILE = 1 << 20  # elements
+_BLOCKS = 9 * 8 * BLOCK  # what is made of a block
 
 # thresholds of `judge_values`
 STORM = 0.01  # part of a weight's elements that may be denormal: training leaves none, foreign memory many
@@ -45,9 +50,15 @@ _FEWEST = 4  # layers that "the usual" takes
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+def tile_elements(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
+    """Elements of a tile, and bytes of the two that a worker holds, at most."""
+    largest = max((t.numel for t in tensors.values()), default=1)
+    return min(_TILE, largest), 2 * min(_TILE, largest) * max((t.dtype.itemsize for t in tensors.values()), default=1)
+
+
 def tile_bytes(tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of buffers that a worker holds."""
-    return 2 * _TILE * max((t.dtype.itemsize for t in tensors.values()), default=1) + 5 * _TILE * 8
+    return tile_elements(tensors)[1] + _BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +81,27 @@ class TensorTask:
 
 
 class TensorWorker:
-    """Looks at tensors, one task at a time."""
+    """Looks at tensors, one task at a time.
 
-    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo], crew: Crew) -> None:
+    Args:
+        reader: The checkpoint.
+        tensors: The tensors of the tasks, by name.
+        crew: Told about progress, asked whether to stop.
+        device: Where elements are looked at; by default the host.
+    """
+
+    def __init__(
+        self, reader: Reader, tensors: Mapping[str, TensorInfo], crew: Crew, device: Device | None = None
+    ) -> None:
         self._tensors, self._crew = tensors, crew
-        # that a checksum does not match was found when the files were read
-        self._sources = Sources(reader, tensors, damaged=lambda error: None)
+        # whether checksums match was found when the files were read
+        self._sources = Sources(reader, tensors, checked=False)
         self._gatherers = (Gatherer(self._sources), Gatherer(self._sources))
+        self._examiner = Examiner(device or Host(), tile_elements(tensors)[1])
 
     def close(self) -> None:
         """Closes all files."""
+        self._examiner.close()
         for gatherer in self._gatherers:
             gatherer.close()
 
@@ -89,17 +111,11 @@ class TensorWorker:
         out: dict[str, Any] = {"wrong": 0, "first": None, "stats": {}}
         try:
             stats = [Stats(info) for info in infos]
-            shape = self._common(infos) if task.compare else infos[0].shape
+            shape = self._common(infos, task.compare) if task.compare else infos[0].shape
             for box in self._tiles(task.names[0], shape):
                 self._crew.check()
-                tiles = [g.gather(n, box) for g, n in zip(self._gatherers, task.names, strict=False)]
-                if task.compare:
-                    self._compare(tiles, infos, box, task.compare, out)
-                if task.values:
-                    for one, tile in zip(stats, tiles, strict=True):
-                        one.add(tile)
-                nbytes = sum(tile.nbytes for tile in tiles)
-                self._crew.moved(Moved(nbytes), nbytes)
+                self._look(task, infos, stats, box, out)
+            self._examiner.flush()
             if task.values:
                 out["stats"] = {info.name: one.document() for info, one in zip(infos, stats, strict=True)}
         except Interrupted:
@@ -115,111 +131,105 @@ class TensorWorker:
             if part is not None:
                 yield from (tile.shifted(part.start) for tile in contiguous_tiles(Box.whole(part.shape), _TILE))
 
-    def _common(self, infos: list[TensorInfo]) -> tuple[int, ...]:
+    def _common(self, infos: list[TensorInfo], how: str) -> tuple[int, ...]:
         """The shape that both have, but for rows that pad the vocabulary."""
         one, other = (info.shape for info in infos)
         if len(one) != len(other) or one[1:] != other[1:]:
             raise IntegrityError(f"{infos[0].name} is {list(one)}, {infos[1].name} is {list(other)}")
+        if how == "equal" and infos[0].dtype != infos[1].dtype:
+            raise IntegrityError(f"{infos[0].name} is {infos[0].dtype}, {infos[1].name} is {infos[1].dtype}")
         return (min(one[0], other[0]), *one[1:]) if one else one
 
-    def _compare(
-        self, tiles: list[NDArray[Any]], infos: list[TensorInfo], box: Box, how: str, out: dict[str, Any]
+    def _look(
+        self, task: TensorTask, infos: list[TensorInfo], stats: list[Stats], box: Box, out: dict[str, Any]
     ) -> None:
-        have, want = tiles
-        if how == "rounded":
-            have = rounded(have, infos[0].dtype, infos[1].dtype)
-        elif infos[0].dtype != infos[1].dtype:
-            raise IntegrityError(f"{infos[0].name} is {infos[0].dtype}, {infos[1].name} is {infos[1].dtype}")
-        if np.array_equal(have, want):
-            return
-        differ = have != want
-        if infos[1].dtype.floating:
-            differ &= ~(_is_nan(have, infos[1].dtype) & _is_nan(want, infos[1].dtype))
-        wrong = int(np.count_nonzero(differ))
-        if wrong:
-            at = np.unravel_index(int(np.argmax(differ.reshape(-1))), box.shape) if box.shape else ()
-            first = [int(start + i) for start, i in zip(box.start, at, strict=True)]
-            out["first"] = first if out["first"] is None else min(first, out["first"])
-        out["wrong"] += wrong
+        """Takes a tile in; `out` and `stats` have it when the examiner has looked at it."""
+        kinds = [info.dtype for info in infos]
 
+        def gather(into: Sequence[NDArray[np.uint8] | None]) -> list[NDArray[Any]]:
+            tiles = [g.gather(n, box, i) for g, n, i in zip(self._gatherers, task.names, into, strict=False)]
+            nbytes = sum(tile.nbytes for tile in tiles)
+            self._crew.moved(Moved(nbytes), nbytes)
+            return tiles
 
-def _is_nan(bits: NDArray[Any], kind: DType) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = np.isnan(_floats(bits, kind))
-    return found
+        def examine(on: OnHost, *bits: Any) -> list[Any]:
+            compared = unequal(on, *bits, *kinds) if task.compare else (0, 0)
+            counted = [count(on, b, k) for b, k in zip(bits, kinds, strict=True)] if task.values else []
+            return [*compared, *itertools.chain(*counted)]
 
+        def done(rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
+            wrong = [(number, int(row[0]), int(row[1])) for number, row in enumerate(rows) if row[0]]
+            if wrong:
+                at = np.unravel_index(wrong[0][0] * BLOCK + wrong[0][2], box.shape) if box.shape else ()
+                first = [int(start + i) for start, i in zip(box.start, at, strict=True)]
+                out["first"] = first if out["first"] is None else min(first, out["first"])
+                out["wrong"] += sum(found for _, found, _ in wrong)
+            for number, (one, array) in enumerate(zip(stats, arrays, strict=True) if task.values else ()):
+                one.add(rows[:, 2 + _COUNTED * number :], array)
 
-def _floats(bits: NDArray[Any], kind: DType) -> NDArray[Any]:
-    """Values of floating elements that are given as unsigned integers."""
-    if kind.name == "bfloat16":
-        return (bits.astype(np.uint32) << 16).view(np.float32)
-    if kind.itemsize == 1:
-        known: NDArray[Any] = _fp8_values(kind.name)[bits]
-        return known
-    values: NDArray[Any] = np.ascontiguousarray(bits).view(np.dtype(f"<f{kind.itemsize}"))
-    return values
-
-
-_FP8: dict[str, NDArray[np.float32]] = {}
-
-
-def _fp8_values(name: str) -> NDArray[np.float32]:
-    if name not in _FP8:
-        import torch
-
-        codes = torch.arange(256, dtype=torch.int16).to(torch.uint8)
-        _FP8[name] = codes.view(getattr(torch, name)).float().numpy()
-    return _FP8[name]
+        sizes = [box.volume * kind.itemsize for kind in kinds]
+        self._examiner.look(sizes, gather, examine, done, host=not all(kind.floating for kind in kinds))
 
 
 _LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
+_COUNTED = 8  # numbers that `count` gives
+
+
+def count(on: OnHost, bits: Any, kind: DType) -> tuple[Any, ...]:
+    """What is counted of each block of elements: NaN, infinite, zero, denormal; the least and the largest finite one, the
+    sum of the squares of those; and whether all have the bits of the first."""
+    xp, constant = on.xp, on.constant(bits)
+    if not kind.floating:
+        return 0, 0, on.count(bits == 0), 0, 0.0, 0.0, 0.0, constant
+    values, bad = on.values(bits, kind), (0, 0)
+    low = high = values
+    total, finite = squares(on, values)
+    if not finite:
+        known = xp.isfinite(values)
+        bad = on.count(xp.isnan(values)), on.count(xp.isinf(values))
+        low, high = (xp.where(known, values, limit) for limit in (math.inf, -math.inf))
+    least, zero, denormal = _LEAST_NORMAL.get(kind.name, 0.0), 0, 0
+    small = xp.abs(values) < least if least else values == 0
+    if on.needs(small):
+        zero = on.count(values == 0)
+        denormal = on.count(small) - zero
+    return *bad, zero, denormal, on.least(low), on.largest(high), total, constant
+
+
 class Stats:
-    """What is counted of a tensor's elements."""
+    """What is known of a tensor's elements."""
 
     def __init__(self, info: TensorInfo) -> None:
         self._kind = info.dtype
-        self._least = _LEAST_NORMAL.get(info.dtype.name, 0.0)
         self._first: Any = None
         self.numel = self.nan = self.inf = self.zero = self.denormal = 0
         self.low, self.high = math.inf, -math.inf
         self.squares = 0.0
         self.constant = True
 
-    def add(self, bits: NDArray[Any]) -> None:
-        """Counts a tile, elements as unsigned integers."""
+    def add(self, rows: NDArray[np.float64], bits: NDArray[Any]) -> None:
+        """Takes in a tile.
+
+        Args:
+            rows: What `count` gives for each of its blocks.
+            bits: Its elements as unsigned integers.
+        """
         bits = bits.reshape(-1)
         if not bits.size:
             return
         self.numel += bits.size
         if self._first is None:
             self._first = bits[0].copy()
-        if self.constant:
-            self.constant = bool((bits == self._first).all())
-        if not self._kind.floating:
-            self.zero += bits.size - int(np.count_nonzero(bits))
-            return
-        values = _floats(bits, self._kind)
-        if self._kind.itemsize == 2:
-            values = values.astype(np.float32, copy=False)
-        with np.errstate(all="ignore"):
-            squares = float(np.dot(values, values))
-            if not math.isfinite(squares):
-                finite = np.isfinite(values)
-                bad = values[~finite]
-                nan = int(np.count_nonzero(np.isnan(bad)))
-                self.nan, self.inf = self.nan + nan, self.inf + bad.size - nan
-                values = values[finite].astype(np.float64)
-                squares = float(np.dot(values, values))
-        self.squares += squares
-        if not values.size:
-            return
-        self.low, self.high = min(self.low, float(values.min())), max(self.high, float(values.max()))
-        nonzero = int(np.count_nonzero(values))
-        self.zero += values.size - nonzero
-        if nonzero and self._least:
-            small = int(np.count_nonzero(np.abs(values) < self._least))
-            self.denormal += small - (values.size - nonzero)
+        for name, found in zip(("nan", "inf", "zero", "denormal"), rows[:, :4].sum(0).tolist(), strict=True):
+            setattr(self, name, getattr(self, name) + int(found))
+        # zero has a sign, of which extremes know nothing
+        self.low = min(self.low, float(rows[:, 4].min()) + 0.0)
+        self.high = max(self.high, float(rows[:, 5].max()) + 0.0)
+        for square in rows[:, 6].tolist():
+            self.squares += square
+        self.constant = self.constant and bool(rows[:, 7].all() and (bits[::BLOCK] == self._first).all())
 
     def document(self) -> dict[str, Any]:
         """Plain data; `rms` is of the finite elements."""

@@ -78,6 +78,9 @@ def diff(
         raise UsageProblem("--rtol and --atol are numbers", hint="nothing differs by more than infinity")
     if quick and (rtol is not None or atol is not None):
         raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
+    if (quick or args) and looking.device not in ("auto", "cpu"):
+        what = "--quick" if quick else "--args"
+        raise UsageProblem(f"{what} looks at no values, so there is nothing to do for --device {looking.device}")
     console = looking.console
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
     from converters.comparison.values import Tolerance
@@ -93,6 +96,7 @@ def diff(
         vocab_size=vocab_size,
         max_memory=parse_size(max_memory, "--max-memory"),
         threads=workers(looking.threads, 4),
+        device=looking.device,
     )
     names = shlex.quote(a), shlex.quote(b)
     readers = open_checkpoint(a), open_checkpoint(b)

@@ -1,0 +1,463 @@
+"""Arithmetic on elements, on the host and on a GPU, with the same answers to the last bit.
+
+What is computed of elements is written once, for `OnHost`, which is numpy on one block at a time, an array of one dimension
+that stays in the processor's cache, and for `OnDevice`, which is torch on all blocks of a tile at once:
+
+    examiner = Examiner(device, tile_bytes)                       # one for each thread
+    examiner.look([nbytes, ...], gather, examine, done)           # examine(on, *bits) -> numbers of each block
+    examiner.flush()
+
+Why they agree: what happens to an element alone (difference, product, quotient, comparison, rounding to nearest) is defined
+by IEEE 754, in fp32 and fp64, denormals included, and each is a step of its own that no compiler fuses with the next.
+Counts, extremes and first places do not depend on an order. A sum does: that of a block is a tree, the second half of the
+block added to the first until one number is left; those of blocks are added in their order, on the host, in fp64.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.errors import FormatError, RequestError
+from converters.reading.device import Host, find_device, gpu_of
+from converters.reading.gather import UNSIGNED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from numpy.typing import NDArray
+
+    from converters.dtypes import DType
+    from converters.reading.device import Device
+
+    Bits = NDArray[Any]
+    Bytes = NDArray[np.uint8]
+    Array = Any  # of numpy, or of torch
+    Examine = Callable[..., Sequence[Any]]
+    Gather = Callable[[Sequence[Bytes | None]], Sequence[Bits]]
+    Done = Callable[[NDArray[np.float64], Sequence[Bits]], None]
+
+__all__ = [
+    "BLOCK",
+    "CASTABLE",
+    "Examiner",
+    "OnDevice",
+    "OnHost",
+    "examined",
+    "looking_device",
+    "rounded",
+    "squares",
+    "unequal",
+    "widened",
+]
+
+BLOCK = 1 << 15
+"""Elements that are looked at together: what is computed of them stays in the processor's cache."""
+CASTABLE = ("float64", "float32", "float16", "bfloat16")
+_ALIGNMENT = 64
+_FLOATS_BESIDE = 12  # fp64 values that a device keeps for an element while it is looked at
+_WORTH = 32 << 30  # bytes for which starting CUDA pays: it takes seconds, in which a few cores look at as much
+_QUIET = {
+    "float64": 0x7FF8000000000000,
+    "float32": 0x7FC00000,
+    "float16": 0x7E00,
+    "bfloat16": 0x7FC0,
+}
+
+
+class OnHost:
+    """numpy, on one block. Its scratch arrays belong to one thread: to ask for memory costs more than to fill it."""
+
+    xp: Any = np
+
+    def __init__(self) -> None:
+        self._single = np.empty((2, BLOCK), np.uint32)
+        self._wide = np.empty((8, BLOCK), np.float64)
+
+    def values(self, bits: Array, kind: DType, number: int = 0) -> Array:
+        """Elements, in fp32 if that holds them all, else in fp64; complex ones in complex128."""
+        single = self._single[number, : bits.size]
+        floats = single.view(np.float32)
+        if kind.name == "bfloat16":
+            np.copyto(single, bits)
+            np.left_shift(single, 16, out=single)
+        elif kind.name == "float16":
+            np.copyto(floats, bits.view(np.float16))
+        elif kind.name.startswith("float8"):
+            np.take(_float8(kind.name), bits, out=floats)
+        else:
+            return bits.view(np.float32) if kind.name == "float32" else widened(bits, kind)
+        return floats
+
+    def wide(self, number: int, values: Array) -> Array:
+        """Elements in fp64."""
+        if values.dtype.kind == "c":
+            return values
+        out = self.row(number, values)
+        np.copyto(out, values)
+        return out
+
+    def row(self, number: int, like: Array) -> Array:
+        """Memory for a block."""
+        return self._wide[number, : like.size]
+
+    def sums(self, *pairs: tuple[Array, Array], use: Array | None = None) -> Sequence[Any]:
+        """Scalar products, in fp32 or fp64 as the elements are, in the end fp64.
+
+        Args:
+            pairs: What is multiplied.
+            use: The elements that count; None for all.
+        """
+        kind = pairs[0][0].real.dtype
+        products = self._wide[5:].view(kind)[: len(pairs), : pairs[0][0].size]
+        for (x, y), out in zip(pairs, products, strict=True):
+            if "c" in x.dtype.kind + y.dtype.kind:
+                np.copyto(out, (x * np.conj(y)).real)
+            else:
+                np.multiply(x, y, out=out)
+        if use is not None:
+            np.copyto(products, 0, where=~use)
+        return _tree(np, products).astype(np.float64)  # type: ignore[no-any-return]
+
+    def distance(self, x: Array, y: Array) -> Array:
+        """|x - y|."""
+        out = self.row(2, x)
+        np.abs(x - y if "c" in x.dtype.kind + y.dtype.kind else np.subtract(x, y, out=out), out=out)
+        return out
+
+    def needs(self, mask: Array) -> bool:
+        """Whether anything is there that needs more work."""
+        return bool(mask.any())
+
+    def fill(self, values: Array, where: Array, value: float) -> Array:
+        """The values with some of them replaced, in place."""
+        np.copyto(values, value, where=where)
+        return values
+
+    def count(self, mask: Array) -> Any:
+        """How many are set."""
+        return np.count_nonzero(mask)
+
+    def largest(self, values: Array) -> Any:
+        """Of a block."""
+        return values.max()
+
+    def least(self, values: Array) -> Any:
+        """Of a block."""
+        return values.min()
+
+    def floor(self, values: Array, least: float) -> Array:
+        """The values, but none below the least; in place."""
+        return np.maximum(values, least, out=values)
+
+    def constant(self, bits: Array) -> Any:
+        """Whether all have the bits of the first."""
+        return bits[0] == bits[-1] and (bits == bits[0]).all()
+
+    def first(self, mask: Array) -> Any:
+        """Index of the first that is set, or of the first largest value."""
+        return mask.argmax()
+
+    def rounded(self, bits: Array, source: DType, target: DType) -> Array:
+        """See `rounded`."""
+        return rounded(bits, source, target)
+
+
+class OnDevice(OnHost):
+    """torch, on all blocks of a tile: `[blocks, elements of a block]`. Asks the device nothing, so that nothing waits."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.xp: Any = torch
+
+    def values(self, bits: Array, kind: DType, number: int = 0) -> Array:
+        """See `OnHost`."""
+        if kind.name.startswith("float8"):
+            return self.xp.from_numpy(_float8(kind.name)).to(bits.device)[bits.int()]
+        values = bits.view(getattr(self.xp, kind.name))
+        return values if kind.itemsize > 2 else values.float()
+
+    def wide(self, number: int, values: Array) -> Array:
+        """See `OnHost`."""
+        return values.double()
+
+    def row(self, number: int, like: Array) -> Array:
+        """See `OnHost`."""
+        return self.xp.empty_like(like, dtype=self.xp.float64)
+
+    def sums(self, *pairs: tuple[Array, Array], use: Array | None = None) -> Sequence[Any]:
+        """See `OnHost`."""
+        products = self.xp.stack([x * y for x, y in pairs])
+        if use is not None:
+            products.masked_fill_(~use, 0.0)
+        return _tree(self.xp, products).double()  # type: ignore[no-any-return]
+
+    def distance(self, x: Array, y: Array) -> Array:
+        """See `OnHost`."""
+        return (x - y).abs_()
+
+    def needs(self, mask: Array) -> bool:
+        """See `OnHost`."""
+        return True
+
+    def fill(self, values: Array, where: Array, value: float) -> Array:
+        """See `OnHost`."""
+        return values.masked_fill_(where, value)
+
+    def count(self, mask: Array) -> Any:
+        """See `OnHost`."""
+        return self.xp.count_nonzero(mask, dim=-1)
+
+    def largest(self, values: Array) -> Array:
+        """See `OnHost`."""
+        return values.amax(-1)
+
+    def least(self, values: Array) -> Array:
+        """See `OnHost`."""
+        return values.amin(-1)
+
+    def floor(self, values: Array, least: float) -> Array:
+        """See `OnHost`."""
+        return values.clamp_(min=least)
+
+    def constant(self, bits: Array) -> Array:
+        """See `OnHost`."""
+        return (bits == bits[..., :1]).all(-1)
+
+    def first(self, mask: Array) -> Array:
+        """See `OnHost`."""
+        return (mask.byte() if mask.dtype == self.xp.bool else mask).argmax(-1)
+
+    def rounded(self, bits: Array, source: DType, target: DType) -> Array:
+        """See `rounded`."""
+        if source == target:
+            return bits
+        values = bits.view(getattr(self.xp, source.name))
+        out = values.to(getattr(self.xp, target.name))
+        return out.masked_fill_(values.isnan(), float("nan")).view(_signed(target.itemsize))
+
+
+def _tree(xp: Any, values: Any) -> Any:
+    size = values.shape[-1]
+    half = 1 << max(0, size - 1).bit_length() >> 1
+    while half:
+        head = values[..., : size - half]
+        xp.add(head, values[..., half:size], out=head)
+        size, half = half, half >> 1
+    return values[..., 0]
+
+
+def squares(on: OnHost, values: Any) -> tuple[Any, bool]:
+    """Sum of the squares of the finite elements of each block: in fp32 if they are, unless it is too large or too small.
+
+    Args:
+        on: What computes.
+        values: The elements, in fp32 or fp64.
+
+    Returns:
+        The sums, and whether it is known that all elements are finite.
+    """
+    total, usual = None, None
+    if values.dtype.itemsize == 4:
+        (total,) = on.sums((values, values))
+        usual = (total > 1e-24) & (total < 1e36)
+        if not on.needs(~usual):
+            return total, True
+    wide = on.wide(0, values)
+    (exact,) = on.sums((wide, wide), use=on.xp.isfinite(wide))
+    return (exact if usual is None else on.xp.where(usual, total, exact)), False
+
+
+def unequal(on: OnHost, have: Any, want: Any, kind_a: DType, kind_b: DType) -> Sequence[Any]:
+    """How many elements of a block are not those of another one, rounded to its type; and the first. NaN equals NaN."""
+    have = on.rounded(have, kind_a, kind_b)
+    differs = have != want
+    if kind_b.floating and on.needs(differs):
+        nan = on.xp.isnan
+        differs = differs & ~(nan(on.values(have, kind_b, 0)) & nan(on.values(want, kind_b, 1)))
+    return on.count(differs), on.first(differs)
+
+
+def examined(on: OnHost, examine: Examine, *arrays: Bits) -> NDArray[np.float64]:
+    """What `examine` finds in each block of elements that lie in memory: a row for each."""
+    flat = [array.reshape(-1) for array in arrays]
+    with np.errstate(all="ignore"):
+        rows = [examine(on, *(x[at : at + BLOCK] for x in flat)) for at in range(0, flat[0].size, BLOCK)]
+    return np.array(rows, np.float64) if rows else np.empty((0, 1))
+
+
+class Examiner:
+    """Looks at tiles for one thread: at once on the host, a few tiles later but in the same order on a device.
+
+    Args:
+        device: Where.
+        tile_bytes: Of all arrays that are looked at together, at most.
+    """
+
+    def __init__(self, device: Device, tile_bytes: int) -> None:
+        self._lane = None if device.unified else device.lane(tile_bytes + 4 * _ALIGNMENT)
+        self._host = OnHost()
+
+    def look(self, sizes: Sequence[int], gather: Gather, examine: Examine, done: Done, *, host: bool = False) -> None:
+        """Takes in a tile: elements of one or several arrays, as many of each.
+
+        Args:
+            sizes: Bytes of each array.
+            gather: Reads them, each into the memory it is given if there is some; gives elements as unsigned integers, in
+                C order or not.
+            examine: Called with what computes and a part of each array that begins with a block; gives numbers of each
+                block.
+            done: Called, in this thread, with the rows of all blocks and the arrays; in the order of the tiles.
+            host: Do it on the host in any case.
+        """
+        if self._lane is None or host or not any(sizes):
+            self.flush()
+            arrays = [np.ascontiguousarray(array) for array in gather([None] * len(sizes))]
+            done(examined(self._host, examine, *arrays), arrays)
+            return
+        begins = np.cumsum([0, *(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)]).tolist()
+        arrays, found = [], list[Any]()
+
+        def read(into: Bytes) -> None:
+            pieces = [into[at : at + size] for at, size in zip(begins, sizes, strict=False)]
+            for piece, bits in zip(pieces, gather(pieces), strict=True):
+                held = piece.view(bits.dtype).reshape(bits.shape)
+                if not np.may_share_memory(held, bits):
+                    np.copyto(held, bits)
+                arrays.append(held)
+
+        def put(there: torch.Tensor) -> None:
+            flat = [
+                there[at : at + size].view(_signed(bits.dtype.itemsize))
+                for at, size, bits in zip(begins, sizes, arrays, strict=False)
+            ]
+            whole = flat[0].numel() // BLOCK * BLOCK
+            on = OnDevice()
+            parts = [[x[:whole].view(-1, BLOCK) for x in flat], [x[whole:].view(1, -1) for x in flat]]
+            found.append(on.xp.cat([_stacked(on, examine(on, *part)) for part in parts if part[0].numel()]))
+
+        self._lane.run(read, begins[-1], put=put, done=lambda: done(found.pop().cpu().numpy(), arrays))
+
+    def flush(self) -> None:
+        """Waits until `done` was called for everything."""
+        if self._lane is not None:
+            self._lane.flush()
+
+    def close(self) -> None:
+        """Gives up its memory."""
+        if self._lane is not None:
+            self._lane.close()
+
+
+def looking_device(
+    asked: str, nbytes: int, *, threads: int, tile_bytes: int, elements: int, local_rank: int = 0
+) -> tuple[Device, str | None]:
+    """Where elements are looked at, and a sentence about it if a person should know.
+
+    Args:
+        asked: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one, enough to do, and room on it.
+        nbytes: Bytes to look at, of the whole job; 0 if there is nothing to compute.
+        threads: Examiners in this process.
+        tile_bytes: Of a tile, all arrays together.
+        elements: Of one array of a tile, at most.
+        local_rank: Number of this process on its machine, which has the GPU of that number.
+
+    Raises:
+        RequestError: There is no such device, or too little memory on it; with the numbers.
+    """
+    name = asked if asked != "auto" else gpu_of(local_rank) if nbytes >= _WORTH else None
+    device = find_device(name or "cpu", local_rank)
+    if device.unified:
+        return device, None
+    if not nbytes:
+        return Host(), f"--device {asked}: no values are looked at; the device has nothing to do"
+    each = device.slots * tile_bytes + _FLOATS_BESIDE * 8 * elements
+    room = device.room()
+    if threads * each > room:
+        numbers = f"{device.name} has {room >> 20:,} MiB free, {threads * each >> 20:,} MiB are needed"
+        if asked == "auto":
+            return Host(), f"{numbers}: values are looked at on the cpu"
+        details = [f"{threads} workers, {each:,} bytes each"]
+        raise RequestError(numbers, details=details, hint="fewer --threads need less, --device cpu nothing of it")
+    return device, f"values are looked at on {device.name}"
+
+
+def _stacked(on: OnDevice, numbers: Sequence[Any]) -> Any:
+    """Numbers of each block as rows; those that are no tensors are the same for all blocks."""
+    torch = on.xp
+    like = next(number for number in numbers if isinstance(number, torch.Tensor)).double()
+    made = [n.double() if isinstance(n, torch.Tensor) else torch.full_like(like, float(n)) for n in numbers]
+    return torch.stack(made, dim=1)
+
+
+def _signed(itemsize: int) -> Any:
+    import torch
+
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+
+
+def widened(bits: Bits, kind: DType) -> NDArray[Any]:
+    """Elements as fp64, complex ones as complex128; exact for all types but 64-bit integers beyond 2^53.
+
+    Args:
+        bits: The elements as unsigned integers of their size.
+        kind: Their type.
+    """
+    values: NDArray[Any]
+    if kind.name == "bfloat16":
+        values = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    elif kind.name.startswith("float8"):
+        values = _float8(kind.name)[bits].astype(np.float64)
+    elif kind.name.startswith("complex"):
+        values = bits.view(f"<c{kind.itemsize}").astype(np.complex128)
+    else:
+        code = "f" if kind.floating else "u" if kind.name.startswith(("uint", "bool")) else "i"
+        values = bits.view(f"<{code}{kind.itemsize}").astype(np.float64)
+    return values
+
+
+@lru_cache
+def _float8(name: str) -> NDArray[np.float32]:
+    """All 256 values of a type; torch knows them."""
+    import torch
+
+    values: NDArray[np.float32] = torch.arange(256, dtype=torch.uint8).view(getattr(torch, name)).float().numpy()
+    return values
+
+
+def rounded(bits: Bits, source: DType, target: DType) -> Bits:
+    """Elements cast to another floating type as torch does it: to nearest, ties to even, to 16 bits by way of fp32.
+
+    Args:
+        bits: The elements as unsigned integers of their size.
+        source: Their type.
+        target: The type they get; a NaN becomes its quiet NaN.
+
+    Raises:
+        FormatError: A type that is not fp64, fp32, fp16 or bf16.
+    """
+    if source == target:
+        return bits
+    if source.name not in CASTABLE or target.name not in CASTABLE:
+        raise FormatError(f"master weights in {source} cannot be compared with weights in {target}")
+    bits = np.ascontiguousarray(bits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if source.name == "bfloat16":
+            values = (bits.astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = bits.view(f"<f{source.itemsize}")
+        out = values.astype("<f8" if target.itemsize == 8 else "<f4", copy=False)
+        found: Bits
+        if target.name == "bfloat16":
+            wide = out.view("<u4")
+            found = ((wide + (((wide >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype("<u2")
+        else:
+            found = out.astype(f"<f{target.itemsize}", copy=False).view(UNSIGNED[target.itemsize])
+    nans = np.isnan(values)
+    if nans.any():
+        found[nans] = _QUIET[target.name]
+    return found
