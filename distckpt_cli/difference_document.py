@@ -20,7 +20,6 @@ def document(report: DiffReport, *, every: bool) -> dict[str, Any]:
     """The answer as JSON has it.
 
     Args:
-        report: The answer.
         every: List identical tensors, too.
     """
     plan, matching = report.plan, report.plan.matching

@@ -31,8 +31,6 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
     """Prints the answer.
 
     Args:
-        console: Where to.
-        report: The answer.
         names: A and B as they were typed, quoted for a shell.
         flat: One row for each tensor.
     """
@@ -275,9 +273,6 @@ def show_arguments(
     """Prints which arguments are not the same; 1 if some are not.
 
     Args:
-        console: Where to.
-        a: The first checkpoint.
-        b: The second.
         pattern: Of the arguments' names.
         ignore: Patterns of what is left out: `args.lr`.
         flat: Also those that only one side has.

@@ -28,11 +28,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Signalled(BaseException):
-    """SIGINT or SIGTERM came where nothing polls a flag.
-
-    Args:
-        signum: Which.
-    """
+    """SIGINT or SIGTERM came where nothing polls a flag."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)

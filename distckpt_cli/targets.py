@@ -114,7 +114,6 @@ class PlanCaching:
         """The cache, for the time of planning; says with `-v` what became of it.
 
         Args:
-            console: Where it is said.
             keeps: Whether a plan that is made is kept.
         """
         from converters.targets.plan_cache import PlanCache

@@ -53,8 +53,6 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
     """Plans, then prints the plan or carries it out and prints what was done.
 
     Args:
-        schema: Name of the JSON document.
-        writing: The options.
         plan: Makes the plan; told where remarks go.
 
     Returns:

@@ -348,10 +348,6 @@ class TensorLocator:
         """Where the elements of the record's tensor lie, after checking that it is the tensor the metadata promises.
 
         Args:
-            read: Returns bytes of the file.
-            start: First byte of the record.
-            length: Bytes of the record.
-            what: How to name the record in an error.
             expect: Element type according to the metadata.
             shape: Shape of the chunk according to the metadata.
 
@@ -381,13 +377,6 @@ class TensorLocator:
 
 def locate_tensor(read: Read, start: int, length: int, ref: TensorRef, what: str) -> Payload:
     """Where the elements of one of many tensors in a record lie (an object that was saved with tensors in it).
-
-    Args:
-        read: Returns bytes of the file.
-        start: First byte of the record.
-        length: Bytes of the record.
-        ref: The tensor, as `tensor_ref` found it in the record's pickle.
-        what: How to name the record in an error.
 
     Raises:
         FormatError: The record is damaged.

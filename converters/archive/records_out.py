@@ -140,10 +140,6 @@ class ArchiveLayout:
 class RecordLayout:
     """The bytes around the elements of one tensor's record.
 
-    Args:
-        dtype: Element type.
-        shape: Shape of the tensor; it is stored in C order.
-
     Attributes:
         prefix: Everything before the elements.
         nbytes: Bytes of the elements.
@@ -227,9 +223,6 @@ def tensor_node(
     """A tensor, as torch.save pickles it.
 
     Args:
-        storage: Where its elements are.
-        dtype: Element type.
-        shape: Elements along each axis.
         offset: Its first element in the storage.
         strides: In elements; None for C order.
     """

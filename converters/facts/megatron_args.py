@@ -89,7 +89,6 @@ def megatron_arguments(model: ModelArgs, options: Mapping[str, Any]) -> tuple[di
     """The arguments with which Megatron-LM builds a model, and those that describe the job that saved it.
 
     Args:
-        model: What is known of the model.
         options: The options that it was read from, for those that are spelt alike everywhere.
 
     Returns:

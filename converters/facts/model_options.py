@@ -166,7 +166,6 @@ def read_options(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
     """Takes what one set of options says.
 
     Args:
-        facts: Filled here.
         label: "args" or "config", the first part of every source.
         given: Option -> value; inert pickled values are recognised by their `name`.
     """

@@ -106,7 +106,6 @@ def measure(weights: Mapping[str, TensorInfo], known: Mapping[str, Any]) -> tupl
     """Everything that the shapes show, given what is already known.
 
     Args:
-        weights: The model's tensors by canonical name.
         known: Field of `ModelArgs` -> value or None.
 
     Returns:

@@ -24,7 +24,6 @@ def open_checkpoint(path: str | Path, name: str | None = None) -> Reader:
     """Opens the checkpoint that a path means: a training root, an iteration, NeMo's folder, or a file inside.
 
     Args:
-        path: Where it lies.
         name: Name of the format to read it as; by default it is recognised.
 
     Raises:

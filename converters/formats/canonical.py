@@ -53,7 +53,6 @@ def canonical_tensors(stored: Iterable[KeyedArray], problems: list[Problem]) -> 
     """Canonical tensors of all keys: layers and experts unstacked, gate and up halves joined, in natural order.
 
     Args:
-        stored: The keys.
         problems: What is wrong with them is added here.
 
     Raises:

@@ -33,9 +33,6 @@ def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) 
     """The inert tree of a `torch.save` archive; its tensors are not read.
 
     Args:
-        path: The file.
-        what: How to name it in an error.
-        start: First byte of the archive.
         length: Bytes; None for the whole file.
     """
     with open_source(path) as source:
@@ -47,10 +44,7 @@ class Archive:
     """A small `torch.save` archive: its inert tree, and the other members as bytes.
 
     Args:
-        path: The file.
-        start: First byte of the archive.
         length: Bytes; None for the whole file.
-        what: How to name it in an error.
 
     Attributes:
         tree: The pickled value, inert; change it in place.
@@ -88,9 +82,7 @@ class Archive:
         """An archive that is put together from parts of another file.
 
         Args:
-            tree: The value, inert.
             members: The other members, with the storages that the tree refers to.
-            what: How to name it in an error.
         """
         made = cls.__new__(cls)
         made.tree, made._members, made._what = tree, dict(members), what

@@ -42,11 +42,7 @@ _BARE = re.compile(rb"model\d*\.(?:embedding|decoder|encoder|mtp|output_layer)\.
 
 
 class Seen:
-    """A folder, or a file that may be a checkpoint of its own, as detection sees it; each look is taken once.
-
-    Args:
-        path: What is looked at.
-    """
+    """A folder, or a file that may be a checkpoint of its own, as detection sees it; each look is taken once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -95,7 +95,6 @@ class Model:
         """The whole of config.json.
 
         Args:
-            args: Facts of the model.
             vocab_size: Rows of the exported embedding.
             dtype: Type of the exported weights, as torch names it.
         """

@@ -83,8 +83,6 @@ def param_groups(reader: Reader, layout: Layout, sharding_type: str) -> Node:
     """What a job's common state has under `optimizer`.
 
     Args:
-        reader: The source.
-        layout: The target job.
         sharding_type: "fully_reshardable", or "dp_reshardable", whose groups are in objects instead (`group_objects` of
             `optimizer.buckets`).
 

@@ -98,7 +98,6 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
     """The optimizer's tensors under canonical names.
 
     Args:
-        reader: The checkpoint.
         layout: The job that saved it, if its arguments do not tell.
         proved: Of orders that fill flat buckets, accept none that a sample of the values speaks against; False takes the
             one that the least speaks against, and notes what does.
@@ -176,12 +175,6 @@ def unflatten(
     reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout, *, proved: bool = True
 ) -> OptimizerState:
     """Names and boxes for the elements of flat buckets.
-
-    Args:
-        reader: The checkpoint.
-        groups: What `stored_groups` found.
-        layout: The job that saved it.
-        proved: See `optimizer_state`.
 
     Raises:
         IntegrityError: Orders that fill the buckets exist, but with none do master weights round to the weights.

@@ -132,8 +132,6 @@ def bucket_size(args: Mapping[str, Any], layout: Layout, owners: Counted) -> int
     """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
 
     Args:
-        args: Training arguments.
-        layout: The job.
         owners: What its ranks hold, for `--ddp-num-buckets`.
     """
     if args.get("overlap_grad_reduce") is not True or args.get("overlap_param_gather_with_optimizer_step") is True:
@@ -149,7 +147,6 @@ def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
 
     Args:
         parameters: In the order of `named_parameters()`.
-        rules: How to cut.
     """
     out: list[Bucket] = []
     placed: list[tuple[Local, int]] = []
@@ -182,7 +179,6 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
         parameters: In the order of `named_parameters()`.
         sizes: Elements of each bucket, the padding at its end left out.
         align: Parameters begin at multiples of this.
-        what: Names the buffer in an error.
 
     Raises:
         Misfit: The parameters do not fill the buckets exactly.
@@ -258,9 +254,6 @@ class Owners:
 
     Args:
         parameters: Name, type and whole shape of every trainable tensor of the model.
-        layout: The job.
-        outline: What of the model decides where its tensors live.
-        order: How the job registers parameters.
     """
 
     def __init__(self, parameters: Mapping[str, Target], layout: Layout, outline: Outline, order: Order) -> None:
@@ -311,10 +304,7 @@ class Owners:
         """The parameters of one model chunk of one rank.
 
         Args:
-            pp: Pipeline rank.
-            chunk: Which of its model chunks.
             tp: Tensor-parallel rank; that of the experts' grid if `experts`.
-            ep: Expert-parallel rank.
             experts: True for experts only, False for all others, None for all parameters.
         """
         groups: dict[tuple[str, bool], list[tuple[str, list[Shard]]]] = {}

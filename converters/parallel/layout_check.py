@@ -48,7 +48,6 @@ def check(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) 
     """Makes sure that a job of this layout can hold this model.
 
     Args:
-        args: The model's facts.
         layout: The wanted layout; that its sizes make a grid it has checked itself.
         shapes: Shape of every weight by canonical name, the embedding with as many rows as the target shall have.
 

@@ -130,9 +130,6 @@ class LocalModel:
 
     Args:
         tensors: Type and shape of every whole tensor at the target, by canonical name.
-        layout: The job.
-        outline: What of the model decides where its tensors live.
-        order: How its modules are made.
         available: Shapes of the source's tensors where they are not the target's: another padding of the vocabulary.
     """
 
@@ -156,8 +153,6 @@ class LocalModel:
         """The job at a layout that loads a checkpoint.
 
         Args:
-            catalog: The checkpoint.
-            layout: Of the job.
             order: How its modules are made; None takes `likely_order`.
             vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
 
@@ -191,10 +186,6 @@ class LocalModel:
         """The tensors of one model chunk of one rank, in the order of its state dict.
 
         Args:
-            pp: Pipeline rank.
-            chunk: Which of its model chunks.
-            tp: Tensor-parallel rank of the dense part.
-            ep: Expert-parallel rank.
             etp: Tensor-parallel rank of the experts; None is `tp`.
 
         Raises:
@@ -324,7 +315,6 @@ def with_extra_states(
 
     Args:
         tensors: Of the chunk, from `LocalModel.chunk`.
-        order: How the model's modules are made.
         output: The chunk has an output layer, whose weight may be the embedding's.
 
     Yields:

@@ -239,9 +239,6 @@ def shards(name: str, shape: Sequence[int], layout: Layout, outline: Outline) ->
 
     Args:
         name: Canonical name, without `optimizer.state.*`.
-        shape: Shape of the whole tensor.
-        layout: The job's.
-        outline: The model's.
 
     Raises:
         RequestError: It cannot be divided so.
@@ -311,9 +308,6 @@ def holders(name: str, shard: Shard, layout: Layout, outline: Outline, pipeline:
 
     Args:
         name: Canonical name, without `optimizer.state.*`.
-        shard: One of `shards`.
-        layout: The job's.
-        outline: The model's.
         pipeline: `layout.pipeline(outline.num_layers, outline.mtp_layers)`, if it is at hand.
     """
     if layout.pp == 1:

@@ -22,9 +22,7 @@ def vocabulary_rows(
     """Rows of one of `VOCABULARY` in a job.
 
     Args:
-        name: Which of them.
         stored: Its rows in the checkpoint.
-        tp: Tensor-parallel size of the job.
         catalog: The source; its arguments, or the model's configuration, say how the job pads.
         known: True vocabulary size, as far as the arguments tell.
         asked: What a person says it is.

@@ -127,13 +127,7 @@ class TaskTable:
 
 
 class Tasks(Sequence[Task]):
-    """The tasks of a job, made when they are taken.
-
-    Args:
-        table: The tasks.
-        sources: The job's sources, in order.
-        tile_bytes: Size of a tile.
-    """
+    """The tasks of a job, made when they are taken."""
 
     def __init__(self, table: TaskTable, sources: Mapping[str, TensorInfo], tile_bytes: int) -> None:
         self._table, self._sources, self._tile_bytes = table, sources, tile_bytes

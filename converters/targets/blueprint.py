@@ -86,12 +86,7 @@ class Blueprint:
 
 
 class LazySources(Mapping[str, "TensorInfo"]):
-    """The tensors that the columns are filled from, looked up when they are asked for.
-
-    Args:
-        reader: The source.
-        columns: What is written.
-    """
+    """The tensors that the columns are filled from, looked up when they are asked for."""
 
     def __init__(self, reader: Reader, columns: Columns) -> None:
         self._reader, self._columns = reader, columns
@@ -171,15 +166,7 @@ def recall(cache: PlanCache, key: Mapping[str, Any]) -> Blueprint | None:
 
 
 def keep(cache: PlanCache, key: Mapping[str, Any], made: Blueprint, tasks: TaskTable, output: TorchDistOutput) -> None:
-    """Keeps a blueprint for later runs.
-
-    Args:
-        cache: Where.
-        key: What it follows from.
-        made: The blueprint.
-        tasks: The work of the job that was made from it.
-        output: What that job writes.
-    """
+    """Keeps a blueprint for later runs."""
     if len(made.columns) != made.columns.text.count(b"\0") + 1:
         return  # names that hold the separator
     facts, arrays = made.columns.stored()

@@ -91,11 +91,7 @@ def companions(catalog: Catalog, layout: Layout, *, framework: str, rng: bool, o
     """What lies around the tensors of a result.
 
     Args:
-        catalog: The source.
-        layout: The target layout.
         framework: "keep", or "megatron-lm", for which NeMo's are left out and Bridge's, which do not disturb, are kept.
-        rng: Random states are carried over.
-        optimizer: So is optimizer state.
 
     Raises:
         FormatError: A file of the source cannot be read.

@@ -89,11 +89,6 @@ class SafetensorsOptions(TorchOptions):
 def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None = None) -> Conversion:
     """Decides everything about one torch.save file of whole tensors and proves it complete; writes nothing.
 
-    Args:
-        reader: The source.
-        destination: The file.
-        options: What is asked.
-
     Raises:
         RequestError: The names cannot be made, or a tensor has no place.
         IntegrityError: Needed data is missing in the source.
@@ -157,11 +152,6 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     """Decides everything about a safetensors folder of whole tensors and proves it complete; writes nothing.
 
     Hugging Face's names make it what `export-hf` makes, `config.json` and all.
-
-    Args:
-        reader: The source.
-        destination: The folder.
-        options: What is asked.
 
     Raises:
         RequestError: The names cannot be made, or a tensor has no place.

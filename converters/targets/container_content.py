@@ -73,7 +73,6 @@ def choose_content(catalog: Catalog, names: str | None, vocab_size: int | None) 
     """The model's tensors under the names that were asked for; every element of the source is used or dropped.
 
     Args:
-        catalog: The source.
         names: "megatron" or "hf"; None is Megatron's, and for a source with other names those.
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
 
@@ -230,8 +229,6 @@ def left_out(catalog: Catalog, content: Content, optimizer: str = "") -> list[tu
     """`(what, reason)` of all that does not go along.
 
     Args:
-        catalog: The source.
-        content: What goes along.
         optimizer: Why the optimizer's state does not; empty if it does.
     """
     dropped = [(drop.source, drop.reason) for drop in content.drops]

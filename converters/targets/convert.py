@@ -72,9 +72,6 @@ def plan_convert(
     """Decides everything about a conversion and proves it complete; writes nothing.
 
     Args:
-        reader: The source.
-        destination: Where the result shall appear.
-        to: Name of the format.
         layout: The layout of the job that will load the result; None where the format has none.
         given: What else was asked for, by the names of the writer's options.
         cache: Where plans are kept between runs.

@@ -131,11 +131,6 @@ class ExportPlan(Conversion):
 def plan_export(reader: Reader, destination: Path, options: ExportOptions | None = None) -> ExportPlan:
     """Decides everything about an export and proves it complete; writes nothing.
 
-    Args:
-        reader: The source.
-        destination: Where the result shall appear.
-        options: What is asked.
-
     Raises:
         RequestError: Unknown architecture, a contradiction, a tensor without a place.
         IntegrityError: Needed data is missing in the source.
@@ -192,8 +187,6 @@ def choose_mapping(
     """The architecture, which element goes where, and the tensors that are accounted for.
 
     Args:
-        catalog: The checkpoint.
-        options: What is asked.
         reference: Contents of the `config.json` of `options.hf_config`.
 
     Raises:
@@ -289,7 +282,6 @@ def hf_companions(
     """Tokenizer and other small files beside `config.json`. Code, and what names it, only if it is asked for.
 
     Args:
-        folder: A Hugging Face folder.
         copy_code: Code is taken, too.
         config: Contents of `config.json`; what names code is taken out of it.
         notes: What was left out is added to these.

@@ -100,10 +100,8 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     """Decides everything about a legacy checkpoint and proves it complete; writes nothing.
 
     Args:
-        reader: The source.
         destination: Where the result shall appear: a training root with one iteration and its tracker file.
         layout: The layout of the job that will load it.
-        options: What is asked.
 
     Raises:
         RequestError: The model cannot be laid out so; the numbers and the nearest possible ones are named.

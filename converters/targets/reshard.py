@@ -67,10 +67,8 @@ def plan_reshard(
     """Decides everything about a reshard and proves it complete; writes nothing.
 
     Args:
-        reader: The source.
         destination: Where the result shall appear: a training root with one iteration and its tracker file.
         layout: The layout of the job that will load it.
-        options: Optimizer layout, random state, key style and so on.
         cache: Where plans are kept between runs; None to work everything out.
 
     Raises:

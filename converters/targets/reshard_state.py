@@ -103,10 +103,6 @@ def target_state(
     """Objects and common state of a checkpoint for a job at `layout`.
 
     Args:
-        reader: The source.
-        layout: The target layout.
-        outline: The model.
-        options: What was asked.
         stacked: Whether the target's layers share keys.
         padded_vocab: Rows of the target's embedding.
 

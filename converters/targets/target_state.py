@@ -77,8 +77,6 @@ def chosen_optimizer(
     """The optimizer's tensors, and the options with "keep" and "there is none" resolved.
 
     Args:
-        reader: The source.
-        options: What is asked.
         kept: The form that "keep" means for what was found.
 
     Raises:
@@ -117,10 +115,6 @@ def as_megatron_lm(
     catalog: Catalog, tree: Mapping[Any, Any]
 ) -> tuple[dict[Any, Any], list[tuple[str, str]], list[str]]:
     """The common state of NeMo or Megatron-Bridge as Megatron-LM has it.
-
-    Args:
-        catalog: The source.
-        tree: Its common state.
 
     Returns:
         The common state with training arguments made of the configuration, what of it is not carried, with the reason, and
@@ -170,9 +164,6 @@ def describe(
     """What a person and a program are told of a checkpoint for another job: `summary` and `facts` of a conversion.
 
     Args:
-        catalog: The source.
-        layout: Of the job.
-        optimizer: Form of its optimizer's state.
         changed: Training arguments that differ: name -> (before, after).
     """
     lines = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
@@ -201,8 +192,6 @@ def rng_fits(catalog: Catalog, layout: Layout, rng: str, dropped: list[tuple[str
     """Whether the random states of a checkpoint are carried to a job; if not, notes each with the reason.
 
     Args:
-        catalog: The source.
-        layout: Of the job.
         rng: "keep", "drop", or "auto": keep where the grid of ranks is the same.
         dropped: Where to note what is not carried, as `(what, reason)`.
 
@@ -233,8 +222,6 @@ def layout_arguments(known: Mapping[str, Any], layout: Layout, padded_vocab: int
     """The training arguments that describe a layout, with their values; fields that the source lacks stay absent.
 
     Args:
-        known: The source's arguments.
-        layout: Of the job.
         padded_vocab: Rows of its embedding.
     """
     values: dict[str, Any] = {
@@ -264,8 +251,6 @@ def change_arguments(args: Obj, values: Mapping[str, Any], *, newer: bool = Fals
     """Sets fields of the inert Namespace of training arguments.
 
     Args:
-        args: The Namespace.
-        values: What the fields shall be.
         newer: Keep values of classes that only Megatron-Core 0.19 and later know; otherwise they become None.
 
     Returns:

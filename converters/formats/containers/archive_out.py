@@ -107,8 +107,6 @@ class ArchiveFile:
 
         Args:
             dtype: Element type; elements of sources of another are cast.
-            shape: Elements along each axis.
-            copies: What fills it.
             fills: What nothing fills: it is zero.
             name: How to name it in an error; by default as the copies do.
 
@@ -124,8 +122,6 @@ class ArchiveFile:
         """A storage, for several tensors that share it (`archive.records_out.tensor_node`) or for a flat buffer.
 
         Args:
-            dtype: Element type.
-            numel: Elements.
             regions: What is in it; together they tile it.
 
         Raises:

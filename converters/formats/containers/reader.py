@@ -112,10 +112,8 @@ class WholeReader(StorageReader):
 
     Args:
         place: The file or the folder.
-        storages: Its storages.
         tensors: Nodes of the model's tensors by the names in the file; for Megatron's virtual pipeline, chunk by chunk.
         state: What else it holds: plain data and inert nodes.
-        problems: What is wrong with it.
 
     Attributes:
         optimizer_doubt: See `CommonReader`.
@@ -352,7 +350,6 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
     """The tensors of each shard, as an index of Hugging Face says.
 
     Args:
-        folder: Where the shards are.
         name: The index: `model.safetensors.index.json`.
         ending: How the names of shards end.
 
@@ -388,10 +385,6 @@ def promised(
     """What an index promises of a shard, of all that the shard holds.
 
     Args:
-        held: What it holds.
-        wanted: Names that the index gives.
-        file: The shard.
-        index: The index.
         problems: That the shard holds more is noted here.
 
     Raises:

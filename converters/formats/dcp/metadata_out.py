@@ -64,11 +64,8 @@ def write_metadata(
     """The contents of `.metadata`, as torch DCP and every Megatron-Core read it.
 
     Args:
-        tensors: Chunks by key.
         objects: `(key, file, first byte, bytes)` of every stored object.
-        files: Names of the data files.
         checkpoint_id: What torch records as the checkpoint's name.
-        save_id: Who saved it.
     """
     out = _Pickle()
     listed = list(objects)

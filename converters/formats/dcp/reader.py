@@ -49,7 +49,6 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
     """What the `.metadata` of a folder says, and a digest of it.
 
     Args:
-        folder: The folder.
         prefix: Its path in the checkpoint, with a slash at the end: `model/`.
 
     Raises:
@@ -154,7 +153,6 @@ class DcpReader(ABC):
         """A tensor inside a stored object as an array of one chunk, with a record number of its own.
 
         Args:
-            key: The object's key.
             ref: The tensor, as `tensor_ref` makes it of a node in the object's value.
         """
         number = self._inside.setdefault((key, ref), len(self._record_file) + len(self._inside))

@@ -33,10 +33,6 @@ class Chains:
     """The optimizers of every rank.
 
     Args:
-        reader: The source.
-        found: Its optimizer state.
-        model: What the ranks have in memory.
-        args: The target's training arguments.
         distributed: They write `distrib_optim.pt`.
 
     Attributes:
@@ -103,9 +99,6 @@ class Chains:
         """`distrib_optim.pt`: the first rank of each data-parallel group fills it, for dense parameters that of ep 0.
 
         Args:
-            name: Path of the file.
-            pp: Pipeline rank.
-            ep: Expert-parallel rank.
             chunks: The tensors of the rank's model chunks.
         """
         file, chains = ArchiveFile(name), self.of(chunks)

@@ -60,7 +60,6 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
 
     Args:
         names: What `rank_folders` found.
-        args: Training arguments of the first of them.
         first_has_end: The first folder's model has an output layer or a final norm, so it is not a part of a pipeline.
         experts: It has experts.
 

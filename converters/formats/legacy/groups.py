@@ -28,10 +28,7 @@ def group_members(
     """Positions of the parameters of each group, in order.
 
     Args:
-        groups: The groups' options.
         parameters: Name in the model and shape of each.
-        args: Training arguments.
-        what: Names the optimizer in an error.
 
     Raises:
         Misfit: Megatron does not make such groups of these parameters.

@@ -112,12 +112,6 @@ class _Entry:
 class LegacyModel:
     """All ranks' parameters.
 
-    Args:
-        grid: Which rank wrote which folder.
-        files: The file of each rank.
-        args: Training arguments.
-        storages: Where storages are noted.
-
     Attributes:
         layout: Of the job that saved, as far as it matters.
         shapes: Whole shape of every tensor.

@@ -147,7 +147,6 @@ def pieces(
 
     Args:
         name: Its name in the rank's file, from `plain_name`.
-        shape: Its shape.
         names: All names of the same model chunk: what a norm belongs to depends on them.
         offset: Number of the chunk's first layer in the whole model.
         first_expert: Number of the rank's first expert in the whole model.

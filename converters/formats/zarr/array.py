@@ -86,10 +86,6 @@ class ArraySpec:
 def parse_zarray(raw: bytes, key: str) -> ArraySpec:
     """Reads a `.zarray` that Megatron can have written.
 
-    Args:
-        raw: The file.
-        key: Names the array in errors.
-
     Raises:
         FormatError: Not JSON of zarr v2, or of a kind that Megatron never writes: compressed, filtered, not numeric.
     """
@@ -200,11 +196,6 @@ class ChunkFiles:
 
 def scan_chunks(folder: Path, entries: Iterable[Entry], spec: ArraySpec) -> ChunkFiles:
     """Finds the chunk files of an array and compares their sizes.
-
-    Args:
-        folder: The array's folder.
-        entries: What lies in it.
-        spec: What `.zarray` says.
 
     Returns:
         The files by number; a link, a folder or a device in the place of a chunk is not followed: that chunk is damaged.
