@@ -19,6 +19,7 @@ from converters.box import Box
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.facts.model_args import ModelArgs
 from converters.models import KNOWN, by_name, check_hf_config, infer, map_to_hf
+from converters.models.described import COMPUTED
 from converters.names import natural_key
 from converters.optimizer.state import has_optimizer, optimizer_state
 from converters.parallel.vocabulary import VOCABULARY
@@ -198,9 +199,6 @@ def _whole(name: str, box: Box) -> Copy:
 
 # ---------------------------------------------------------------------- Megatron and Hugging Face
 
-# computed when a model is built, and stored by some versions of transformers all the same
-_COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-
 
 def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | None, arch: str | None) -> Matching:
     megatron, hf = (b, a) if a.is_hf else (a, b)
@@ -224,7 +222,7 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
             out.skipped[name] = "optimizer state of another framework"
         elif name in targets:
             _mapped_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows)
-        elif name.endswith(_COMPUTED):
+        elif name.endswith(COMPUTED):
             out.skipped[name] = "computed when the model is built"
         else:
             out.only[hf is b].append(name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from converters.models.model import Model
     from converters.planning.plan import Copy, Target
 
-__all__ = ["HfMapping", "check_hf_config", "map_to_hf"]
+__all__ = ["HfMapping", "check_hf_config", "emit_all", "map_to_hf"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def map_to_hf(
             "(export-hf --dtype fp32 keeps them)"
         )
     out = Emit(args, catalog.weights, vocab, dtype, add_one)
-    _emit_all(out, model, args.mtp_num_layers or 0 if keep else 0)
+    emit_all(out, model, args.mtp_num_layers or 0 if keep else 0)
     if args.mtp_num_layers and not keep:
         names = [name for name in catalog.weights if name.startswith("mtp.")]
         out.drops += [Drop(name, None, "multi-token prediction layers are not exported") for name in names]
@@ -100,7 +100,8 @@ def map_to_hf(
     )
 
 
-def _emit_all(out: Emit, model: Model, mtp_layers: int) -> None:
+def emit_all(out: Emit, model: Model, mtp_layers: int) -> None:
+    """Applies all rules of a model's table, with so many multi-token prediction layers behind the others."""
     args = out.args
     experts = args.moe_layers or (False,) * (args.num_layers or 0)
     for rule in model.before:

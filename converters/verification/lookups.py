@@ -61,8 +61,9 @@ class Lookups:
                 self.tensors[label] = replace(copy, name=label, kind="copy")
                 self.pairs[label] = ("equal", copy.name)
         weights = self._catalog.weights
-        for words, output in _TIED:
-            if is_tied(self._catalog) and {words, output} <= weights.keys():
+        both = [pair for pair in _TIED if set(pair) <= weights.keys()] if is_tied(self._catalog) else []
+        for words, output in both:
+            if weights[output].parts != weights[words].parts:
                 self.pairs[output] = ("equal", words)
         self._pair_masters()
         self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first))
@@ -174,4 +175,5 @@ _TIED = (
     ("embedding.word_embeddings.weight", "output_layer.weight"),
     ("model.embed_tokens.weight", "lm_head.weight"),
     ("transformer.wte.weight", "lm_head.weight"),
+    ("gpt_neox.embed_in.weight", "embed_out.weight"),
 )

@@ -14,6 +14,7 @@ from converters.facts.damage import check_stored
 from converters.facts.model_args import ModelArgs
 from converters.formats.folder import escape
 from converters.names import fold, printable
+from converters.verification.hugging_face import check_hugging_face
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -26,7 +27,7 @@ __all__ = ["check_structure", "is_tied"]
 _INDEXED = re.compile(r"(.*?\.?(?:layers|layer|blocks|h))\.(\d+)\.(.*)", re.DOTALL)
 _FATAL = ("metadata.json is missing", "common.pt is missing")  # Megatron opens no checkpoint without them
 _NUMBER = re.compile(r"\.(\d+)\.")
-_DIGITS = 6
+_DIGITS = 5
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)", re.DOTALL)
 
 
@@ -61,6 +62,8 @@ def check_structure(check: Check, catalog: Catalog) -> None:
         f"{len(catalog.tensors):,} tensors stored once, {len(catalog.objects):,} objects, {records:,} records in "
         f"{sum(1 for info in catalog.files if info.records):,} files"
     )
+    described = check_hugging_face(check, catalog)
+    check.summary += f"; {described}" if described else ""
 
 
 def _check_links(check: Check, catalog: Catalog) -> None:

@@ -18,6 +18,7 @@ from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
+from converters.formats.broken import damaged_file
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.folder import exists, listing, status
@@ -371,16 +372,14 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
     missing = [shard for shard in shards if not exists(folder / shard)]
     if missing:
         count = sum(len(shards[shard]) for shard in missing)
-        raise FormatError(
-            f"{len(missing)} of {len(shards)} shards are missing: {', '.join(map(printable, sorted(missing)[:8]))}",
-            details=[f"{count} tensors are in them"],
-            tensor=shards[missing[0]][0],
-        )
+        listed = ", ".join(map(printable, sorted(missing)[:8]))
+        text = f"{len(missing)} of {len(shards)} shards are missing: {listed}"
+        raise damaged_file(folder, {missing[0]: text}, f"{count} tensors are in them")
     return dict(sorted(shards.items()))
 
 
 def promised(
-    held: Mapping[str, _V], wanted: Sequence[str], file: str, index: str, problems: list[Problem]
+    held: Mapping[str, _V], wanted: Sequence[str], file: Path, index: str, problems: list[Problem]
 ) -> dict[str, _V]:
     """What an index promises of a shard, of all that the shard holds.
 
@@ -393,8 +392,8 @@ def promised(
     lacking = [name for name in wanted if name not in held]
     if lacking:
         text = f"lacks {len(lacking)} tensors that {index} promises, for example {printable(lacking[0])}"
-        raise FormatError(f"{printable(file)} {text}", tensor=lacking[0])
+        raise damaged_file(file.parent, {file.name: f"{printable(file.name)} {text}"})
     if len(held) > len(wanted):
         text = f"holds {len(held) - len(wanted)} tensors that are not in {index}; they are not read"
-        problems.append(Problem("warning", f"{printable(file)} {text}", file=file))
+        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name))
     return {name: held[name] for name in wanted}

@@ -66,7 +66,7 @@ class SafetensorsReader(WholeReader):
         for file in files:
             held, names = file.tree, wanted[file.name]
             if names is not None:
-                held = promised(held, names, file.name, INDEX, problems)
+                held = promised(held, names, folder / file.name, INDEX, problems)
             twice = next((name for name in held if name in tensors), None)
             if twice is not None:
                 raise FormatError(f"{printable(twice)} is in two files, one is {printable(file.name)}", tensor=twice)

@@ -65,7 +65,7 @@ class TorchFileReader(WholeReader):
         for file in files:
             _number(file)
             held = distinct(_flattened(file.tree, file.name), file.name)
-            tensors |= promised(held, wanted[file.name], file.name, INDEX, problems)
+            tensors |= promised(held, wanted[file.name], place / file.name, INDEX, problems)
         return cls(place, storages, {"model": tensors}, {}, problems)
 
 

@@ -1,0 +1,219 @@
+"""Whether config.json, the index and the tensors of a Hugging Face folder are of one model.
+
+What transformers finds wrong when it loads is a line of a log at most: a tensor that is missing is made up, one that is too
+much is left out. Here config.json says, through the architecture's table, which tensors of which shapes there must be.
+
+What no shape shows cannot be found so: the rotary base, an activation, the number of heads where the width of all heads
+together is the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import DistckptError, FormatError, RequestError
+from converters.formats.plain_json import read_json
+from converters.models import KNOWN
+from converters.models.described import COMPUTED, KEYS, described, expected_shapes
+from converters.models.rules import Experts
+from converters.names import fold, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.catalog import Catalog
+    from converters.facts.model_args import ModelArgs
+    from converters.models import Model
+    from converters.verification.report import Check
+
+    Shapes = Mapping[str, tuple[int, ...]]
+
+__all__ = ["check_hugging_face"]
+
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
+_HEAD = ("lm_head.weight", "embed_out.weight")
+_SHOWN = 12
+
+
+def check_hugging_face(check: Check, catalog: Catalog) -> str:
+    """Compares the tensors of a folder with its config.json and its index.
+
+    Args:
+        check: Where it is noted.
+        catalog: What the folder holds.
+
+    Returns:
+        What was compared, or why nothing was, for the summary; empty for what is no such folder.
+    """
+    if catalog.flavour != "Hugging Face" or not catalog.path.is_dir():
+        return ""
+    _check_index(check, catalog)
+    config = catalog.config
+    if not config:
+        return "no config.json to compare them with"
+    model = next((m for m in KNOWN if m.name == config.get("model_type")), None)
+    if model is None:
+        return f"config.json was not compared: model_type {printable(str(config.get('model_type')))[:80]} is not known"
+    if "quantization_config" in config:
+        return "config.json was not compared: the weights are quantized"
+    tensors = _named(model, {name: t.shape for name, t in catalog.weights.items()})
+    try:
+        args = described(model, config, biased=any(name.endswith("proj.bias") for name in tensors))
+        _Comparison(check, model, config, tensors).run(args)
+    except FormatError as error:
+        check.error(printable(error.message), file="config.json")
+    except RequestError as error:
+        return f"config.json was not compared: {printable(error.message)}"
+    return f"config.json of a {model.name} describes them"
+
+
+def _named(model: Model, tensors: Shapes) -> Shapes:
+    """The tensors as the class with a head names them; the one without has no prefix, and GPT-2's own files have none."""
+    prefix, _, rest = model.layers.partition(".")
+    if any(name.startswith(f"{prefix}.") for name in tensors) or not any(
+        n.startswith(rest.split("{")[0]) for n in tensors
+    ):
+        return tensors
+    return {name if name in _HEAD else f"{prefix}.{name}": shape for name, shape in tensors.items()}
+
+
+class _Comparison:
+    """The tensors of a folder beside those of a table."""
+
+    def __init__(self, check: Check, model: Model, config: Mapping[str, Any], tensors: Shapes) -> None:
+        self._check, self._model, self._config, self._tensors = check, model, config, tensors
+        first, last = map(re.escape, model.layers.split("{}"))
+        self._layer = re.compile(rf"{first}(\d{{1,5}}){last}")
+        expert = re.compile(rf"{first}(\d{{1,5}}){last}.*\.experts\.(\d{{1,5}})\.")
+        self._layers = {int(found[1]) for name in tensors if (found := self._layer.match(name))}
+        self._experts = {(int(m[1]), int(m[2])) for name in tensors if (m := expert.match(name))}
+
+    def run(self, args: ModelArgs) -> None:
+        """Notes what config.json does not describe."""
+        args = self._counted(args)
+        if (args.num_layers or 0) > 2 * len(self._layers) + 16:
+            return  # layers are missing, which has been said; a stranger's layer 10^5 shall not cost a list of all before it
+        plain = expected_shapes(self._model, args)
+        behind: Shapes = {}
+        if self._model.mtp and args.mtp_num_layers:  # transformers leaves these layers out when it saves
+            behind = expected_shapes(self._model, args, mtp=min(args.mtp_num_layers, 8))
+        wanted = {**behind, **plain}
+        wrong = {n: (shape, wanted[n]) for n, shape in self._tensors.items() if n in wanted and shape != wanted[n]}
+        self._shapes(wrong, args)
+        missing = [name for name in plain if name not in self._tensors]
+        missing = [name for name in missing if name not in _HEAD or self._headed(args)]
+        self._list(missing, "is missing: config.json needs it", "are missing: config.json needs them", needed="present")
+        extra = [name for name in self._tensors if name not in wanted and not self._allowed(name, args)]
+        mine = [name for name in extra if self._layer.match(name) and not name.endswith("_scale")]
+        self._list(mine, "has no place in what config.json describes", "have no place in what config.json describes")
+        for text, names in fold(name for name in extra if name not in mine):
+            self._check.warn(f"{printable(text)} has no place in a {self._model.name}", tensors=tuple(names))
+
+    def _headed(self, args: ModelArgs) -> bool:
+        """Whether there must be an output layer: config.json says that it is not the embedding, nor of another class."""
+        classes = self._config.get("architectures") or [self._model.architecture]
+        return args.tied_embeddings is False and self._model.architecture in classes
+
+    def _allowed(self, name: str, args: ModelArgs) -> bool:
+        """What need not be there: computed when a model is built, the embedding once more, prediction layers."""
+        layer = self._layer.match(name)
+        behind = layer is not None and int(layer[1]) >= (args.num_layers or 0) and bool(args.mtp_num_layers)
+        return name.endswith(COMPUTED) or name in _HEAD or behind
+
+    def _counted(self, args: ModelArgs) -> ModelArgs:
+        """The facts with the numbers of layers and experts that there are, after saying where others are stated."""
+        stated, have = args.num_layers or 0, max(self._layers, default=-1) + 1
+        if have < stated or (have > stated and not args.mtp_num_layers):
+            mixed = {layer for layer, _ in self._experts}
+            pattern = tuple(n in mixed if mixed else bool(self._model.moe) for n in range(have))
+            args = replace(args, num_layers=have, moe_layers=pattern)
+            self._number("num_layers", stated, have, "layers")
+        experts = max((expert for _, expert in self._experts), default=-1) + 1
+        if any(isinstance(rule, Experts) for rule in self._model.moe) and experts != args.num_experts:
+            self._number("num_experts", args.num_experts or 0, experts, "experts")
+            args = replace(args, num_experts=experts)
+        return args
+
+    def _number(self, field: str, stated: int, have: int, what: str) -> None:
+        key = next(name for name in KEYS[field] if name in self._config)
+        text = f"config.json says {key} {stated:,}, the tensors are those of {have:,} {what}"
+        self._check.error(text, file="config.json", needed=f"{stated} {what}", found=f"{have} {what}")
+
+    def _shapes(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> None:
+        if not wrong:
+            return
+        hint = self._explained(wrong, args)
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
+        for name, shapes in wrong.items():
+            groups[shapes].append(name)
+        for (have, want), names in groups.items():
+            for text, members in fold(names):
+                self._check.error(
+                    f"{printable(text)} is {list(have)}, by config.json {list(want)}{hint}",
+                    tensors=tuple(members),
+                    needed=str(list(want)),
+                    found=str(list(have)),
+                )
+
+    def _explained(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> str:
+        """The one number of config.json with another value for which all shapes would fit, if there is one."""
+        have, want = next(iter(wrong.values()))
+        ratios = {(h, w) for h, w in zip(have, want, strict=False) if h != w and w}
+        counted: dict[str, Any] = {
+            "num_layers": args.num_layers,
+            "moe_layers": args.moe_layers,
+            "num_experts": args.num_experts,
+        }
+        keys = [key for names in KEYS.values() for key in names if type(self._config.get(key)) is int]
+        for (h, w), key in itertools.product(ratios, keys):
+            other, rest = divmod(self._config[key] * h, w)
+            if rest or not other:
+                continue
+            try:
+                facts = described(self._model, {**self._config, key: other}, biased=bool(args.add_qkv_bias))
+            except DistckptError:
+                continue
+            shapes = expected_shapes(self._model, replace(facts, **counted))
+            if all(self._tensors[name] == shapes.get(name) for name in wrong):
+                return f"; with {key} {other:,} instead of {self._config[key]:,} all would fit"
+        return ""
+
+    def _list(self, names: Iterable[str], one: str, many: str, needed: str = "absent") -> None:
+        folded = fold(names)
+        found = "absent" if needed == "present" else "present"
+        for text, members in folded[:_SHOWN]:
+            words = one if len(members) == 1 else many
+            self._check.error(f"{printable(text)} {words}", tensors=tuple(members), needed=needed, found=found)
+        if len(folded) > _SHOWN:
+            rest = tuple(name for _, members in folded[_SHOWN:] for name in members)
+            self._check.error(f"{len(rest):,} more {many}", tensors=rest, needed=needed, found=found)
+
+
+def _check_index(check: Check, catalog: Catalog) -> None:
+    """Shards of another save, a total that is not that of the tensors; opening the folder has followed the weight map."""
+    ending = ".safetensors" if catalog.format == "safetensors" else ".bin"
+    files = {info.name: info for info in catalog.files if info.name.endswith(ending)}
+    for name, info in files.items():
+        if not info.records and _SHARD.fullmatch(PurePath(name).name):
+            check.warn(f"{printable(name)} belongs to no index: another save may have left it", file=name)
+    index = next((info.name for info in catalog.files if info.name.endswith(f"{ending}.index.json")), None)
+    if index is None:
+        return
+    try:
+        document = read_json(catalog.path / index)
+    except DistckptError as error:
+        check.error(printable(error.message), file=index)
+        return
+    metadata = document.get("metadata") if isinstance(document, dict) else None
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    stored = {id(part.array): t for t in catalog.weights.values() for part in t.parts}
+    held = sum(t.nbytes for t in stored.values())
+    every = sum(t.nbytes for t in catalog.weights.values())
+    if type(total) in (int, float) and total not in (held, every):
+        text = f"{printable(index)} says total_size {total:,}, the tensors have {held:,} bytes"
+        check.warn(text, file=index, needed=f"{total}", found=f"{held}")
