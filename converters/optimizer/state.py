@@ -13,18 +13,18 @@ them.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from converters.catalog import FlatPart, TensorInfo
+from converters.catalog import TensorInfo
 from converters.errors import FormatError
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import CommonReader
-from converters.optimizer.flat import FlatReader, stored_groups
+from converters.optimizer.flat import MASTERS, FlatReader, place, stored_groups
 from converters.optimizer.groups import param_groups
 from converters.optimizer.proof import Masters, mismatches, prove_masters, refusal
-from converters.parallel.buffers import Bucket, Misfit, Owners, Rules, arrange, bucket_size, fit
+from converters.parallel.buffers import Misfit, Owners, Rules, bucket_size
+from converters.parallel.collected import Collected
 from converters.parallel.layout import Layout
 from converters.parallel.split import Outline
 from converters.planning.plan import Target
@@ -33,11 +33,9 @@ from converters.registration import EXPERTS, Order, trainable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.box import Box
-    from converters.catalog import Catalog, StoredArray
-    from converters.dtypes import DType
+    from converters.catalog import Catalog
     from converters.formats.base import Reader
-    from converters.optimizer.flat import StoredBuffer, StoredGroup
+    from converters.optimizer.flat import StoredGroup
 
 __all__ = [
     "Candidate",
@@ -50,8 +48,6 @@ __all__ = [
     "prove_masters",
     "unflatten",
 ]
-
-_MASTERS = {"fp32_param": "param", "master_param": "param"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +111,7 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
         if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
             continue
         state, _, name = info.name.removeprefix("optimizer.state.").partition(".")
-        renamed = f"optimizer.state.{_MASTERS.get(state, state)}.{name}"
+        renamed = f"optimizer.state.{MASTERS.get(state, state)}.{name}"
         tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
     notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
     doubt = reader.optimizer_doubt if isinstance(reader, CommonReader) else _shifted(catalog)
@@ -230,9 +226,7 @@ class _Unflattener:
         outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
         parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
         self.owners = Owners(parameters, layout, outline, candidate.order)
-        # tensor -> state -> number of an array -> pieces
-        self.pieces: dict[str, dict[str, dict[int, list[tuple[Box, int]]]]] = defaultdict(dict)
-        self.arrays: list[tuple[StoredArray, DType]] = []
+        self.found = Collected()
         self.used: set[tuple[int | None, int]] = set()
 
     def run(self) -> dict[str, TensorInfo]:
@@ -286,13 +280,7 @@ class _Unflattener:
             stored, what = have.get(number), group.what(number)
             if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
                 raise Misfit(f"{what} should hold {buffer.dtype} parameters")
-            rules = self._rules(pp, buffer.chunk, bool(experts))
-            if stored.sizes is None and stored.coalesced:
-                buckets = arrange(buffer.parameters, rules)
-            else:
-                sizes = stored.sizes or [a.shape[0] for a, _ in next(iter(stored.states.values()))]
-                buckets = fit(buffer.parameters, sizes, self.candidate.align, what)
-            self._place(stored, buckets, what)
+            place(stored, buffer.parameters, [self._rules(pp, buffer.chunk, bool(experts))], what, self.found)
 
     def _rules(self, pp: int, chunk: int, experts: bool) -> Rules:
         dp = self.layout.edp if experts else self.layout.dp_cp
@@ -300,35 +288,7 @@ class _Unflattener:
         busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
         return Rules(dp, self.candidate.align, size, busbw, early=self.early)
 
-    def _place(self, stored: StoredBuffer, buckets: list[Bucket], what: str) -> None:
-        total = sum(bucket.numel_unpadded for bucket in buckets)
-        for state, arrays in stored.states.items():
-            name = _MASTERS.get(state, state)
-            if stored.coalesced and arrays[0][0].shape[0] != total:
-                raise Misfit(f"{what} has {arrays[0][0].shape[0]:,} elements, its parameters take {total:,}")
-            if not stored.coalesced and len(arrays) != len(buckets):
-                raise Misfit(f"{what} has {len(arrays)} buckets, its parameters fill {len(buckets)}")
-            base, first = 0, len(self.arrays)
-            self.arrays += arrays
-            for number, bucket in enumerate(buckets):
-                key = first if stored.coalesced else first + number
-                if base + bucket.numel_unpadded > self.arrays[key][0].shape[0]:
-                    raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
-                for local, start in bucket.placed:
-                    at = base + start
-                    for tensor, box in local.segments if local.first else ():
-                        self.pieces[tensor].setdefault(name, {}).setdefault(key, []).append((box, at))
-                        at += box.volume
-                base += bucket.numel_unpadded if stored.coalesced else 0
-
     def _tensors(self) -> dict[str, TensorInfo]:
-        out = {}
-        for tensor, weight in self.weights.items():
-            for state, found in sorted(self.pieces[tensor].items()):
-                name = f"optimizer.state.{state}.{tensor}"
-                kinds = {self.arrays[key][1] for key in found}
-                if len(kinds) > 1:
-                    raise FormatError(f"{name} is stored in several types: {', '.join(map(str, kinds))}", tensor=name)
-                parts = tuple(FlatPart(self.arrays[key][0], tuple(pieces)) for key, pieces in found.items())
-                out[name] = TensorInfo(name, kinds.pop(), weight.shape, "optimizer", parts)
-        return out
+        states = sorted({name.split(".", 3)[2] for name in self.found.pieces})
+        names = ((f"optimizer.state.{state}.{n}", t.shape) for n, t in self.weights.items() for state in states)
+        return {n: self.found.tensor(n, shape, "optimizer") for n, shape in names if n in self.found.pieces}

@@ -23,9 +23,10 @@ from converters.formats.legacy.names import (
     plain_name,
     segments,
 )
-from converters.formats.legacy.optimizer import DEEPEST, Collected, Owned
+from converters.formats.legacy.optimizer import DEEPEST, Owned
 from converters.names import natural_key, parse_key, printable
 from converters.parallel.buffers import Local
+from converters.parallel.collected import Collected
 from converters.parallel.layout import Layout
 from converters.parallel.split import Outline, shards, split_rule
 from converters.pickles import Obj, PickleFormatError, pairs

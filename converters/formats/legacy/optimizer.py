@@ -14,30 +14,26 @@ core_v0.4.0 to core_v0.16.1.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.archive.records import tensor_ref
-from converters.catalog import FlatPart, TensorInfo
-from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.legacy.groups import group_members
-from converters.parallel.buffers import Bucket, Local, Misfit, Rules, arrange, bucket_size, fit
-from converters.pickles import Global
+from converters.optimizer.flat import StoredFlat, bucket_sizes, place, read_buffers
+from converters.parallel.buffers import Local, Misfit, Rules, arrange, bucket_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from converters.archive.records import TensorRef
-    from converters.box import Box
-    from converters.catalog import StoredArray
     from converters.dtypes import DType
     from converters.formats.containers.archive import PtFile, Storages
+    from converters.parallel.collected import Collected
     from converters.parallel.layout import Layout
 
-__all__ = ["Collected", "FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]
+__all__ = ["FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]
 
 _MOST_PADDING = 1 << 17  # elements behind a bucket
 DEEPEST = 64  # a pickle may hold a dictionary that holds itself
@@ -60,43 +56,6 @@ class Owned:
     shape: tuple[int, ...]
     chunk: int
     expert: bool
-
-
-@dataclass
-class Collected:
-    """Stored pieces of every tensor that were found so far.
-
-    Attributes:
-        pieces: Tensor -> array (by its key) -> boxes and the elements of the array where they begin.
-    """
-
-    pieces: dict[str, dict[str, list[tuple[Box, int]]]] = field(default_factory=lambda: defaultdict(dict))
-    arrays: dict[str, StoredArray] = field(default_factory=dict)
-    types: dict[str, DType] = field(default_factory=dict)
-
-    def add(self, prefix: str, local: Local, array: StoredArray, kind: DType, at: int) -> None:
-        """Notes a parameter that begins at an element of an array, unless it is a replica."""
-        if not local.first:
-            return
-        for tensor, box in local.segments:
-            name = prefix + tensor
-            if self.types.setdefault(name, kind) != kind:
-                raise Misfit(f"{name} is stored as {self.types[name]} and as {kind}", tensor=name)
-            self.arrays[array.key] = array
-            self.pieces[name].setdefault(array.key, []).append((box, at))
-            at += box.volume
-
-    def tensor(self, name: str, shape: tuple[int, ...], kind: str) -> TensorInfo:
-        """The tensor of a name that was noted."""
-        parts = tuple(FlatPart(self.arrays[key], tuple(found)) for key, found in self.pieces[name].items())
-        return TensorInfo(name, self.types[name], shape, kind, parts)
-
-    def missing(self, name: str, shape: Sequence[int]) -> int:
-        """How many elements nothing was noted for."""
-        total = 1
-        for n in shape:
-            total *= n
-        return total - sum(box.volume for found in self.pieces.get(name, {}).values() for box, _ in found)
 
 
 def optimizer_entries(value: Any) -> list[Any]:
@@ -223,18 +182,24 @@ class FlatFile:
             wanted: dict[tuple[int, DType], list[Owned]] = {}
             for parameter in mine:
                 wanted.setdefault((parameter.chunk, parameter.local.dtype), []).append(parameter)
-            numbers = sorted(key for key in entry if type(key) is int)
-            if len(numbers) != len(wanted):
-                raise Misfit(f"{self.file.name} has {len(numbers)} buffers, the parameters make {len(wanted)}")
-            for number, ((chunk, kind), parameters) in zip(numbers, wanted.items(), strict=True):
+            stored = read_buffers(entry, self.file.name, self._flat)
+            if len(stored) != len(wanted):
+                raise Misfit(f"{self.file.name} has {len(stored)} buffers, the parameters make {len(wanted)}")
+            for (number, buffer), ((chunk, kind), parameters) in zip(
+                sorted(stored.items()), wanted.items(), strict=True
+            ):
                 what = f"{self.file.name}: buffer {number}"
-                sizes = _bucket_sizes(entry.get("per_bucket_numel_unpadded"), number)
-                padded = _bucket_sizes(entry.get("per_bucket_numel"), number) if sizes is None else None
+                if buffer.dtype not in (None, kind):
+                    raise Misfit(f"{what} is for {buffer.dtype} parameters, the model's are {kind}")
                 rules = list(self._rules(chunk, expert=parameters[0].expert))
                 local = [p.local for p in parameters]
-                if padded is not None:
-                    sizes = _unpadded(local, padded, rules, what)
-                self._buffer(_states(entry[number], kind, what), local, sizes, rules, out)
+                padded = bucket_sizes(entry.get("per_bucket_numel"), number, what)
+                if buffer.sizes is None and padded is not None:
+                    buffer.sizes = _unpadded(local, padded, rules, what)
+                place(buffer, local, rules, what, out)
+
+    def _flat(self, ref: TensorRef, what: str) -> StoredFlat:
+        return StoredFlat(self.storages.array(self.file, ref, what), ref.dtype, ref.offset, ref.shape[0])
 
     def _rules(self, chunk: int, *, expert: bool) -> Iterator[Rules]:
         """How they may have been cut, the likeliest first: the version that wrote the file is not known."""
@@ -244,82 +209,6 @@ class FlatFile:
         for align in (64, 1):
             for early in (False, True):
                 yield Rules(dp, align, size, busbw, early)
-
-    def _buffer(
-        self,
-        states: Mapping[str, list[Any]],
-        parameters: list[Local],
-        sizes: list[int] | None,
-        rules: list[Rules],
-        out: Collected,
-    ) -> None:
-        for state, nodes in states.items():
-            what = f"{self.file.name}: {state}"
-            refs = [_flat(node, what) for node in nodes]
-            coalesced = len(refs) == 1 and sizes is None
-            if coalesced:
-                buckets = _arranged(parameters, refs[0].shape[0], rules, what)
-            else:
-                buckets = _fitted(parameters, sizes or [ref.shape[0] for ref in refs], what)
-            base = 0
-            for number, bucket in enumerate(buckets):
-                ref = refs[0 if coalesced else number]
-                array = self.storages.array(self.file, ref, what)
-                for local, start in bucket.placed:
-                    if base + start + local.numel > ref.shape[0]:
-                        raise Misfit(f"{what} has {ref.shape[0]:,} elements, its parameters take more")
-                    out.add(f"optimizer.state.{state}.", local, array, ref.dtype, ref.offset + base + start)
-                base += bucket.numel_unpadded if coalesced else 0
-
-
-def _states(value: Any, kind: DType, what: str) -> dict[str, list[Any]]:
-    """State -> its array, or its arrays bucket by bucket."""
-    if not isinstance(value, Mapping) or len(value) != 1:
-        raise Misfit(f"{what} is not what Megatron-LM has written since 2024-02; older files were keyed by model")
-    ((types, states),) = value.items()
-    names = [node.name for node in (types if isinstance(types, tuple) else (types,)) if isinstance(node, Global)]
-    if len(names) == 2 and dtype(names[0]) != kind:
-        raise Misfit(f"{what} is for {names[0]} parameters, the model's are {kind}")
-    if not isinstance(states, Mapping):
-        raise Misfit(f"{what} has no states")
-    return {
-        state: node if isinstance(node, list) else [node]
-        for state, node in states.items()
-        if isinstance(state, str) and not state.startswith("numel")
-    }
-
-
-def _bucket_sizes(value: Any, number: int) -> list[int] | None:
-    entry = value.get(number) if isinstance(value, Mapping) else None
-    if isinstance(value, list) and number < len(value):
-        entry = value[number]
-    sizes = next(iter(entry.values()), None) if isinstance(entry, Mapping) else None
-    return sizes if isinstance(sizes, list) and all(type(n) is int for n in sizes) else None
-
-
-def _flat(node: Any, what: str) -> TensorRef:
-    ref = tensor_ref(node, what)
-    if ref is None or len(ref.shape) != 1:
-        raise Misfit(f"{what} is not a flat tensor")
-    return ref
-
-
-def _fitted(parameters: list[Local], sizes: list[int], what: str) -> list[Bucket]:
-    try:
-        return fit(parameters, sizes, 64, what)
-    except Misfit:
-        return fit(parameters, sizes, 1, what)
-
-
-def _arranged(parameters: list[Local], total: int, candidates: list[Rules], what: str) -> list[Bucket]:
-    """Where parameters lie in a buffer whose buckets are stored end to end: the first rules that fill it."""
-    taken = []
-    for rules in candidates:
-        buckets = arrange(parameters, rules)
-        taken.append(sum(bucket.numel_unpadded for bucket in buckets))
-        if taken[-1] == total:
-            return buckets
-    raise Misfit(f"{what} has {total:,} elements, the rank's parameters take {taken[0]:,}")
 
 
 def _unpadded(parameters: list[Local], padded: list[int], candidates: list[Rules], what: str) -> list[int]:

@@ -30,10 +30,11 @@ from converters.formats.containers.archive import PtFile, StorageReader, Storage
 from converters.formats.folder import exists, walk
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, find_grid, rank_folders
 from converters.formats.legacy.model import LegacyModel, Rank, model_chunks
-from converters.formats.legacy.optimizer import Collected, FlatFile, optimizer_entries, place_plain, tensors_in
+from converters.formats.legacy.optimizer import FlatFile, optimizer_entries, place_plain, tensors_in
 from converters.formats.megatron import common_facts, find_flavour
 from converters.names import natural_key, printable
 from converters.parallel.buffers import Misfit
+from converters.parallel.collected import Collected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
