@@ -17,7 +17,7 @@ from converters.errors import DistckptError
 from converters.formats.containers.safetensors import SafetensorsReader
 from converters.formats.dcp.geometry import tiling_problem
 from converters.formats.dcp.metadata import read_metadata
-from converters.formats.folder import listing, open_source, walk
+from converters.formats.folder import is_folder, open_source, walk
 from converters.formats.plain_json import parse_json
 from converters.formats.plain_yaml import read_yaml
 from converters.formats.zarr.array import parse_zarray
@@ -151,8 +151,7 @@ def _text(raw: bytes, path: Path) -> None:
 
 def _tar(raw: bytes, path: Path) -> None:
     path.write_bytes(raw)
-    listing(path)
-    for name, found in walk(path):
+    for name, found in walk(path) if is_folder(path) else ():
         assert not name.startswith("/"), "an absolute name"
         assert ".." not in name.split("/"), "a name that climbs"
         source = open_source(path / name)

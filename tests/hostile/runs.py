@@ -54,34 +54,39 @@ COMMANDS: dict[str, list[str]] = {
 
 
 class Server:
-    """The warm process that forks for every run."""
+    """The warm processes that fork for every run: one with torch, one without, each started when it is needed."""
 
     def __init__(self) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("server.py"))]
-        environment = {
-            **os.environ,
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "DISTCKPT_PROGRESS": "log",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        self._processes: dict[bool, subprocess.Popen[str]] = {}
 
     def run(self, **request: Any) -> dict[str, Any]:
         """One run: see `server`."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request, default=str) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        process = self._process(torch=request["argv"][0] in ("load", "rival"))
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(request, default=str) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    def _process(self, *, torch: bool) -> subprocess.Popen[str]:
+        if torch not in self._processes:
+            command = [sys.executable, str(Path(__file__).with_name("server.py")), *(["--torch"] if torch else [])]
+            environment = {
+                **os.environ,
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "DISTCKPT_PROGRESS": "log",
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+            made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            self._processes[torch] = made
+            assert made.stdout is not None
+            assert made.stdout.readline() == "ready\n"
+        return self._processes[torch]
 
     def close(self) -> None:
-        """Ends it."""
-        assert self._process.stdin is not None
-        self._process.communicate(timeout=30)
+        """Ends them."""
+        for process in self._processes.values():
+            process.communicate(timeout=30)
 
 
 @dataclass

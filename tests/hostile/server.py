@@ -5,8 +5,9 @@ Reads one JSON request per line, answers with one line:
     {"argv": ["inspect", "SRC"], "answer": "/t/stdout", "log": "/t/stderr", "writable": ["/t/out"], "forbidden": ["/t/outside"]}
     {"status": 3, "seen": [], "cpu": 0.05, "peak": 1234567, "seconds": 0.06}
 
-`argv` is a command line of distckpt, or `["load", SRC]`, `["rival", KIND, SRC]` for what is no command. `status` is
-negative for a signal, `seen` is what the child did that it may not, `peak` are bytes above the warm process. The rival is
+`argv` is a command line of distckpt, or `["load", SRC]`, `["rival", KIND, SRC]` for what is no command and needs a server
+that was started with `--torch`: a child of a process with torch costs twice as much, and no command may import it.
+`status` is negative for a signal, `seen` is what the child did that it may not, `peak` are bytes above the warm process. The rival is
 not watched: it shall show that the payloads are live.
 """
 
@@ -164,16 +165,20 @@ def beginning() -> int:
     return os.wait4(pid, 0)[2].ru_maxrss * 1024
 
 
-def warm() -> None:
-    """Imports once what any command may import, by importing all of ours and doing everything once."""
+def warm(*, torch: bool = True) -> None:
+    """Imports once what any command may import, by importing all of ours and doing everything once.
+
+    Args:
+        torch: What the library's loader needs, too, and the rival.
+    """
     for package in (converters, distckpt_cli):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    import torch.distributed.checkpoint  # noqa: F401 - for the rival
-
     converters.names.printable("\x1b\udcff")  # the codec is a module
 
+    if torch:
+        importlib.import_module("torch.distributed.checkpoint")
     good = [GOLDEN / "qwen2_weights_tp2pp2", GOLDEN / "hf_llama_safetensors", GOLDEN / "nemo2_llama4_weights_tp2pp2"]
     silent = os.open(os.devnull, os.O_WRONLY)
     keep = os.dup(1), os.dup(2)
@@ -190,7 +195,8 @@ def warm() -> None:
                 for to in ("torch_dist", "legacy", "torch", "safetensors"):
                     distckpt(["convert", str(path), str(out / f"{to}{number}"), "--to", to])
                 distckpt(["reshard", str(path), str(out / f"reshard{number}"), "--no-plan-cache"])
-                load(str(path))
+                if torch:
+                    load(str(path))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -199,7 +205,7 @@ def warm() -> None:
 
 
 def main() -> None:
-    warm()
+    warm(torch="--torch" in sys.argv[1:])
     gc.collect()
     gc.freeze()
     base = beginning()

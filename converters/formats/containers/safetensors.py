@@ -149,7 +149,8 @@ def _entry(tensor: str, entry: Any, what: str) -> tuple[Any, tuple[int, ...], in
         raise FormatError(f"{what}: the entry of {printable(tensor)} makes no sense", tensor=tensor) from error
     if not good or len(shape) > 64 or stop - begin != math.prod(shape) * kind.itemsize:
         raise FormatError(
-            f"{what}: {printable(tensor)} of type {kind} and shape {list(shape)[:16]} cannot be bytes {begin} to {stop}",
+            f"{what}: {printable(tensor)} of type {kind} and shape {list(shape)[:16]} cannot be bytes "
+            f"{printable(str(begin))} to {printable(str(stop))}",
             tensor=tensor,
         )
     return kind, shape, begin, stop
