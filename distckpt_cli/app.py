@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -20,7 +19,8 @@ from typer.main import get_command
 
 from converters import __version__
 from converters.engine.ranks import Ranks
-from converters.errors import DistckptError, FormatError, Interrupted
+from converters.engine.relay import disk_trouble
+from converters.errors import DistckptError, Interrupted
 from converters.names import printable
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -135,7 +135,7 @@ def _run(args: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "the answer is no"
         if asked.debug:
             traceback.print_exc()
-        return _fail(_as_trouble(error) or _as_bug(error), asked, error)
+        return _fail(disk_trouble(error) or _as_bug(error), asked, error)
 
 
 def _fail(error: DistckptError, asked: _Asked, cause: BaseException | None = None) -> int:
@@ -196,14 +196,6 @@ def _as_usage(error: Exception) -> UsageProblem:
     if "--workers" in text and context is not None and context.parent is not None:
         hint = f"it goes before the command: distckpt --workers N {context.info_name} ..."
     return UsageProblem(text[:1].lower() + text[1:].rstrip("."), hint=hint)
-
-
-def _as_trouble(error: Exception) -> DistckptError | None:
-    """What a failing disk says at a place where nothing else was asked of it, None if it is no such word."""
-    if not isinstance(error, OSError) or error.errno not in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM):
-        return None
-    what = printable(str(error.filename)) if error.filename else "a file"
-    return FormatError(f"looking at {what} failed: {error.strerror}", hint="check the disk")
 
 
 def _as_bug(error: Exception) -> DistckptError:

@@ -217,7 +217,7 @@ class Case:
             assert code in ((3, 5, 0) if area == self.source else (5, 0)), where
 
     def again(self, complete, where):
-        """The same command without a fault has to complete what is not complete."""
+        """The same command without a fault has to complete what is not complete; returns what it says."""
         again, _, text = self.server.run(self.argv)
         if complete and "--overwrite" not in self.argv:
             assert again == 5, where  # it exists: published before the failure
@@ -225,6 +225,7 @@ class Case:
                 assert self.server.run([*self.argv, "--overwrite"])[0] == 0, where
         else:
             assert again == 0, f"{where}\nthen exit {again}\n{text}"
+        return text
 
     def tidy(self, where):
         assert [path.name for path in self.out.parent.iterdir()] == ["out"], where
@@ -294,6 +295,7 @@ class Manifest(Case):
     def again(self, complete, where):
         again, _, text = self.server.run(self.argv)
         assert again == 0, f"{where}\nthen exit {again}\n{text}"
+        return text
 
     def unchanged(self):
         self.clean()

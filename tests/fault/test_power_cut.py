@@ -1,139 +1,211 @@
-"""Power cuts on a real file system: copies of its disk, taken while commands write to it, are mounted and looked at.
+"""Power cuts at every moment of real runs: on all that a disk may hold then (see crash.py), the result is right or absent.
 
-An ext4 on a loop device; a copy of the backing file is what a disk would hold if the machine stopped at that moment, as
-what is only in the page cache is not in it. Mounting the copy replays the file system's journal, as after a crash.
+The controls leave syncs out of the recorded runs: what each of them is for breaks without it, and nothing else does.
 """
 
-import os
-import shutil
-import subprocess
-import threading
-import time
+import random
+from collections import Counter
 
 import pytest
-from checkpoints import tree, write_llama
+from checkpoints import write_llama
+from crash import ABSENT, Trace, calls_for, parsed
+from injection import COMPILER, Case, PairLed, Replacing, case_of
 
-from converters.engine import journal, publish
-from converters.engine import run as engine
-from converters.formats import open_checkpoint
-from converters.targets.export import ExportOptions, plan_export, run_export
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: calls cannot be recorded")
 
-MIB = 1 << 20
-SIZE = 24 * MIB
-
-pytestmark = [
-    pytest.mark.skipif(bool(os.geteuid()), reason="mounting needs root"),
-    pytest.mark.skipif(shutil.which("mkfs.ext4") is None, reason="no mkfs.ext4"),
-]
-
-
-def mount(image, folder):
-    folder.mkdir(exist_ok=True)
-    if subprocess.run(["mount", "-o", "loop", image, folder], capture_output=True, check=False).returncode:
-        pytest.skip("no loop devices here")
-
-
-def umount(folder):
-    subprocess.run(["umount", folder], check=True)
+# so slow and so often saved that there is something to take over at most moments
+OFTEN = {"constants": {"engine.run._SAFE_POINT_SECONDS": 0.0}, "phase": ["working", 0.06]}
+EXPORT = (
+    "export-hf",
+    "SRC",
+    "DST",
+    "--max-shard-size",
+    "60kB",
+    "--max-memory",
+    "128KiB",
+    "--threads",
+    "1",
+    "--progress",
+)
 
 
-class Disk:
-    """A file system in a file, on which one result after the other is made until enough copies of it have been taken."""
-
-    def __init__(self, root, source):
-        self.image, self.place = root / "memory" / "disk", root / "mounted"
-        self.snapshots, self.source = root / "snapshots", source
-        self.snapshots.mkdir()
-        with self.image.open("wb") as file:
-            file.truncate(SIZE)
-        subprocess.run(["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0", self.image], check=True)
-        export(source, root / "wanted")
-        self.wanted = tree(root / "wanted")
-        self.acknowledged = 0
-
-    def work(self, copies):
-        """Takes copies; returns for each of them how many results had been acknowledged before it was begun."""
-        mount(self.image, self.place)
-        told, stop = [], threading.Event()
-
-        def take():
-            for number in range(copies):
-                time.sleep(0.02)
-                acknowledged, found = self.at_one_moment()
-                told.append(acknowledged)
-                (self.snapshots / str(number)).write_bytes(found)
-            stop.set()
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        try:
-            while not stop.is_set():
-                number = self.acknowledged
-                export(self.source, self.place / str(number))
-                self.acknowledged += 1
-                if number >= 8:
-                    shutil.rmtree(self.place / str(number - 8))
-        finally:
-            thread.join()
-            umount(self.place)
-        return told
-
-    def at_one_moment(self):
-        """How many results had been acknowledged, and what the disk held right after: in two readings alike."""
-        while True:
-            acknowledged, found = self.acknowledged, self.image.read_bytes()
-            if self.image.read_bytes() == found:
-                return acknowledged, found
-
-    def look(self, number, acknowledged):
-        """What a copy holds: results that are right, broken ones, and acknowledged ones that are lost."""
-        folder = self.snapshots / f"{number}-mounted"
-        mount(self.snapshots / str(number), folder)
-        try:
-            whole = {path.name: tree(path) for path in folder.iterdir() if path.name.isdigit()}
-        finally:
-            umount(folder)
-        # the oldest are being removed meanwhile
-        kept = {name: found for name, found in whole.items() if int(name) >= acknowledged - 6}
-        right = sum(found == self.wanted for found in kept.values())
-        lost = sum(str(n) not in whole for n in range(max(0, acknowledged - 6), acknowledged))
-        return right, len(kept) - right, lost
+def small_llama(_, place):
+    """A Llama of 214 kB, for which 128 KiB at a time are several tasks."""
+    write_llama(place / "iter_0000007", layers=2, hidden=64, ffn=128, vocab=256)
+    return place / "iter_0000007"
 
 
-def export(source, into):
-    plan = plan_export(open_checkpoint(source), into, ExportOptions(max_memory=MIB, max_shard_bytes=MIB // 4))
-    run_export(plan)
+RUNS = {
+    "export-hf": lambda *where: Case(*where, "", *EXPORT, "off", make=small_llama),
+    "replacing": lambda *where: Replacing(*where, "", *EXPORT, "off", "--overwrite", make=small_llama),
+    "torch": lambda *where: case_of(*where, "torch", "--max-memory", "256KiB"),
+    "reshard": lambda *where: case_of(*where, "reshard", "--max-memory", "256KiB"),
+    "manifest": lambda *where: case_of(*where, "manifest"),
+    "ranks": lambda *where: case_of(*where, "rank 0"),
+}
+"""Commands whose runs are recorded."""
 
 
-def look_at_copies(disk, copies):
-    found = [disk.look(number, told) for number, told in enumerate(disk.work(copies))]
-    return [sum(column) for column in zip(*found, strict=True)]
+def content(path):
+    """Bytes of a file, of all files in a folder by name, None if there is nothing."""
+    if not path.exists():
+        return None
+    if path.is_file():
+        return path.read_bytes()
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """Its backing file is in memory: reading all of it has to be faster than what is written to it."""
-    write_llama(tmp_path / "src", layers=2, hidden=128, ffn=256, vocab=512)
-    (tmp_path / "memory").mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "none", tmp_path / "memory"], check=False).returncode:
-        pytest.skip("cannot mount here")
-    yield Disk(tmp_path, tmp_path / "src")
-    subprocess.run(["umount", tmp_path / "memory"], check=True)
+class Recorded:
+    """A run that went well, and what it changed.
+
+    Attributes:
+        calls: What made the disk's contents: first those that it had before the run.
+        first: How many calls had been made before.
+    """
+
+    def __init__(self, server, root, name):
+        self.root, self.case = root, RUNS[name](server, root)
+        self.out = self.case.out
+        self.case.clean()
+        self.old, before = content(self.out), calls_for(root)
+        log = server.folder / f"trace-{name}"
+        run = OFTEN | {"trace": [str(log), str(root)]}
+        if isinstance(self.case, PairLed):
+            ended = server.ranks(2, self.case.argv, dict.fromkeys(range(2), run))
+        else:
+            ended = server.together([run | {"argv": self.case.argv}])
+        assert {run.code for run in ended} == {0}, ended
+        assert self.case.complete()
+        self.wanted = content(self.out)
+        self.calls, self.first = before + parsed(log.read_bytes()), len(before)
+
+    def trace(self, without=()):
+        return Trace(self.calls, self.root, without)
+
+    def verdict(self, image, cut):
+        """What is wrong with an image: nothing (None), `broken` or, though the run had said that all is done, `lost`."""
+        found = image.tree(*self.out.relative_to(self.root).parts)
+        if found == self.wanted:
+            return None
+        if found != self.old:
+            return "broken"
+        return "lost" if cut == len(self.calls) else None
+
+    def images(self, trace, more):
+        rng = random.Random(0)
+        for cut in range(self.first, len(self.calls) + 1):
+            for arrived in trace.choices(cut, rng, more):
+                yield trace.image(cut, arrived), cut
+
+    def verdicts(self, without=(), more=2):
+        """How many images are right (None), `broken`, `lost`; and the different ones among them."""
+        found, different = Counter(), {}
+        for image, cut in self.images(self.trace(without), more):
+            found[self.verdict(image, cut)] += 1
+            different.setdefault(image.key, image)
+        return found, list(different.values())
+
+    def rerun(self, images, most):
+        """Runs the command again on some images; returns how many of them it did not make right, and what was said."""
+        wrong, kept = [], 0
+        for image in random.Random(1).sample(images, min(most, len(images))):
+            image.restore(self.root)
+            complete = self.case.complete()
+            try:
+                kept += "kept from before" in self.case.again(complete, "again")
+                assert self.case.complete()
+                self.case.tidy("again")
+            except AssertionError as error:
+                wrong.append(str(error))
+        return wrong, kept
 
 
-@pytest.mark.parametrize("copies", [10, pytest.param(150, marks=pytest.mark.slow)])
-def test_what_is_there_after_a_power_cut_is_right(disk, copies):
-    right, broken, lost = look_at_copies(disk, copies)
-    print(f"{copies} copies: {right} results right, {broken} broken, {lost} acknowledged and lost")
-    assert (broken, lost) == (0, 0)
-    assert right > copies
+@pytest.fixture(scope="module")
+def recorded(server, memory):
+    made = {}
+
+    def record(name):
+        if name not in made:
+            made[name] = Recorded(server, memory(), name)
+        return made[name]
+
+    return record
 
 
-@pytest.mark.parametrize("copies", [10, pytest.param(50, marks=pytest.mark.slow)])
-def test_without_syncing_it_is_not(disk, monkeypatch, copies):
-    """Negative control: the same with every fsync left out."""
-    for module in (engine, journal, publish):
-        monkeypatch.setattr(module.os, "fsync", lambda fd: None)
-    right, broken, lost = look_at_copies(disk, copies)
-    print(f"{copies} copies without fsync: {right} results right, {broken} broken, {lost} acknowledged and lost")
-    assert broken + lost > 0
+@pytest.mark.parametrize("name", RUNS)
+def test_the_recorded_calls_make_what_is_there(recorded, name):
+    """No change was missed: with all of them there, an image is what the run left."""
+    run = recorded(name)
+    trace = run.trace()
+    assert trace.image(run.first, {}).tree(*run.out.relative_to(run.root).parts) == run.old
+    run.case.clean()
+    trace.image(len(run.calls), {}).restore(run.root)
+    assert run.case.complete()
+    run.case.tidy("restored")
+
+
+@pytest.mark.parametrize(("more", "reruns"), [(1, 12), pytest.param(40, 500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", RUNS)
+def test_whatever_is_left_is_right_or_absent(recorded, name, more, reruns, record_property):
+    """And the same command makes it right."""
+    run = recorded(name)
+    found, images = run.verdicts(more=more)
+    assert set(found) == {None}
+    wrong, kept = run.rerun(images, reruns)
+    assert not wrong
+    for figure, value in (("calls", len(run.calls) - run.first), ("images", len(images)), ("kept", kept)):
+        record_property(figure, value)
+    print(f"{name}: {len(run.calls) - run.first} calls, {len(images)} different images, {kept} reruns took work over")
+
+
+# ---------------------------------------------------------------------- what each sync is for
+
+
+def syncs(run):
+    """The run's syncs of its own files and folders, in order, by path."""
+    found = {}
+    for at, path in run.trace().synced.items():
+        if at >= run.first:
+            found.setdefault(path, []).append(at)
+    return found
+
+
+PARTIAL = "dst/.out.distckpt-partial"
+DATA = f"{PARTIAL}/model-"
+LEFT_OUT = {
+    "all of them": (lambda path, numbers: numbers, {"broken", "lost"}),
+    "of files": (lambda path, numbers: numbers if path.startswith(f"{PARTIAL}/") else [], {"broken"}),
+    "of the folder": (lambda path, numbers: numbers if path == PARTIAL else [], {"broken"}),
+    "of the result's name": (lambda path, numbers: numbers[-1:] if path == "dst" else [], {"lost"}),
+    "of the name of the folder above": (lambda path, numbers: numbers if path == "." else [], {"lost"}),
+    "of new files": (lambda path, numbers: numbers[:1] if path.startswith(DATA) else [], {"misleading"}),
+    "before the journal": (lambda path, numbers: numbers[1:-1] if path.startswith(DATA) else [], {"misleading"}),
+}
+"""Which syncs of a path are left out, and what is wrong with images then; `misleading`: the next run makes it wrong."""
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_without_syncing_it_is_not(recorded, what):
+    """Negative controls, one for each promise that rests on a sync."""
+    run, (chosen, wrong) = recorded("export-hf"), LEFT_OUT[what]
+    left_out = {number for path, numbers in syncs(run).items() for number in chosen(path, numbers)}
+    assert left_out
+    found, images = run.verdicts(left_out)
+    found = set(found) - {None}
+    if not found and run.rerun(images, 60)[0]:
+        found = {"misleading"}
+    assert found == wrong
+
+
+@pytest.mark.parametrize("what", ["nothing", "new folders"])
+def test_what_the_journal_says_is_kept(recorded, what):
+    """Of what was said to be done nothing is done again, even if no more than what was synced is there."""
+    run = recorded("export-hf")
+    journal = [at for path, numbers in syncs(run).items() if path.endswith("/.journal") for at in numbers]
+    folders = [at for path, numbers in syncs(run).items() if path == PARTIAL for at in numbers]
+    trace = run.trace([at for at in folders if at < journal[1]] if what == "new folders" else [])
+    cuts = range(journal[1] + 1, next(at for at in folders if at > journal[1]))  # from its first task to its removal
+    images = [trace.image(cut, dict.fromkeys(trace.pending(cut), ABSENT)) for cut in list(cuts)[::10]]
+    wrong, kept = run.rerun(images, len(images))
+    assert not wrong
+    assert kept == (len(images) if what == "nothing" else 0)
