@@ -59,9 +59,9 @@ class Server:
     def __init__(self) -> None:
         self._processes: dict[bool, subprocess.Popen[str]] = {}
 
-    def run(self, **request: Any) -> dict[str, Any]:
+    def run(self, *, torch: bool = False, **request: Any) -> dict[str, Any]:
         """One run: see `server`."""
-        process = self._process(torch=request["argv"][0] in ("load", "rival"))
+        process = self._process(torch=torch or request["argv"][0] in ("load", "rival"))
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(request, default=str) + "\n")
@@ -145,30 +145,11 @@ def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, ta
     before = _state(folder)
     tally.inputs += 1
     for command in commands:
-        destination = folder / "out" / ("model.pt" if command == "convert to torch" else "result")
-        destination.parent.mkdir()
-        scratch = folder / "scratch"
-        scratch.mkdir()
-        manifest = command == "verify manifest"
-        words = {"SRC": str(source), "GOOD": str(GOLDEN / GOOD), "DST": str(destination)}
-        answer, log = folder / "stdout", folder / "stderr"
-        outcome = server.run(
-            argv=[words.get(word, word) for word in COMMANDS[command]],
-            answer=answer,
-            log=log,
-            writable=[destination.parent, scratch, answer, log, *([folder / "ckpt"] if manifest else [])],
-            forbidden=[outside],
-            env={"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch), "HOME": str(scratch), "NO_COLOR": "1"},
-        )
-        said = [path.read_bytes().decode("utf-8", "replace") for path in (answer, log)]
-        for made in (answer, log):
-            made.unlink()
-        wrong = list(_complaints(outcome, *said, command, case))
-        wrong += _left(destination, outcome["status"])
-        for made in (destination.parent, scratch):
-            shutil.rmtree(made)
+        outcome, wrong = _run(server, case, command, folder, source)
+        if outcome["seen"] == ["import of torch"]:  # tables of float8, values that are rounded
+            outcome, wrong = _run(server, case, command, folder, source, torch=True)
         after = _state(folder)
-        for name in after.keys() - before.keys() if manifest else ():
+        for name in after.keys() - before.keys() if command == "verify manifest" else ():
             if name.endswith((".json", ".sha256")):
                 (folder / name).unlink(missing_ok=True)
                 after.pop(name)
@@ -180,6 +161,34 @@ def attack(server: Server, case: Case, commands: Iterable[str], folder: Path, ta
             wrong.append(f"changed {sorted(changed)[:3]!r}")
             before = after
         tally.add(f"{case.title} | {command}", outcome, wrong)
+
+
+def _run(
+    server: Server, case: Case, command: str, folder: Path, source: Path, *, torch: bool = False
+) -> tuple[dict[str, Any], list[str]]:
+    """One command on a checkpoint: what came of it, and what is wrong with that."""
+    out, scratch, answer, log = (folder / name for name in ("out", "scratch", "stdout", "stderr"))
+    destination = out / ("model.pt" if command == "convert to torch" else "result")
+    out.mkdir()
+    scratch.mkdir()
+    words = {"SRC": str(source), "GOOD": str(GOLDEN / GOOD), "DST": str(destination)}
+    manifest = [folder / "ckpt"] if command == "verify manifest" else []
+    outcome = server.run(
+        torch=torch,
+        argv=[words.get(word, word) for word in COMMANDS[command]],
+        answer=answer,
+        log=log,
+        writable=[out, scratch, answer, log, *manifest],
+        forbidden=[folder / "outside"],
+        env={"TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch), "HOME": str(scratch), "NO_COLOR": "1"},
+    )
+    said = [path.read_bytes().decode("utf-8", "replace") for path in (answer, log)]
+    wrong = [*_complaints(outcome, *said, command, case), *_left(destination, outcome["status"])]
+    for path in (answer, log):
+        path.unlink()
+    for path in (out, scratch):
+        shutil.rmtree(path)
+    return outcome, wrong
 
 
 def _complaints(outcome: dict[str, Any], answer: str, log: str, command: str, case: Case) -> Iterable[str]:
