@@ -146,9 +146,10 @@ class Conversion:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The notes, and what `overwrite` deletes: to be read before it begins."""
+        """The notes, doubts about the source, and what `overwrite` deletes: to be read before it begins."""
+        doubts = (problem.message for problem in self.reader.catalog.problems if problem.severity == "warning")
         gone = replaced(self.destination) if self.options.overwrite else None
-        return (*self.notes, gone) if gone else self.notes
+        return tuple(dict.fromkeys((*self.notes, *doubts, *([gone] if gone else []))))
 
 
 def run_conversion(

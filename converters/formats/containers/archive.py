@@ -102,14 +102,18 @@ def _no_archive(head: bytes, name: str, size: int) -> FormatError:
 
 
 class Storages:
-    """Record numbers of storages: each storage of each file is one record, read as elements of one type."""
+    """Record numbers of storages: each storage of each file is one record, read as elements of one type.
+
+    Attributes:
+        known: Those that have one, by position of the file, key and element type.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: list[PtFile] = []
         self.file: list[int] = []
         self.member: list[Member] = []
-        self._known: dict[tuple[int, str, str], StoredArray] = {}
+        self.known: dict[tuple[int, str, str], StoredArray] = {}
 
     def add(self, file: PtFile) -> None:
         """Gives a file its position."""
@@ -125,7 +129,7 @@ class Storages:
         if not ref.contiguous:
             raise FormatError(f"{what} has strides {list(ref.strides)}; only C order can be read", tensor=what)
         key = (file.position, ref.storage, ref.dtype.name)
-        found = self._known.get(key)
+        found = self.known.get(key)
         if found is None:
             member = file.members.get(f"data/{ref.storage}")
             if member is None or member.size != ref.storage_numel * ref.dtype.itemsize:
@@ -137,7 +141,7 @@ class Storages:
             name = f"{file.name}: data/{ref.storage}"
             starts, sizes = np.zeros((1, 1), np.int64), np.array([[ref.storage_numel]], np.int64)
             records = np.array([len(self.member)], np.int64)
-            found = self._known[key] = StoredArray(name, (ref.storage_numel,), starts, sizes, records)
+            found = self.known[key] = StoredArray(name, (ref.storage_numel,), starts, sizes, records)
             self.file.append(file.position)
             self.member.append(member)
         return found

@@ -21,6 +21,7 @@ from converters.errors import FormatError, RequestError
 from converters.formats.broken import damaged_file
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
+from converters.formats.containers.unread import unread_tensors
 from converters.formats.folder import exists, listing, status
 from converters.formats.legacy.grid import Grid
 from converters.formats.legacy.model import LegacyModel
@@ -175,6 +176,7 @@ class WholeReader(StorageReader):
         tensors = distinct((*tensors.items(), *self._others().items()), self._storages.joined.name)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
         own = "NeMo 1" if config and not args else "Megatron-LM"
+        self._problems += unread_tensors(self._storages.files, self._storages.known)
         flavour = own if megatron else "Hugging Face" if hugging else "torch"
         iteration = self._state.get("iteration")
         return Catalog(

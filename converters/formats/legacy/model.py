@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from converters.formats.legacy.grid import Grid
     from converters.pickles import Node
 
-__all__ = ["LegacyModel", "Rank", "model_chunks"]
+__all__ = ["CHUNK", "LegacyModel", "Rank", "model_chunks"]
 
 Rank = tuple[int, int, int]
 """(tp, pp, ep)"""
 
-_CHUNK = re.compile(r"model(\d*)")
+CHUNK = re.compile(r"model(\d*)")
 _WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _EXTRA = "._extra_state"
 _MLA_DOWN = {
@@ -64,7 +64,7 @@ def model_chunks(file: PtFile) -> list[dict[str, Node]]:
     tree = file.tree
     if not isinstance(tree, dict):
         raise FormatError(f"{file.name} does not hold a dictionary")
-    names = sorted((k for k in tree if isinstance(k, str) and _CHUNK.fullmatch(k)), key=natural_key)
+    names = sorted((k for k in tree if isinstance(k, str) and CHUNK.fullmatch(k)), key=natural_key)
     if not names:
         raise FormatError(f"{file.name} has no model: found {', '.join(printable(str(k)) for k in list(tree)[:8])}")
     out = []
@@ -240,7 +240,7 @@ class LegacyModel:
         version = file.tree.get("checkpoint_version", 0)
         if not isinstance(version, int | float):
             raise FormatError(f"{file.name}: checkpoint_version is {printable(str(version))[:40]}, not a number")
-        first = next((tree for name, tree in file.tree.items() if _CHUNK.fullmatch(str(name))), None)
+        first = next((tree for name, tree in file.tree.items() if CHUNK.fullmatch(str(name))), None)
         if version >= 2 or not before_core(dict(_flattened(first, file.name))):
             return None
         dim, heads, hidden = (self._args.get(n) for n in ("kv_channels", "num_attention_heads", "hidden_size"))

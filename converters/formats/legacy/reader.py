@@ -27,9 +27,10 @@ from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem,
 from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
+from converters.formats.containers.unread import storages, unread_tensors
 from converters.formats.folder import exists, walk
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, find_grid, rank_folders
-from converters.formats.legacy.model import LegacyModel, Rank, model_chunks
+from converters.formats.legacy.model import CHUNK, LegacyModel, Rank, model_chunks
 from converters.formats.legacy.optimizer import FlatFile, optimizer_entries, place_plain, tensors_in
 from converters.formats.megatron import common_facts, find_flavour
 from converters.names import natural_key, printable
@@ -99,8 +100,7 @@ class LegacyReader(StorageReader):
         return Archive.of(tree, {**small, **self._storages_of(file, tree)}, file.name)
 
     def _storages_of(self, file: PtFile, node: Node) -> dict[str, bytes]:
-        refs = {ref.storage for ref in tensors_in(node)}
-        return {f"data/{key}": file.contents(self._folder, f"data/{key}") for key in sorted(refs)}
+        return {key: file.contents(self._folder, key) for key in sorted(storages(node))}
 
     def _catalog(self) -> Catalog:
         facts = common_facts(self._common_file.tree)
@@ -115,6 +115,9 @@ class LegacyReader(StorageReader):
         tensors |= self._optimizer(model)
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
         problems = [Problem("warning", text) for text in (*self._grid.notes, *model.warnings)]
+        common = _common_tree(self._common_file, self._folder)
+        kept = {self._common_file.position: common}
+        problems += unread_tensors(self._storages.files, self._storages.known, kept)
         flavour, config = find_flavour(self._folder, facts, [])
         return Catalog(
             path=self._folder,
@@ -124,7 +127,7 @@ class LegacyReader(StorageReader):
             objects={key: info for key, (info, _, _) in self._objects.items()},
             args=facts.args,
             config=config,
-            common=_common_tree(self._common_file, self._folder),
+            common=common,
             iteration=_iteration(self._common_file.tree),
             files=self._file_infos(),
             problems=(*problems, *self._problems),
@@ -289,7 +292,7 @@ def _common_tree(file: PtFile, folder: Path) -> dict[Any, Node]:
     tree = {
         key: value
         for key, value in file.tree.items()
-        if not (isinstance(key, str) and (key.startswith("model") or key in _NOT_COMMON))
+        if not (isinstance(key, str) and (CHUNK.fullmatch(key) or key in _NOT_COMMON))
     }
     tree["checkpoint_version"] = 3.0  # rows of query, key and value lie as they do since then
     iteration = _iteration(file.tree)

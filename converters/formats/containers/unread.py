@@ -1,0 +1,85 @@
+"""Tensors that lie in a file and that nobody reads: in attributes of pickled objects, or under keys that nobody knows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from converters.catalog import Problem
+from converters.names import printable
+from converters.pickles import Obj, references
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.formats.containers.archive import PtFile
+    from converters.pickles import Node
+
+__all__ = ["storages", "unread_tensors"]
+
+# what is carried as it is, or read for one rank and is the same on all
+_ELSEWHERE = ("step", "param_groups", "grad_scaler")
+
+
+def unread_tensors(
+    files: Sequence[PtFile], known: Iterable[tuple[int, str, str]], kept: Mapping[int, Node] | None = None
+) -> list[Problem]:
+    """Says which tensors of some files are lost when the checkpoint is converted.
+
+    Args:
+        files: Their trees.
+        known: Position of the file, key and element type of every storage that tensors are read from.
+        kept: By position, a tree whose tensors are carried as they are.
+    """
+    used = {_numbered(position, key) for position, key, _ in known}
+    used |= {key for position, node in (kept or {}).items() for key in _storages(position, node)}
+    found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for file in files:
+        lost: dict[str, set[str]] = defaultdict(set)
+        for top, node in _looked_at(file.tree):
+            lost[top] |= _storages(file.position, node) - used
+        tops = tuple(top for top, keys in lost.items() if keys)
+        if tops:
+            keys = {f"data/{key.partition(':')[2]}" for top in tops for key in lost[top]}
+            nbytes = sum(file.members[key].size for key in keys if key in file.members)
+            found.setdefault(tops, []).append((file.name, nbytes))
+    out = []
+    for tops, places in found.items():
+        name, more = places[0][0], f" and {len(places) - 1} more" if len(places) > 1 else ""
+        under = ", ".join(map(printable, tops[:4])) + (f" and {len(tops) - 4} more" if len(tops) > 4 else "")
+        text = f"{printable(name)}{more}: {sum(n for _, n in places):,} bytes of tensors under {under} are not read"
+        out.append(Problem("warning", f"{text}: they are neither a parameter nor a state of one", file=name))
+    return out
+
+
+def storages(node: Node) -> set[str]:
+    """Members of the archive that hold tensors of a tree, wherever in it they are: `data/0`."""
+    values = [reference.value for reference in references(node)]
+    return {f"data/{v[2]}" for v in values if isinstance(v, tuple) and len(v) == 5 and isinstance(v[2], str)}
+
+
+def _numbered(position: int, key: str) -> str:
+    return key if ":" in key else f"{position}:{key}"
+
+
+def _storages(position: int, node: Node) -> set[str]:
+    return {_numbered(position, key.removeprefix("data/")) for key in storages(node)}
+
+
+def _looked_at(tree: Node) -> Iterable[tuple[str, Node]]:
+    """Everything that is no dictionary, with the first key on the way to it; without what is known to lie elsewhere."""
+    left: list[tuple[str, Node]] = [("", tree)]
+    seen: set[int] = set()
+    while left:
+        top, node = left.pop()
+        entries = (
+            node.items() if isinstance(node, dict) else node.pairs if isinstance(node, Obj) and node.pairs else None
+        )
+        if entries is None:
+            yield top, node
+        elif id(node) not in seen:
+            seen.add(id(node))
+            for key, value in entries:
+                name = key if isinstance(key, str) else ""
+                if not (name.endswith("_extra_state") or "rng_" in name or name in _ELSEWHERE):
+                    left.append((top or name or "?", value))
