@@ -38,6 +38,7 @@ __all__ = [
     "Problem",
     "StoredArray",
     "TensorInfo",
+    "model_section",
 ]
 
 
@@ -366,11 +367,7 @@ class Catalog:
     @property
     def options(self) -> Mapping[str, Any]:
         """The training arguments or, where another framework keeps none, the model's own section of its configuration."""
-        found = self.args or self.config
-        # `model:` in run_config.yaml of Megatron-Bridge, `config:` in model.yaml of NeMo 2, all of it in NeMo 1
-        while inner := next((v for key in ("model", "config") if isinstance(v := found.get(key), Mapping)), None):
-            found = inner
-        return found
+        return self.args or model_section(self.config)
 
     @cached_property
     def weights(self) -> dict[str, TensorInfo]:
@@ -400,3 +397,10 @@ class Catalog:
     def nbytes(self, kind: str | None = None) -> int:
         """Bytes of all tensors, or of those of one kind."""
         return sum(t.nbytes for t in self.tensors.values() if kind is None or t.kind == kind)
+
+
+def model_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The model's own: `model:` of Megatron-Bridge's run_config.yaml, `config:` of NeMo 2's model.yaml, all of NeMo 1's."""
+    while inner := next((v for key in ("model", "config") if isinstance(v := config.get(key), Mapping)), None):
+        config = inner
+    return config

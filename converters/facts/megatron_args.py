@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.facts.model_options import NAMES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -17,56 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["megatron_arguments"]
 
-# argument: field of ModelArgs, for all that are spelt as they are
-_SAME = {
-    "num_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn_hidden_size",
-    "vocab_size": "vocab_size",
-    "padded_vocab_size": "padded_vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "normalization": "normalization",
+# argument -> field of `ModelArgs`: the newest name, but for what has a rule or another one on the command line
+_RULED = {"num_query_groups", "tied_embeddings", "rotary_base", "mla"}
+_SAME = {names[0]: name for name, (_, names) in NAMES.items() if name not in _RULED} | {
     "norm_epsilon": "norm_epsilon",
     "apply_layernorm_1p": "zero_centered_norm",
-    "add_bias_linear": "add_bias_linear",
-    "add_qkv_bias": "add_qkv_bias",
-    "qk_layernorm": "qk_layernorm",
-    "position_embedding_type": "position_embedding_type",
-    "rotary_percent": "rotary_percent",
-    "rotary_interleaved": "rotary_interleaved",
-    "num_experts": "num_experts",
-    "moe_router_topk": "moe_topk",
-    "moe_ffn_hidden_size": "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size": "moe_shared_expert_size",
-    "moe_shared_expert_gate": "moe_shared_expert_gate",
-    "moe_router_score_function": "moe_score_function",
-    "moe_router_pre_softmax": "moe_pre_softmax",
-    "moe_router_num_groups": "moe_num_groups",
-    "moe_router_group_topk": "moe_group_topk",
-    "moe_router_topk_scaling_factor": "moe_scaling_factor",
-    "moe_router_enable_expert_bias": "moe_expert_bias",
-    "moe_aux_loss_coeff": "moe_aux_loss",
-    "q_lora_rank": "q_lora_rank",
-    "kv_lora_rank": "kv_lora_rank",
-    "qk_head_dim": "qk_head_dim",
-    "qk_pos_emb_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
-    "mtp_num_layers": "mtp_num_layers",
-    "init_method_std": "init_method_std",
-    "attention_dropout": "attention_dropout",
-    "hidden_dropout": "hidden_dropout",
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "virtual_pipeline_model_parallel_size": "vpp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
-    "context_parallel_size": "cp",
-    "data_parallel_size": "dp",
-    "world_size": "world_size",
-    "consumed_train_samples": "consumed_train_samples",
+    "padded_vocab_size": "padded_vocab_size",
+    "normalization": "normalization",
 }
+for _only_configured in ("layernorm_epsilon", "layernorm_zero_centered_gamma"):
+    del _SAME[_only_configured]
 _ROPE = {
     "rotary_scaling_factor": "rope_factor",
     "original_max_position_embeddings": "rope_original_max_position_embeddings",

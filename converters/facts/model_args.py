@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from converters.catalog import model_section
 from converters.facts.model_options import DEFAULTS, Facts, read_options
 from converters.facts.model_shapes import measure
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from converters.catalog import Catalog
 
-__all__ = ["ModelArgs", "model_config"]
+__all__ = ["ModelArgs"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class ModelArgs:
     def from_catalog(cls, catalog: Catalog) -> ModelArgs:
         """The facts that a checkpoint's arguments, configuration and shapes give; never fails."""
         facts = _Collected()
-        for label, values in (("args", catalog.args), ("config", model_config(catalog.config))):
+        for label, values in (("args", catalog.args), ("config", model_section(catalog.config))):
             if values:
                 read_options(facts, label, values)
         facts.forget_unused()
@@ -143,15 +145,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return "".join("01"[int(v)] for v in value)
     return str(value)
-
-
-def model_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The model's own section: `model:` of Bridge's run_config.yaml, `config:` of NeMo 2, the whole of NeMo 1."""
-    for section in ("model", "config"):
-        inner = config.get(section)
-        if isinstance(inner, Mapping):
-            return model_config(inner)
-    return config
 
 
 class _Collected(Facts):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DEFAULTS", "Facts", "read_options"]
+__all__ = ["DEFAULTS", "NAMES", "Facts", "read_options"]
 
 
 def _int(value: Any) -> int | None:
@@ -43,7 +43,7 @@ def _samples(value: Any) -> int | None:
 
 # field -> how to read it, and its names, newest first. Sources: Megatron-LM core_v0.4 to 0.20 arguments.py,
 # TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml; last, transformers' config.json
-_NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "num_layers": (_int, ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")),
     "hidden_size": (_int, ("hidden_size", "n_embd")),
     "num_attention_heads": (_int, ("num_attention_heads", "n_head")),
@@ -169,7 +169,7 @@ def read_options(facts: Facts, label: str, given: Mapping[str, Any]) -> None:
         label: "args" or "config", the first part of every source.
         given: Option -> value; inert pickled values are recognised by their `name`.
     """
-    for name, (convert, spellings) in _NAMES.items():
+    for name, (convert, spellings) in NAMES.items():
         for spelling in spellings:
             value = convert(given.get(spelling))
             if value is not None:

@@ -6,6 +6,7 @@ each layer, each expert, and the whole projection.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from converters.archive.records import TensorRef
 from converters.catalog import ObjectInfo, Part, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
 from converters.names import natural_key, parse_key, printable
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.names import ParsedKey
 
-__all__ = ["KeyedArray", "canonical_tensors", "iteration_of", "object_info"]
+__all__ = ["KeyedArray", "TensorsInside", "canonical_tensors", "iteration_of", "object_info"]
 
 _OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
 _MOST_TENSORS = 1 << 18  # of one key: more layers times experts than that is a damaged shape
@@ -129,6 +131,27 @@ def _join_halves(name: str, pair: Mapping[str, TensorInfo], problems: list[Probl
         shift = (0 if half == "w" else rows, *(0,) * (len(info.shape) - 1))
         parts += [Part(part.array, part.prefix, shift, part.block) for part in info.parts]
     return TensorInfo(name, present.dtype, (2 * rows, *present.shape[1:]), present.kind, tuple(parts))
+
+
+class TensorsInside:
+    """Tensors inside stored objects as arrays of one chunk, with record numbers behind those of everything else.
+
+    Args:
+        first: The first of these numbers.
+    """
+
+    def __init__(self, first: int) -> None:
+        self._first, self._refs = first, dict[tuple[str, TensorRef], int]()
+
+    def array(self, key: str, ref: TensorRef) -> StoredArray:
+        """The array of a tensor (`tensor_ref` of a node in the value) inside the object of a key."""
+        number = self._refs.setdefault((key, ref), self._first + len(self._refs))
+        starts, sizes = np.zeros((1, len(ref.shape)), np.int64), np.array([ref.shape], np.int64)
+        return StoredArray(key, ref.shape, starts, sizes, np.array([number], np.int64))
+
+    def find(self, record: int) -> tuple[str, TensorRef] | None:
+        """Key and tensor of a record; None for one that is not of a tensor inside an object."""
+        return None if record < self._first else next(itertools.islice(self._refs, record - self._first, None))
 
 
 def object_info(key: str, file: str, start: int, length: int, *, wrapped: bool = True) -> ObjectInfo:

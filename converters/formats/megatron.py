@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.catalog import Catalog, Problem
 from converters.errors import FormatError
+from converters.formats.canonical import iteration_of
 from converters.formats.folder import is_file, is_folder, read_small
+from converters.formats.registry import backend_of
 from converters.names import parse_key, printable
 from converters.pickles import Obj, fields
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["CommonFacts", "common_facts", "find_flavour", "find_producer"]
+__all__ = ["CommonFacts", "common_facts", "find_flavour", "find_producer", "megatron_catalog"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,29 @@ def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple
         return "Megatron-LM", {}
     megatron = facts.content or is_file(folder / "metadata.json") or any(parse_key(k).axes for k in keys)
     return ("Megatron-Core" if megatron else "torch DCP"), {}
+
+
+def megatron_catalog(
+    name: str, folder: Path, common: Any, keys: Sequence[str], problems: list[Problem], **more: Any
+) -> Catalog:
+    """The catalog of a distributed checkpoint of Megatron's: what common state and configuration say, and `more` of it."""
+    facts = common_facts(common)
+    flavour, config = find_flavour(folder, facts, keys)
+    if backend_of(folder) is None:
+        text = "metadata.json is missing: Megatron writes it last, so the save may be unfinished"
+        problems.append(Problem("warning", text))
+    return Catalog(
+        path=folder,
+        format=name,
+        flavour="Megatron-Core" if flavour == "torch DCP" else flavour,
+        args=facts.args,
+        config=config,
+        common=common,
+        content=facts.content,
+        iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
+        problems=tuple(problems),
+        **more,
+    )
 
 
 def _yaml(path: Path) -> Mapping[str, Any]:

@@ -54,7 +54,7 @@ class ByteCheckpointReader(TorchDcpReader):
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where in its file the elements of a record lie; what the tensor's pickle says is compared with the metadata."""
-        if record >= len(self._record_file):
+        if self._inside.find(record):
             return super().locate(record, read)
         tensor = self._owner(record)
         row = record - self._first[tensor.key]

@@ -10,19 +10,18 @@ Sources: torch/distributed/checkpoint/metadata.py and filesystem.py (2.13), CPyt
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-    from converters.dtypes import DType
+    from converters.formats.dcp.stored import StoredTensor
 
-__all__ = ["ChunkTable", "write_metadata"]
+__all__ = ["write_metadata"]
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -30,31 +29,8 @@ _BATCH = 1000  # items between MARK and APPENDS or SETITEMS, as CPython's pickle
 _LIMIT = 1 << 31
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkTable:
-    """The chunks of one key.
-
-    Attributes:
-        dtype: Element type.
-        shape: Shape of the whole array.
-        offsets: (n, ndim) first element of each chunk.
-        sizes: (n, ndim) its elements.
-        file: (n,) number of the file that holds it.
-        start: (n,) first byte of its record.
-        length: (n,) bytes of its record.
-    """
-
-    dtype: DType
-    shape: tuple[int, ...]
-    offsets: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    file: NDArray[np.int64]
-    start: NDArray[np.int64]
-    length: NDArray[np.int64]
-
-
 def write_metadata(
-    tensors: Mapping[str, ChunkTable],
+    tensors: Sequence[StoredTensor],
     objects: Iterable[tuple[str, int, int, int]],
     files: Sequence[str],
     *,
@@ -75,9 +51,9 @@ def write_metadata(
             for key, *_ in listed:
                 out.name(key)
                 out.new(_DCP, "BytesStorageMetadata")
-            for key, table in tensors.items():
-                out.name(key)
-                _tensor_entry(out, table)
+            for tensor in tensors:
+                out.name(tensor.key)
+                _tensor_entry(out, tensor)
         out.name("planner_data")
         out.raw(b"N")
         out.name("storage_data")
@@ -85,8 +61,8 @@ def write_metadata(
             for key, file, start, length in listed:
                 _index(out, key, None)
                 _info(out, files[file], start, length)
-            for key, table in tensors.items():
-                _storage_entries(out, key, table, files)
+            for tensor in tensors:
+                _storage_entries(out, tensor, files)
         out.name("storage_meta")
         with out.instance(_DCP, "StorageMeta"):
             for attribute, text in (("checkpoint_id", checkpoint_id), ("save_id", save_id)):
@@ -99,18 +75,18 @@ def write_metadata(
         out.name("1.0.0")
         out.name("mcore_data")  # readers before Megatron-Core 0.15 look here for flattened tensors; nothing of ours is
         with out.mapping():
-            for key in tensors:
-                out.name(key)
+            for tensor in tensors:
+                out.name(tensor.key)
                 out.raw(b"}")
     return out.finish()
 
 
-def _tensor_entry(out: _Pickle, table: ChunkTable) -> None:
+def _tensor_entry(out: _Pickle, table: StoredTensor) -> None:
     with out.instance(_DCP, "TensorStorageMetadata"):
         out.name("properties")
         out.new(_DCP, "TensorProperties")
         out.raw(b"(")  # its state is a tuple: dtype, layout, requires_grad, memory format, pin_memory
-        out.named("torch", table.dtype.name)
+        out.named("torch", table.dtype)
         out.named("torch.serialization", "_get_layout")
         out.name("torch.strided")
         out.raw(b"\x85R\x89")
@@ -120,44 +96,44 @@ def _tensor_entry(out: _Pickle, table: ChunkTable) -> None:
         out.size(table.shape)
         out.name("chunks")
         out.raw(b"]")
-        count = len(table.offsets)
+        count = len(table.starts)
         if count:
             out.raw(b"(")
             with out.instance(_DCP, "ChunkStorageMetadata"):
                 out.name("offsets")
-                out.size(table.offsets[0].tolist())
+                out.size(table.starts[0].tolist())
                 out.name("sizes")
                 out.size(table.sizes[0].tolist())
             out.raw(b"e")
-        row = _Row(out, max(int(table.offsets.max(initial=0)), int(table.sizes.max(initial=0))) >= _LIMIT)
+        row = _Row(out, max(int(table.starts.max(initial=0)), int(table.sizes.max(initial=0))) >= _LIMIT)
         row.open(_DCP, "ChunkStorageMetadata")
-        row.attribute("offsets").size(table.offsets[1:])
+        row.attribute("offsets").size(table.starts[1:])
         row.attribute("sizes").size(table.sizes[1:])
         row.close()
         out.batches(row.matrix(count - 1), b"e")
 
 
-def _storage_entries(out: _Pickle, key: str, table: ChunkTable, files: Sequence[str]) -> None:
+def _storage_entries(out: _Pickle, table: StoredTensor, files: Sequence[str]) -> None:
     # rows that name a file for the first time are spelled out, the others refer to it
     _, first = np.unique(table.file, return_index=True)
     spelled = [row for row in first.tolist() if not out.known(files[int(table.file[row])])] or first[:1].tolist()
     for row in spelled:
-        _index(out, key, table.offsets[row].tolist())
-        _info(out, files[int(table.file[row])], int(table.start[row]), int(table.length[row]))
+        _index(out, table.key, table.starts[row].tolist())
+        _info(out, files[int(table.file[row])], int(table.offset[row]), int(table.length[row]))
     rest = np.ones(len(table.file), bool)
     rest[spelled] = False
     if not rest.any():
         return
-    row_of = _Row(out, int(table.offsets.max(initial=0)) >= _LIMIT)
+    row_of = _Row(out, int(table.starts.max(initial=0)) >= _LIMIT)
     row_of.open(_DCP, "MetadataIndex")
-    row_of.attribute("fqn").reference(key)
-    row_of.attribute("offset").size(table.offsets[rest])
+    row_of.attribute("fqn").reference(table.key)
+    row_of.attribute("offset").size(table.starts[rest])
     row_of.attribute("index").constant(b"N")
     row_of.close()
     row_of.open(_FILES, "_StorageInfo")
     memo = np.array([out.memo.get(name, 0) for name in files], np.int64)
     row_of.attribute("relative_path").references(memo[table.file[rest]])
-    row_of.attribute("offset").wide(table.start[rest])
+    row_of.attribute("offset").wide(table.offset[rest])
     row_of.attribute("length").wide(table.length[rest])
     row_of.close()
     out.batches(row_of.matrix(int(rest.sum())), b"u")

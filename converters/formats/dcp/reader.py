@@ -12,7 +12,6 @@ Source: torch/distributed/checkpoint/{metadata,filesystem}.py, torch 2.1 to 2.13
 from __future__ import annotations
 
 import hashlib
-import itertools
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cached_property
@@ -25,7 +24,7 @@ from converters.catalog import FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.base import StoredArchive
-from converters.formats.canonical import KeyedArray, object_info
+from converters.formats.canonical import KeyedArray, TensorsInside, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.dcp.geometry import geometry_digest, tiling_problem
 from converters.formats.dcp.metadata import read_metadata
@@ -91,8 +90,8 @@ class DcpReader(ABC):
         self._digest = digest
         self._locator = TensorLocator()
         self._sizes = _file_sizes(folder, [*metadata.files, *self.BESIDE])
-        self._inside: dict[tuple[str, TensorRef], int] = {}  # record numbers of tensors inside objects
         self._number_records()
+        self._inside = TensorsInside(len(self._record_file))
         self.catalog = self._catalog()
 
     @abstractmethod
@@ -111,14 +110,13 @@ class DcpReader(ABC):
 
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
-        if record >= len(self._record_file):
-            return self.metadata.objects[self._tensor_inside(record)[0]].file
-        return int(self._record_file[record])
+        inside = self._inside.find(record)
+        return self.metadata.objects[inside[0]].file if inside else int(self._record_file[record])
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where in its file the elements of a record lie; the record is checked against the metadata."""
-        if record >= len(self._record_file):
-            key, ref = self._tensor_inside(record)
+        if (inside := self._inside.find(record)) is not None:
+            key, ref = inside
             stored = self.metadata.objects[key]
             what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
             return locate_tensor(read, stored.offset, stored.length, ref, what)
@@ -150,17 +148,8 @@ class DcpReader(ABC):
         return read_tree(self.files[stored.file], what, stored.offset, stored.length)
 
     def object_array(self, key: str, ref: TensorRef) -> StoredArray:
-        """A tensor inside a stored object as an array of one chunk, with a record number of its own.
-
-        Args:
-            ref: The tensor, as `tensor_ref` makes it of a node in the object's value.
-        """
-        number = self._inside.setdefault((key, ref), len(self._record_file) + len(self._inside))
-        starts, sizes = np.zeros((1, len(ref.shape)), np.int64), np.array([ref.shape], np.int64)
-        return StoredArray(key, ref.shape, starts, sizes, np.array([number], np.int64))
-
-    def _tensor_inside(self, record: int) -> tuple[str, TensorRef]:
-        return next(itertools.islice(self._inside, record - len(self._record_file), None))
+        """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
+        return self._inside.array(key, ref)
 
     @cached_property
     def geometry(self) -> tuple[str, int]:

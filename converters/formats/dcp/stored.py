@@ -58,7 +58,7 @@ class StoredTensor:
     file: NDArray[np.int32]
     offset: NDArray[np.int64]
     length: NDArray[np.int64]
-    original_shape: tuple[int, ...] | None
+    original_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters import __version__
-from converters.formats.dcp.metadata_out import ChunkTable, write_metadata
+from converters.formats.dcp.metadata_out import write_metadata
+from converters.formats.dcp.stored import StoredTensor
 from converters.formats.torch_dist.columns import Columns, stack
 from converters.formats.torch_dist.parts import ArrayOut, Cut, FlatOut, ObjectOut
 from converters.planning.job import Move, OutputFile, Slice, total
@@ -202,11 +203,11 @@ class TorchDistOutput:
         Args:
             name: What to record as the checkpoint's id: the folder's name.
         """
-        tables = {a.key: self._table(a, numbers) for a, numbers in self._members()}
+        tables = [self._table(a, numbers) for a, numbers in self._members()]
         buckets: dict[str, list[int]] = {}
         for number, flat in enumerate(self.flats):
             buckets.setdefault(flat.key, []).append(number)
-        tables |= {key: self._bucket(numbers) for key, numbers in buckets.items()}
+        tables += [self._bucket(key, numbers) for key, numbers in buckets.items()]
         objects = ((o.key, file, at, o.length) for o, (file, at) in zip(self._objects, self.object_places, strict=True))
         names = [file.name for file in self.files]
         return write_metadata(tables, objects, names, checkpoint_id=name, save_id=f"distckpt {__version__}")
@@ -224,7 +225,7 @@ class TorchDistOutput:
         out: NDArray[np.int64] = self.columns.start + self._begin[self._file]
         return out
 
-    def _table(self, array: ArrayOut, numbers: NDArray[np.int64]) -> ChunkTable:
+    def _table(self, array: ArrayOut, numbers: NDArray[np.int64]) -> StoredTensor:
         cut, depth, columns = array.cut, len(array.lead), self.columns
         count, ndim = len(cut.boxes), len(cut.shape)
         rows = (columns.first[numbers][:, None] + np.arange(count)).reshape(-1)
@@ -233,11 +234,11 @@ class TorchDistOutput:
         prefixes = columns.prefix[numbers, :depth].astype(np.int64)
         offsets = np.hstack([np.repeat(prefixes, count, axis=0), np.tile(starts, (len(numbers), 1))])
         sizes = np.hstack([np.ones((len(rows), depth), np.int64), np.tile(extents, (len(numbers), 1))])
-        where = (self._file[rows].astype(np.int64), self._start[rows], columns.length[rows])
-        return ChunkTable(cut.dtype, array.shape, offsets, sizes, *where)
+        where = (self._file[rows].astype(np.int32), self._start[rows], columns.length[rows])
+        return StoredTensor(array.key, cut.dtype.name, array.shape, offsets, sizes, *where)
 
-    def _bucket(self, numbers: Sequence[int]) -> ChunkTable:
+    def _bucket(self, key: str, numbers: Sequence[int]) -> StoredTensor:
         flats = [self.flats[number] for number in numbers]
         offsets, sizes = (np.array([[getattr(f, name)] for f in flats], np.int64) for name in ("start", "length"))
-        where = (self._flat_file[numbers], self._flat_start[numbers], self._flat_length[numbers])
-        return ChunkTable(flats[0].dtype, (flats[0].numel,), offsets, sizes, *where)
+        where = (self._flat_file[numbers].astype(np.int32), self._flat_start[numbers], self._flat_length[numbers])
+        return StoredTensor(key, flats[0].dtype.name, (flats[0].numel,), offsets, sizes, *where)

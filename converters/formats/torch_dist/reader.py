@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from converters.catalog import Catalog, Problem
-from converters.formats.canonical import canonical_tensors, iteration_of
+from converters.formats.canonical import canonical_tensors
 from converters.formats.common_state import read_tree
 from converters.formats.dcp.reader import DcpReader, save_id
 from converters.formats.folder import exists
-from converters.formats.megatron import common_facts, find_flavour, find_producer
-from converters.formats.registry import backend_of
+from converters.formats.megatron import common_facts, find_producer, megatron_catalog
 
 __all__ = ["TorchDistReader"]
 
@@ -42,12 +41,6 @@ class TorchDistReader(DcpReader):
         tensors = canonical_tensors((self._keyed(tensor) for tensor in metadata.tensors.values()), problems)
         files = self._check_files(tensors, problems)
         common = self._common()
-        facts = common_facts(common)
-        flavour, config = find_flavour(folder, facts, [*metadata.tensors])
-        if backend_of(folder) is None:
-            problems.append(
-                Problem("warning", "metadata.json is missing: Megatron writes it last, so the save may be unfinished")
-            )
         if common is None:
             text = "common.pt is missing: arguments, scheduler and parts of the optimizer are not known"
             problems.append(Problem("warning", text))
@@ -59,20 +52,16 @@ class TorchDistReader(DcpReader):
             "plans": metadata.plans is not None,
             "planner_data": metadata.planner_data is not None,
         }
-        return Catalog(
-            path=folder,
-            format=self.name,
-            flavour="Megatron-Core" if flavour == "torch DCP" else flavour,
+        return megatron_catalog(
+            self.name,
+            folder,
+            common,
+            [*metadata.tensors],
+            problems,
             tensors=tensors,
             objects=self._object_infos(wrapped=True),
-            args=facts.args,
-            config=config,
-            common=common,
-            content=facts.content,
-            iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
-            producer=find_producer(facts, evidence),
+            producer=find_producer(common_facts(common), evidence),
             files=files,
-            problems=tuple(problems),
             details={"metadata class": metadata.top_class},
         )
 

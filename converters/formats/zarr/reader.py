@@ -27,15 +27,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
-import numpy as np
-
 from converters.archive.records import Payload, TensorRef, locate_tensor
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
-from converters.formats.canonical import KeyedArray, canonical_tensors, iteration_of, object_info
+from converters.formats.canonical import KeyedArray, TensorsInside, canonical_tensors, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.folder import exists, read_small, scan, status, walk
-from converters.formats.megatron import common_facts, find_flavour
+from converters.formats.megatron import megatron_catalog
 from converters.formats.zarr.array import ChunkFiles, parse_zarray, scan_chunks
 from converters.names import parse_key, printable
 
@@ -62,7 +60,7 @@ class ZarrReader:
     def __init__(self, folder: Path, arrays: Mapping[str, ChunkFiles], objects: Mapping[str, ObjectInfo]) -> None:
         self._folder, self._arrays, self._objects = folder, arrays, objects
         self._firsts = [0, *itertools.accumulate(len(chunks.cells) for chunks in arrays.values())]
-        self._inside: dict[tuple[str, TensorRef], int] = {}
+        self._inside = TensorsInside(self._firsts[-1])
         self._files = _Files(folder, self._firsts, arrays, [o.file for o in objects.values()])
         self.files: Sequence[Path] = self._files
         self.catalog = self._catalog()
@@ -89,18 +87,17 @@ class ZarrReader:
 
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
-        if record < self._firsts[-1]:
-            return record
-        return self._firsts[-1] + list(self._objects).index(self._tensor_inside(record)[0])
+        inside = self._inside.find(record)
+        return self._firsts[-1] + list(self._objects).index(inside[0]) if inside else record
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where in its file the elements of a record lie: a chunk is the whole file."""
-        if record < self._firsts[-1]:
+        inside = self._inside.find(record)
+        if inside is None:
             nbytes = self._files.owner(record)[1].spec.chunk_nbytes
             return Payload(0, nbytes, None, 0, nbytes)
-        key, ref = self._tensor_inside(record)
-        stored = self._objects[key]
-        return locate_tensor(read, stored.start, stored.length, ref, printable(stored.file))
+        stored = self._objects[inside[0]]
+        return locate_tensor(read, stored.start, stored.length, inside[1], printable(stored.file))
 
     def object_value(self, key: str) -> Any:
         """The inert tree of a stored object, None if there is none."""
@@ -111,9 +108,7 @@ class ZarrReader:
 
     def object_array(self, key: str, ref: TensorRef) -> StoredArray:
         """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
-        number = self._inside.setdefault((key, ref), self._firsts[-1] + len(self._inside))
-        starts, sizes = np.zeros((1, len(ref.shape)), np.int64), np.array([ref.shape], np.int64)
-        return StoredArray(key, ref.shape, starts, sizes, np.array([number], np.int64))
+        return self._inside.array(key, ref)
 
     def fingerprint(self) -> str:
         """Digest of the names, sizes and times of all files, and of every `.zarray`."""
@@ -122,9 +117,6 @@ class ZarrReader:
             if ".sync/" not in name:
                 digest.update(os.fsencode(f"{name}:{found.size}:{found.mtime_ns};"))
         return digest.hexdigest()
-
-    def _tensor_inside(self, record: int) -> tuple[str, TensorRef]:
-        return next(itertools.islice(self._inside, record - self._firsts[-1], None))
 
     def _catalog(self) -> Catalog:
         folder = self._folder
@@ -137,27 +129,18 @@ class ZarrReader:
         for key, chunks in self._arrays.items():
             problems += _chunk_problems(key, chunks)
         problems += _object_problems(self._objects.values())
-        if not exists(folder / "metadata.json"):
-            text = "metadata.json is missing: Megatron writes it last, so the save may be unfinished"
-            problems.append(Problem("warning", text))
         path = folder / "common.pt"
         common = read_tree(path, "common.pt") if exists(path) else None
-        facts = common_facts(common)
-        flavour, config = find_flavour(folder, facts, [*self._arrays])
-        return Catalog(
-            path=folder,
-            format=self.name,
-            flavour="Megatron-Core" if flavour == "torch DCP" else flavour,
+        return megatron_catalog(
+            self.name,
+            folder,
+            common,
+            [*self._arrays],
+            problems,
             tensors=tensors,
             objects=dict(self._objects),
-            args=facts.args,
-            config=config,
-            common=common,
-            content=facts.content,
-            iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
             producer=("Megatron-Core 0.4 to 0.15", "no other has the zarr backend"),
             files=tuple(self._file_infos(tensors)),
-            problems=tuple(problems),
         )
 
     def _file_infos(self, tensors: Mapping[str, TensorInfo]) -> Iterator[FileInfo]:
