@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.engine import journal
-from converters.engine.board import Board
+from converters.engine.board import Board, claim, dismiss_earlier, is_held
 from converters.engine.destination import beside
 from converters.engine.publish import Staging
-from converters.engine.ranks import Ranks, claim, dismiss_earlier, is_held, listed, shares, spans
+from converters.engine.ranks import Ranks, listed, shares, spans
 from converters.engine.relay import Stopped, packed, unpacked
 from converters.errors import DestinationError, IntegrityError, Interrupted, RequestError
 from converters.events import FileDone, Moved, StopFlag
@@ -108,7 +108,7 @@ def test_a_lock_says_who_lives(tmp_path):
 
 
 def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("converters.engine.ranks._PATIENCE", 0.3)
+    monkeypatch.setattr("converters.engine.board._PATIENCE", 0.3)
     (tmp_path / "round").write_text("{}")
     fd, _ = claim(tmp_path / "lock-2")
     with pytest.raises(DestinationError, match="rank 2 of an earlier run"):
@@ -121,7 +121,7 @@ def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
 
 def test_an_earlier_run_that_lives_keeps_its_files(tmp_path, monkeypatch):
     """A second launch must not begin anew in a folder into which ranks of the first still write."""
-    monkeypatch.setattr("converters.engine.ranks._PATIENCE", 0.2)
+    monkeypatch.setattr("converters.engine.board._PATIENCE", 0.2)
     meeting = beside(tmp_path / "out", "ranks-00000000")
     meeting.mkdir()
     fd, _ = claim(meeting / "lock-1")

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.engine.destination import os_trouble
 from converters.engine.disk import make_folders
-from converters.engine.ranks import claim, is_held
 from converters.errors import DestinationError
 
-__all__ = ["Board", "machine"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Board", "claim", "dismiss_earlier", "is_held", "machine"]
+
+_PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it is over
 
 
 class Board:
@@ -117,3 +122,72 @@ def machine() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return secrets.token_hex(8)
+
+
+def claim(path: Path) -> tuple[int, bool] | None:
+    """Locks a file until it is closed or the process ends.
+
+    Returns:
+        The open file and whether the file system has locks at all; None while another process holds it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = True
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:  # some NFS and Lustre mounts
+        locked = False
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd, locked
+    os.close(fd)  # it was tidied away before we had the lock
+    return None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the lock that `claim` gives."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # passing trouble with a disk is not a death; a rank that is really gone falls silent
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):  # nothing was written
+            os.close(fd)
+    return False
+
+
+def dismiss_earlier(folders: Iterable[Path]) -> None:
+    """Ends what is left of earlier runs: ranks whose rank 0 is gone must not write into files that are begun anew.
+
+    Args:
+        folders: Where the ranks of earlier runs met.
+
+    Raises:
+        DestinationError: Such a rank does not end.
+    """
+    for folder in folders:
+        for name in ("rank-0", "round"):
+            (folder / name).unlink(missing_ok=True)  # whoever misses it stops
+        deadline = time.monotonic() + _PATIENCE
+        while living := next(_held(folder), None):
+            if time.monotonic() > deadline:
+                raise DestinationError(
+                    f"{living.name.replace('lock-', 'rank ')} of an earlier run has not ended",
+                    hint="end that process (it may be on another machine), then run the same command again",
+                )
+            time.sleep(0.1)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _held(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.glob("lock-*")) if is_held(path))

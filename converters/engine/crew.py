@@ -22,9 +22,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from converters.engine.pool import Pool
 from converters.engine.ranks import Ranks
 from converters.engine.team import Team
-from converters.errors import Interrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -108,11 +108,9 @@ class Crew:
         ranks = ranks or Ranks()
         self.leads = ranks.rank == 0
         self.left: list[Any] = []
-        self._threads, self._stop = threads, stop
         self._listener: Listener = listener if listener is not None and self.leads else _ignore
         self._lock = threading.Lock()
         self._done = 0
-        self._failure: BaseException | None = None
         self._team: Team | None = None
         if ranks.world > 1:
             # the folder's name is this job's; what it is about need not be known before the ranks have met
@@ -121,6 +119,7 @@ class Crew:
             ranks = replace(ranks, launch=f"{command} {ranks.launch}")  # its own folder, also beside a destination
             self._team = Team(ranks, place, fingerprint, self._listener, stop)
             self._team.progress = self._progress
+        self._pool = Pool(threads, stop, self._team, ("there is no answer: not everything was looked at", None))
 
     def __enter__(self) -> Self:
         if self._team is not None:
@@ -155,7 +154,13 @@ class Crew:
         elif team is not None:
             team.await_share()
             share = [task for first, end in team.share for task in tasks[first:end]]
-        results = self._work_off(share, make_worker)
+        results: dict[int, Any] = {}
+
+        def do(worker: Worker[T], task: T) -> None:
+            results[task.number] = worker.do(task)
+
+        self._pool.work_off(share, make_worker, do)
+        self._pool.check()
         self.left = [leave()] if leave is not None else []
         if team is not None and not team.leads:
             team.hand_over({"results": {str(number): result for number, result in results.items()}, "left": self.left})
@@ -184,9 +189,7 @@ class Crew:
 
     def should_stop(self) -> bool:
         """Whether workers should leave their task as it is."""
-        if self._failure is not None or (self._stop is not None and self._stop.is_set()):
-            return True
-        return self._team is not None and self._team.should_stop()
+        return self._pool.should_stop()
 
     def check(self) -> None:
         """Raises if workers should leave their task as it is.
@@ -195,62 +198,11 @@ class Crew:
             Interrupted: The reason, or that there is one.
         """
         if self.should_stop():
-            raise Interrupted(
-                (self._stop and self._stop.signum) or 2, "there is no answer: not everything was looked at"
-            )
+            raise self._pool.interrupted()
 
     def _progress(self) -> dict[str, Any]:
         with self._lock:
             return {"bytes": self._done, "moved": self._done}
-
-    def _work_off(self, share: Sequence[T], make_worker: Callable[[], Worker[T]]) -> dict[int, Any]:
-        results: dict[int, Any] = {}
-        queue = iter(share)
-        threads = [
-            threading.Thread(target=self._work, args=(queue, make_worker, results), name=f"distckpt-{n}", daemon=True)
-            for n in range(min(self._threads, max(1, len(share))))
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            for thread in threads:
-                while thread.is_alive():
-                    thread.join(0.1)
-        except BaseException as error:
-            self._fail(error)
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
-        if self._team is not None:
-            self._team.check()
-        if self._stop is not None and self._stop.is_set():
-            raise Interrupted(self._stop.signum or 2, "there is no answer: not everything was looked at")
-        if self._failure is not None:
-            raise self._failure
-        return results
-
-    def _work(self, queue: Any, make_worker: Callable[[], Worker[Any]], results: dict[int, Any]) -> None:
-        try:
-            worker = make_worker()
-            try:
-                while not self.should_stop():
-                    with self._lock:
-                        task = next(queue, None)
-                    if task is None:
-                        return
-                    result = worker.do(task)
-                    with self._lock:
-                        results[task.number] = result
-            finally:
-                worker.close()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            if self._failure is None:
-                self._failure = error
 
 
 def _ignore(event: object) -> None:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.archive.records import check_archive
 from converters.engine import journal
+from converters.engine.board import dismiss_earlier
 from converters.engine.destination import beside, is_empty, is_full, os_trouble, resolved
 from converters.engine.disk import exchange, make_folders, reserve, sync_folder, write_all, write_at
 from converters.engine.journal import JOURNAL
-from converters.engine.ranks import dismiss_earlier
 from converters.errors import DestinationError, FormatError
 from converters.formats.folder import close_source, open_source, read_at
 from converters.names import printable
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from converters.planning.job import OutputFile, Slice
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "TeamStaging"]
 
 
 class Staging:
@@ -293,6 +293,37 @@ class Staging:
                 with contextlib.suppress(OSError):  # every line of the journal was synced
                     os.close(fd)
         self._journal = self._lock = -1
+
+
+class TeamStaging:
+    """The staging folder as ranks other than 0 see it: rank 0 has prepared it; only the journal is the rank's own.
+
+    Attributes:
+        folder: The folder.
+        resumed: Nothing: what was done before is rank 0's to know.
+    """
+
+    def __init__(self, destination: Path, fingerprint: str, rank: int) -> None:
+        self.folder = beside(destination, "partial")
+        self.resumed: list[dict[str, Any]] = []
+        self._path = self.folder / f"{journal.JOURNAL}-{rank}"
+        try:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise os_trouble(error, self._path, "creating") from error
+        self.log(journal.header(fingerprint))
+
+    def log(self, line: dict[str, Any]) -> None:
+        """See `Staging`."""
+        try:
+            journal.append(self._fd, [line])
+        except OSError as error:
+            raise os_trouble(error, self._path, "writing") from error
+
+    def close(self) -> None:
+        """Closes the journal; every line of it was synced."""
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
 
 
 def _is_there(file: Path, size: int) -> bool:

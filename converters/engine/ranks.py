@@ -1,31 +1,23 @@
 """Who takes part in a run of several processes, and who does which part of the work.
 
 torchrun and srun start the same command many times and tell each process its number through the environment. Here is what
-is made of that, without torch and without a network: locks on files say which processes live.
+is made of that, without torch and without a network.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
-import shutil
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.errors import DestinationError
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping, Sequence
 
     from converters.planning.job import Task
 
-__all__ = ["Ranks", "claim", "dismiss_earlier", "is_held", "listed", "shares", "spans"]
+__all__ = ["Ranks", "listed", "shares", "spans"]
 
 _TIMEOUT = 60.0
-_PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it is over
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,72 +103,3 @@ def listed(ranks: Iterable[int]) -> str:
     """Rank numbers as a person writes them: "rank 2", "ranks 0..3, 7"."""
     numbers = [f"{first}..{end - 1}" if end - first > 1 else str(first) for first, end in spans(ranks)]
     return f"rank{'s' if len(numbers) > 1 or '..' in numbers[0] else ''} {', '.join(numbers)}"
-
-
-def claim(path: Path) -> tuple[int, bool] | None:
-    """Locks a file until it is closed or the process ends.
-
-    Returns:
-        The open file and whether the file system has locks at all; None while another process holds it.
-    """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = True
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:  # some NFS and Lustre mounts
-        locked = False
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(fd), path.stat()):
-            return fd, locked
-    os.close(fd)  # it was tidied away before we had the lock
-    return None
-
-
-def is_held(path: Path) -> bool:
-    """Whether a living process holds the lock that `claim` gives."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True  # passing trouble with a disk is not a death; a rank that is really gone falls silent
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):  # nothing was written
-            os.close(fd)
-    return False
-
-
-def dismiss_earlier(folders: Iterable[Path]) -> None:
-    """Ends what is left of earlier runs: ranks whose rank 0 is gone must not write into files that are begun anew.
-
-    Args:
-        folders: Where the ranks of earlier runs met.
-
-    Raises:
-        DestinationError: Such a rank does not end.
-    """
-    for folder in folders:
-        for name in ("rank-0", "round"):
-            (folder / name).unlink(missing_ok=True)  # whoever misses it stops
-        deadline = time.monotonic() + _PATIENCE
-        while living := next(_held(folder), None):
-            if time.monotonic() > deadline:
-                raise DestinationError(
-                    f"{living.name.replace('lock-', 'rank ')} of an earlier run has not ended",
-                    hint="end that process (it may be on another machine), then run the same command again",
-                )
-            time.sleep(0.1)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _held(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.glob("lock-*")) if is_held(path))

@@ -15,20 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
 from converters.engine.destination import os_trouble
+from converters.engine.pool import Pool
 from converters.engine.sealing import seal
 from converters.engine.worker import Worker
-from converters.errors import IntegrityError, Interrupted
+from converters.errors import IntegrityError
 from converters.events import Event, FileDone, Moved, Phase, Resumed
 from converters.formats.base import fingerprint_of
 from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from converters.crc import Segment
-    from converters.engine.publish import Staging
-    from converters.engine.team import Team, TeamStaging
+    from converters.engine.publish import Staging, TeamStaging
+    from converters.engine.team import Team
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.planning.job import Job, Task
@@ -92,18 +93,6 @@ def _ignore(event: Event) -> None:
     pass
 
 
-class _Queue:
-    """Tasks, handed out one at a time to any worker."""
-
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._tasks, self._lock = iter(tasks), threading.Lock()
-
-    def take(self) -> Task | None:
-        """The next task, None when all are taken."""
-        with self._lock:
-            return next(self._tasks, None)
-
-
 class _Run:
     """One run of a job: what its workers share."""
 
@@ -117,12 +106,13 @@ class _Run:
         team: Team | None,
         device: str,
     ) -> None:
-        self.job, self.reader, self.staging, self.listener, self.stop = job, reader, staging, listener, stop
+        self.job, self.reader, self.staging, self.listener = job, reader, staging, listener
         self.team, self.device = team, device
+        self.pool = Pool(job.threads, stop, team, ("finished work is kept", "run the same command again"))
         self.stats = Stats()
         self.sources = Sources(reader, job.sources)
         self.lock = threading.Lock()
-        self.failure: BaseException | None = None
+        self.last, self.mark = time.monotonic(), 0  # when the last safe point was, and how many bytes were written then
         self.unsure = False  # a file could not be closed: what was written may be lost, and no later sync says so again
         self.finished: list[Task] = []  # since the last safe point
         self.fresh: Segments = []  # checksums of what was read since then
@@ -139,7 +129,9 @@ class _Run:
         if self.team is not None:
             todo = self._share(self.team, todo)
         self.left.update(itertools.chain.from_iterable(task.files for task in todo))
-        self._work_off(todo)
+        self.pool.work_off(todo, lambda: Worker(self), self._do, self._safe_point_if_due)
+        self._safe_point()
+        self.pool.check()
         self._same_source()
         if self.team is None or self.team.leads:
             if self.team is not None:
@@ -153,31 +145,6 @@ class _Run:
             self._hand_over(self.team)
         self.stats.seconds = time.monotonic() - begin
         return self.stats
-
-    def _work_off(self, todo: Sequence[Task]) -> None:
-        """Does tasks; all of them are in the journal when it returns."""
-        queue = _Queue(todo)
-        threads = [
-            threading.Thread(target=self._work, args=(queue,), name=f"distckpt-{n}", daemon=True)
-            for n in range(min(self.job.threads, max(1, len(todo))))
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            self._watch(threads)
-        except BaseException as error:
-            self.fail(error)
-            raise
-        finally:
-            for thread in threads:
-                thread.join()
-        self._safe_point()
-        if self.failure is not None:
-            raise self.failure
-        if self.team is not None:
-            self.team.check()
-        if self.stop is not None and self.stop.is_set():
-            raise Interrupted(self.stop.signum or 2, "finished work is kept", hint="run the same command again")
 
     def _share(self, team: Team, todo: list[Task]) -> list[Task]:
         """What this rank is to do of the tasks that are left; only rank 0 knows which are."""
@@ -206,12 +173,15 @@ class _Run:
     def _take_over(self, team: Team) -> None:
         """Waits for the other ranks, and goes on with what they have begun."""
         for left in team.collect():
-            for record, *segment in left["sums"]:
-                self.sources.sums.add(record, tuple(segment))
-            for record, *segment in left["written"]:
-                self.written.add(record, tuple(segment))
+            self._add_sums(left)
             for name in ("bytes_read", "bytes_written", "records_checked"):
                 setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
+
+    def _add_sums(self, said: Mapping[str, Any]) -> None:
+        """Takes over checksums from a line of a journal, or from another rank."""
+        for sums, name in ((self.sources.sums, "sums"), (self.written, "written")):
+            for record, *segment in said[name]:
+                sums.add(record, tuple(segment))
 
     def _same_source(self) -> None:
         if fingerprint_of(self.reader) != self.job.source_fingerprint:
@@ -220,29 +190,17 @@ class _Run:
                 hint="wait until nobody writes to it, then run the same command again",
             )
 
-    def _work(self, queue: _Queue) -> None:
-        try:
-            worker = Worker(self)
-            try:
-                while not self.should_stop() and (task := queue.take()) is not None:
-                    segments = worker.do(task)
-                    if segments is None:
-                        return
-                    self.done(task, segments, worker.written)
-            finally:
-                worker.close()
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it
-            self.fail(error)
+    def _do(self, worker: Worker, task: Task) -> None:
+        segments = worker.do(task)
+        if segments is not None:
+            self.done(task, segments, worker.written)
 
     def _resume(self) -> list[Task]:
         """Takes over what the journal says; returns the tasks that are left."""
         done: set[int] = set()
         for line in self.staging.resumed:
             done.update(line["tasks"])
-            for record, *segment in line["sums"]:
-                self.sources.sums.add(record, tuple(segment))
-            for record, *segment in line["written"]:
-                self.written.add(record, tuple(segment))
+            self._add_sums(line)
         todo = [task for task in self.job.tasks if task.number not in done]
         kept = [task for task in self.job.tasks if task.number in done]
         if kept:
@@ -252,16 +210,11 @@ class _Run:
             self.listener(Resumed(self.stats.bytes_kept, whole))
         return todo
 
-    def _watch(self, threads: Sequence[threading.Thread]) -> None:
-        """Makes safe points while the workers work."""
-        last, mark = time.monotonic(), 0
-        while any(thread.is_alive() for thread in threads):
-            for thread in threads:
-                thread.join(0.05)
-            late = time.monotonic() - last > _SAFE_POINT_SECONDS
-            if late or self.stats.bytes_written - mark > _SAFE_POINT_BYTES:
-                self._safe_point()
-                last, mark = time.monotonic(), self.stats.bytes_written
+    def _safe_point_if_due(self) -> None:
+        late = time.monotonic() - self.last > _SAFE_POINT_SECONDS
+        if late or self.stats.bytes_written - self.mark > _SAFE_POINT_BYTES:
+            self._safe_point()
+            self.last, self.mark = time.monotonic(), self.stats.bytes_written
 
     def _safe_point(self) -> None:
         """Syncs what finished tasks wrote, then says so in the journal."""
@@ -283,18 +236,6 @@ class _Run:
                 os.close(fd)
         except OSError as error:
             raise os_trouble(error, path, "syncing") from error
-
-    def should_stop(self) -> bool:
-        """Whether workers should stop before the next tile."""
-        if self.failure is not None or (self.stop is not None and self.stop.is_set()):
-            return True
-        return self.team is not None and self.team.should_stop()
-
-    def fail(self, error: BaseException) -> None:
-        """Keeps the first failure; the others follow from it."""
-        with self.lock:
-            if self.failure is None:
-                self.failure = error
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None:
         """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""

@@ -18,7 +18,6 @@ rank believes rank 0 only if its own number is among them. Whoever misses that l
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import socket
@@ -28,9 +27,8 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.engine import journal
 from converters.engine.board import Board, machine
-from converters.engine.destination import beside, os_trouble
+from converters.engine.destination import beside
 from converters.engine.ranks import listed, shares, spans
 from converters.engine.relay import AGAIN, Stopped, packed, unpacked
 from converters.errors import DestinationError, DistckptError, Interrupted, RequestError
@@ -44,7 +42,7 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.planning.job import Task
 
-__all__ = ["Team", "TeamStaging"]
+__all__ = ["Team"]
 
 _INTERVAL = 1.0
 _GRACE = 10.0  # seconds that rank 0 waits at the end for the others to leave; torchrun kills after 30
@@ -375,34 +373,3 @@ class Team:
     def heard(self, name: str) -> Any:
         """Others: something that rank 0 said beside the usual."""
         return self._peers[0].said.get(name)
-
-
-class TeamStaging:
-    """The staging folder as ranks other than 0 see it: rank 0 has prepared it; only the journal is the rank's own.
-
-    Attributes:
-        folder: The folder.
-        resumed: Nothing: what was done before is rank 0's to know.
-    """
-
-    def __init__(self, destination: Path, fingerprint: str, rank: int) -> None:
-        self.folder = beside(destination, "partial")
-        self.resumed: list[dict[str, Any]] = []
-        self._path = self.folder / f"{journal.JOURNAL}-{rank}"
-        try:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise os_trouble(error, self._path, "creating") from error
-        self.log(journal.header(fingerprint))
-
-    def log(self, line: dict[str, Any]) -> None:
-        """See `Staging`."""
-        try:
-            journal.append(self._fd, [line])
-        except OSError as error:
-            raise os_trouble(error, self._path, "writing") from error
-
-    def close(self) -> None:
-        """Closes the journal; every line of it was synced."""
-        with contextlib.suppress(OSError):
-            os.close(self._fd)

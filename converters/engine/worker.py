@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.crc import Segment
-    from converters.engine.publish import Staging
-    from converters.engine.team import TeamStaging
+    from converters.engine.pool import Pool
+    from converters.engine.publish import Staging, TeamStaging
     from converters.planning.job import Job, Move, Task, Tile
     from converters.reading.gather import Segments, Sources
 
@@ -37,8 +37,8 @@ class Shared(Protocol):
     sources: Sources
     device: str
     unsure: bool
+    pool: Pool
 
-    def should_stop(self) -> bool: ...
     def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
 
 
@@ -81,7 +81,7 @@ class Worker:
         self._gatherer.segments = segments
         self.written = []
         for tile in task.tiles:
-            if self._shared.should_stop():
+            if self._shared.pool.should_stop():
                 return None
             elements = self._gatherer.gather(tile.source, tile.box)
             for move in self._shared.job.routes.reached(tile.source, tile.box):

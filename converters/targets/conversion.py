@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.engine.crew import Crew
 from converters.engine.destination import beside, free_bytes, os_trouble, replaced
-from converters.engine.publish import Staging
+from converters.engine.publish import Staging, TeamStaging
 from converters.engine.ranks import Ranks
 from converters.engine.run import run
-from converters.engine.team import Team, TeamStaging
+from converters.engine.team import Team
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady
 from converters.formats.base import fingerprint_of

@@ -17,7 +17,6 @@ from pathlib import Path
 import converters.engine.crew as crew
 import converters.engine.publish as publish
 import converters.engine.run as engine
-import converters.engine.team as team
 import converters.engine.worker as worker
 import converters.formats as formats
 import converters.targets.conversion as conversion
@@ -29,7 +28,7 @@ PLACES = {
     "answering": ((crew.Crew, "agree"),),
     "working": ((worker.Worker, "do"),),
     "checking": ((engine, "seal"),),
-    "publishing": ((publish.Staging, "publish"), (team.TeamStaging, "close")),
+    "publishing": ((publish.Staging, "publish"), (publish.TeamStaging, "close")),
 }
 
 
