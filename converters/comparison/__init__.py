@@ -1,1 +1,86 @@
-"""Two checkpoints side by side, in any two formats and layouts."""
+"""Two checkpoints side by side, of any formats and layouts: tensors, arguments, state, and every value.
+
+from converters import diff
+report = diff("ckpt/iter_0050000", "exported-hf", rtol=1e-2)
+if not report.identical:
+    print([(tensor.name, tensor.values.max_abs) for tensor in report.differing])
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from converters.comparison.compare import DiffReport
+    from converters.events import Listener, StopFlag
+
+__all__ = ["diff"]
+
+
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    tensors: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+    quick: bool = False,
+    vocab_size: int | None = None,
+    arch: str | None = None,
+    max_memory: int = 64 << 20,
+    threads: int | None = None,
+    device: str = "auto",
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+) -> DiffReport:
+    """Compares two checkpoints; tensors as the model has them, whatever the files look like.
+
+    Args:
+        a: The first, as for every command: a training root, an iteration, a file inside, a Hugging Face folder.
+        b: The second.
+        rtol: Values may be apart by `atol + rtol * max(|a|, |b|)`, and of different types, if one of the two is given; else
+            bits and types must be equal.
+        atol: See `rtol`.
+        tensors: Patterns of the tensors to be compared, and nothing else; empty for everything.
+        ignore: Patterns of what is left out: tensors, `args.*`, `iteration`, `rng_state.*`, `opt_param_scheduler.*`.
+        quick: Names, shapes, types and what is said about them; no values.
+        vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
+        arch: Hugging Face architecture, where one is such a folder and the inferred one is wrong.
+        max_memory: Bytes of buffers.
+        threads: Workers; None takes one for each core, 4 at most.
+        device: Where values are compared: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one and it pays.
+        listener: Told about progress; see `converters.events`.
+        stop: Polled between tiles; set it to end.
+
+    Returns:
+        The answer, `identical`; `differing` are the tensors, `plan.matching.only` those that one side lacks,
+        `plan.arguments` and `plan.facts.found` what else is not the same.
+
+    Raises:
+        FormatError: One of them cannot be read.
+        IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
+        RequestError: One is a Hugging Face folder of a model that the other cannot be, or nothing matches the patterns.
+        Interrupted: Asked to stop.
+    """
+    from converters.comparison.compare import DiffOptions, plan_diff, run_diff
+    from converters.comparison.values import Tolerance
+    from converters.formats import open_checkpoint
+
+    options = DiffOptions(
+        tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
+        tensors=tuple(tensors),
+        ignore=tuple(ignore),
+        quick=quick,
+        vocab_size=vocab_size,
+        arch=arch,
+        max_memory=max_memory,
+        threads=min(len(os.sched_getaffinity(0)), 4) if threads is None else threads,
+        device=device,
+    )
+    plan = plan_diff(open_checkpoint(a), open_checkpoint(b), options)
+    return run_diff(plan, listener=listener, stop=stop)

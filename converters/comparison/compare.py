@@ -2,7 +2,7 @@
 
 plan = plan_diff(open_checkpoint("a"), open_checkpoint("b"), DiffOptions())
 report = run_diff(plan)
-report.identical, [tensor.name for tensor in report.tensors if tensor.differs]
+report.identical, [tensor.name for tensor in report.differing]
 """
 
 from __future__ import annotations
@@ -169,6 +169,11 @@ class DiffReport:
     bytes_read: tuple[int, int] = (0, 0)
     records_checked: int = 0
     seconds: float = 0.0
+
+    @property
+    def differing(self) -> tuple[TensorReport, ...]:
+        """The tensors of both that make them different."""
+        return tuple(tensor for tensor in self.tensors if tensor.differs)
 
 
 def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffPlan:

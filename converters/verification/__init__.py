@@ -1,1 +1,80 @@
-"""Whether a checkpoint is right: structure, records, checksums, optimizer against weights, values, file lists."""
+"""Whether a checkpoint is right: structure, records, checksums, optimizer against weights, values, file lists.
+
+    from converters import verify
+    report = verify("ckpt/iter_0050000", values=True)
+    if not report.good:
+        print(report.affected, [finding.message for check in report.checks for finding in check.findings])
+
+What it finds is in tests/test_verify_swaps.py, damage by damage. What it cannot find without a manifest is in principle
+nothing but another file's or another iteration's true bytes in the right place:
+
+- weights of another run or iteration, of the same shapes, with all files that describe them, where there is no optimizer
+  whose master weights tell; and whole tensors that were exchanged (two experts, q and k of one size) in such a checkpoint;
+- both moments of a parameter exchanged with those of another one of the same shape: nothing else depends on them;
+- a flipped bit where the format stores no checksum (zarr, safetensors, ByteCheckpoint), unless a master weight or `--values`
+  shows it;
+- an option that no tensor shows: learning rate, seed, rotary base, an activation.
+
+A manifest (`write_manifest=True`, or Megatron's own `integrity.json`) made when the checkpoint was right finds all of these.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.events import Listener, StopFlag
+    from converters.verification.report import Report
+
+__all__ = ["verify"]
+
+
+def verify(
+    path: str | Path,
+    *,
+    quick: bool = False,
+    values: bool = False,
+    write_manifest: bool = False,
+    format: str | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+) -> Report:
+    """Looks at a checkpoint of any format and says what is wrong with it; nothing in it is executed.
+
+    Args:
+        path: The checkpoint, as for every command: a training root, an iteration, a file inside.
+        quick: Structure only; no payload is read.
+        values: Look at all values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.
+        write_manifest: List the files with their SHA-256, if nothing is wrong: `integrity.json`, as Megatron writes it, or
+            `distckpt-manifest.json` for formats that Megatron does not know.
+        format: Name of the format to read it as; None finds out.
+        threads: Workers; None takes one for each core, 8 at most.
+        device: Where values are looked at: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one and it pays.
+        listener: Told about progress; see `converters.events`.
+        stop: Polled between blocks; set it to end.
+
+    Returns:
+        What was found; `good` is the answer. Also of a checkpoint so damaged that it cannot be opened.
+
+    Raises:
+        FormatError: Nothing there, or no checkpoint of a known format, or a file that may not be read.
+        RequestError: A manifest was asked for that there is no place for, or a device that is missing.
+        DestinationError: The manifest cannot be written.
+        Interrupted: Asked to stop.
+    """
+    from converters.errors import DamagedFileError
+    from converters.formats import open_checkpoint
+    from converters.verification import run
+
+    many = min(len(os.sched_getaffinity(0)), 8) if threads is None else threads
+    options = run.VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=many, device=device)
+    try:
+        reader = open_checkpoint(path, format)
+    except DamagedFileError as error:
+        return run.unopened(error)
+    return run.verify(reader, options, listener=listener, stop=stop)
