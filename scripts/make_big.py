@@ -11,11 +11,8 @@ and the bytes are as incompressible as real weights.
 
 import argparse
 import faulthandler
-import multiprocessing
 import sys
-import tempfile
 import time
-from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +22,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from oracle import cpu  # the few CUDA calls of megatron-core, redirected
+from oracle.run import run_ranks
 
 ITERATION = 100
 ALIGNMENT = 64
@@ -125,56 +123,23 @@ class Model:
 
 def common_state(options):
     """What Megatron-LM stores beside the tensors: its arguments, the iteration, the optimizer's scalars."""
-    args = Namespace(
-        num_layers=options.layers,
-        hidden_size=options.hidden,
-        ffn_hidden_size=options.ffn,
-        num_attention_heads=options.heads,
-        group_query_attention=options.groups != options.heads,
-        num_query_groups=options.groups,
-        kv_channels=options.hidden // options.heads,
-        seq_length=4096,
-        max_position_embeddings=4096,
-        position_embedding_type="rope",
-        rotary_base=10000,
-        rotary_percent=1.0,
-        rotary_interleaved=False,
-        use_rope_scaling=False,
-        rope_scaling_factor=8.0,
-        normalization="RMSNorm",
-        layernorm_epsilon=1e-5,
-        layernorm_zero_centered_gamma=False,
-        swiglu=True,
-        add_bias_linear=False,
-        add_qkv_bias=False,
-        qk_layernorm=False,
-        multi_latent_attention=False,
-        window_size=None,
-        num_experts=None,
-        moe_layer_freq=1,
-        mtp_num_layers=None,
-        untie_embeddings_and_output_weights=True,
-        vocab_size=options.vocab,
-        padded_vocab_size=options.padded_vocab,
-        make_vocab_size_divisible_by=128,
-        bf16=True,
-        fp16=False,
-        params_dtype=torch.bfloat16,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=options.tp,
-        sequence_parallel=options.tp > 1,
-        world_size=options.tp * options.pp,
-        data_parallel_size=1,
-        use_distributed_optimizer=False,
-        transformer_impl="transformer_engine",
-        ckpt_format="torch_dist",
-        iteration=ITERATION,
-        consumed_train_samples=ITERATION * 8,
-    )
+    from oracle.models import megatron_args
+
+    sizes = {
+        "num_layers": options.layers,
+        "hidden_size": options.hidden,
+        "ffn_hidden_size": options.ffn,
+        "num_attention_heads": options.heads,
+        "group_query_attention": options.groups != options.heads,
+        "num_query_groups": options.groups,
+        "kv_channels": options.hidden // options.heads,
+        "seq_length": 4096,
+        "max_position_embeddings": 4096,
+        "vocab_size": options.vocab,
+        "make_vocab_size_divisible_by": 128,
+        "transformer_impl": "transformer_engine",
+    }
+    args = megatron_args("llama", "bf16", options.tp, options.pp, iteration=ITERATION, overrides=sizes)
     state = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
     state["num_floating_point_operations_so_far"] = 0
     if options.optimizer:
@@ -185,18 +150,16 @@ def common_state(options):
     return state
 
 
-def save_rank(options, pool, rank, rendezvous):
+def save_rank(options, rank, rendezvous):
     from megatron.core import dist_checkpointing
 
     faulthandler.dump_traceback_later(options.timeout, exit=True)
     world = options.tp * options.pp
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
-    state = common_state(options) | Model(options, pool, rank).fill()
+    state = common_state(options) | Model(options, options.pool, rank).fill()
     folder = options.folder / f"iter_{ITERATION:07d}"
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     dist_checkpointing.save(state, str(folder), ("torch_dist", 1), content_metadata=content)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def main():
@@ -220,29 +183,12 @@ def main():
 
     started = time.monotonic()
     largest = options.hidden * max(options.padded_vocab, 2 * options.ffn) // options.tp
-    pool = Pool((64 << 20) + largest, options.optimizer)
+    options.pool = Pool((64 << 20) + largest, options.optimizer)
     cpu.install()
     import megatron.core.dist_checkpointing  # noqa: F401  once, before the ranks are forked
 
     cpu.after_import()
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as scratch:
-        target = {"target": save_rank}
-        ranks = [
-            context.Process(**target, args=(options, pool, rank, f"{scratch}/store"))
-            for rank in range(options.tp * options.pp)
-        ]
-        for process in ranks:
-            process.start()
-        try:
-            while any(process.exitcode is None for process in ranks) and not any(p.exitcode for p in ranks):
-                time.sleep(0.1)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit(f"a rank failed: exit codes {[process.exitcode for process in ranks]}")
+    run_ranks(save_rank, options, options.tp * options.pp)
     (folder / "latest_checkpointed_iteration.txt").write_text(str(ITERATION))
     files = [file for file in folder.rglob("*") if file.is_file()]
     total = sum(file.stat().st_size for file in files)
