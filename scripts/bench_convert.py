@@ -22,7 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_export import GIB, MIB, REPOSITORY, digest, forget, machine, measure, sync
+from bench_export import GIB, MIB, REPOSITORY, digest, forget, interleaved, machine, sync
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -95,31 +95,20 @@ def run(source, to, work, tp, rounds):
     subprocess.run([*command[:4], str(source), str(kept), *command[6:]], check=True, stdout=subprocess.DEVNULL)
     size, digests = sum(path.stat().st_size for path in everything(kept)), set()
     whole = kept if kept.is_dir() else kept.parent
-    todo = {"cp": (["cp", "-r", str(kept), str(copy)], copy), "ours": (command, out)}
-    results = {name: [] for name in todo}
-    for number in range(rounds):
-        for name in list(todo) if number % 2 else list(todo)[::-1]:
-            words, made = todo[name]
-            for path in (source if source.is_dir() else source.parent, whole):
-                forget(path)
-            then = (lambda made=made: sync(made if made.is_dir() else made.parent)) if name == "cp" else None
-            results[name].append(measure(words, then))
-            if name == "ours":
-                digests.add(digest(made) if made.is_dir() else digest_of_file(made))
-            remove(made)
-            print(
-                f"  {source.name} -> {to} round {number + 1} {name:5} {results[name][-1]['wall']:7.2f} s",
-                file=sys.stderr,
-            )
+
+    def landed():
+        sync(copy if copy.is_dir() else copy.parent)
+
+    def prepare():
+        for path in (source if source.is_dir() else source.parent, whole):
+            forget(path)
+
+    todo = {"cp": (["cp", "-r", str(kept), str(copy)], landed, copy), "ours": (command, None, out)}
+    results = interleaved(
+        todo, rounds, prepare, lambda name, made: digests.add(digest(made)) if name == "ours" else None
+    )
     remove(kept)
     return results, size, len(digests) == 1
-
-
-def digest_of_file(path):
-    import hashlib
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def row(pair, results, size, same):

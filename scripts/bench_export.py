@@ -110,9 +110,25 @@ def measure(command, then=None):
     return {"wall": time.monotonic() - begin, "cpu": cpu, "anonymous": peak, **io}
 
 
-def digest(folder):
+def interleaved(todo, rounds, prepare, look=None):
+    """Measures every route (command, what counts as wall time after it, what it makes) in each round, in turning order."""
+    results, names = {name: [] for name in todo}, list(todo)
+    for number in range(rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            command, then, made = todo[name]
+            prepare()
+            results[name].append(measure(command, then))
+            if look:
+                look(name, made)
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
+            print(f"  round {number + 1} {name:5} {results[name][-1]['wall']:7.2f} s  {made}", file=sys.stderr)
+    return results
+
+
+def digest(made):
     total = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(made.rglob("*")) if made.is_dir() else [made]:
         if path.is_file():
             total.update(path.name.encode())
             with path.open("rb") as file:
@@ -190,22 +206,18 @@ def main():
     size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     print(f"{source.name}: {size / GIB:.2f} GiB, of which weights {weights / GIB:.2f} GiB")
     print(f"{machine()}; n = {asked.runs}, interleaved, cold cache")
-    results, digests = {}, set()
+    digests = set()
     with tempfile.TemporaryDirectory(dir=asked.dir or source.parent.parent, prefix="bench-") as name:
         todo = routes(source, Path(name), asked.extra)
-        chosen = [route for route in todo if not asked.route or route in asked.route]
-        for number in range(asked.runs):
-            turn = number % len(chosen)
-            for route in chosen[turn:] + chosen[:turn]:
-                command, then, made = todo[route]
-                forget(source)
-                os.sync()
-                results.setdefault(route, []).append(measure(command, then))
-                if route == "ours":
-                    digests.add(digest(made))
-                shutil.rmtree(made) if made.is_dir() else made.unlink()
-                print(f"  round {number + 1} {route:5} {results[route][-1]['wall']:7.2f} s", file=sys.stderr)
-    results = {route: results[route] for route in todo if route in results}
+        chosen = {route: it for route, it in todo.items() if not asked.route or route in asked.route}
+
+        def prepare():
+            forget(source)
+            os.sync()
+
+        results = interleaved(
+            chosen, asked.runs, prepare, lambda name, made: digests.add(digest(made)) if name == "ours" else None
+        )
     table(results, weights, size)
     if "ours" in results:
         print(f"results of ours byte-identical in all {asked.runs} runs: {'yes' if len(digests) == 1 else 'NO'}")

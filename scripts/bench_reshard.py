@@ -14,13 +14,12 @@ bench_export.py; `needed` is the bytes of all weights and optimizer tensors. Nee
 """
 
 import argparse
-import shutil
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 
-from bench_export import GIB, MIB, REPOSITORY, digest, forget, machine, measure, sync
+from bench_export import GIB, MIB, REPOSITORY, digest, forget, interleaved, machine, sync
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -62,19 +61,16 @@ def run(source, work, tp, rounds, extra):
         "cp": (["cp", "-r", str(source), str(copy)], lambda: sync(copy), copy),
         "ours": ([*ours, "--tp", str(tp), "--progress", "off", *extra], None, out),
     }
-    results, digests, amplified = {}, set(), None
-    for number in range(rounds):
-        order = list(todo) if number % 2 else list(todo)[::-1]
-        for route in order:
-            command, then, made = todo[route]
-            forget(source)
-            results.setdefault(route, []).append(measure(command, then))
-            if route == "ours":
-                digests.add(digest(made))
-                amplified = amplified or dcp_reads(source, next(made.glob("*/.metadata")).parent)
-            shutil.rmtree(made)
-            print(f"  tp {tp} round {number + 1} {route:5} {results[route][-1]['wall']:7.2f} s", file=sys.stderr)
-    return results, len(digests) == 1, amplified
+    digests, amplified = set(), []
+
+    def look(route, made):
+        if route == "ours":
+            digests.add(digest(made))
+            if not amplified:
+                amplified.append(dcp_reads(source, next(made.glob("*/.metadata")).parent))
+
+    results = interleaved(todo, rounds, lambda: forget(source), look)
+    return results, len(digests) == 1, amplified[0]
 
 
 def row(tp, results, floor, same, amplified):
