@@ -315,6 +315,7 @@ class Team:
 
         self.look()
         self._wait(all_here)
+        self.say()  # so that they miss it from now on, should it be killed
 
     def deal(self, todo: Sequence[Task]) -> list[Sequence[Task]]:
         """Rank 0: deals out what is left to do; the shares of all ranks, rank 0's first."""

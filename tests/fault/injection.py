@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from checkpoints import GOLDEN, copy_golden, tree
 
@@ -85,9 +85,9 @@ class Server:
             for found, text in zip(answer["runs"], said, strict=True)
         ]
 
-    def run(self, argv, call="", nth=0, action="NONE", path="/"):
+    def run(self, argv, call="", nth=0, action="NONE", path="/", **more):
         """Runs one command line with one fault armed: its exit code, its calls, what it said."""
-        return self.together([{"argv": argv, "fault": [call, nth, action, str(path)]}])[0][:3]
+        return self.together([{"argv": argv, "fault": [call, nth, action, str(path)]} | more])[0][:3]
 
     def ranks(self, world, argv, more=(), constants=(), **request):
         """Runs a command line as several ranks; `more` has additions to the runs of some of them, by rank."""
@@ -142,6 +142,9 @@ class Case:
         make: Makes the source from the golden checkpoint.
     """
 
+    positions = 20  # of each call that are tried; the hundreds of reads and writes of a run are much the same
+    constants: ClassVar = {}
+
     def __init__(self, server, root, golden, *argv, make=folder_of):
         self.server = server
         self.source = make(golden, root / "source")
@@ -162,7 +165,7 @@ class Case:
         return {self.out.parent: WRITING, self.source: READING}
 
     def execute(self, *fault):
-        return self.server.run(self.argv, *fault)
+        return self.server.run(self.argv, *fault, constants=self.constants)
 
     def unchanged(self):
         """The source is byte for byte what it was."""
@@ -178,10 +181,10 @@ class Case:
         shutil.rmtree(self.out.parent, ignore_errors=True)
         self.prepare()
 
-    def points(self, area, positions):
+    def points(self, area, positions=None):
         """What can fail below a path, at so many positions of each call, spread from its first to its last."""
         for call in self.areas()[area]:
-            for nth in spread(self.counts[area][call], positions):
+            for nth in spread(self.counts[area][call], positions or self.positions):
                 for action in ACTIONS[call]:
                     yield call, nth, action
 
@@ -256,6 +259,20 @@ class Replacing(Case):
         return True
 
 
+class Swapping(Replacing):
+    """The same where two folders cannot be exchanged in one step, as on NFS."""
+
+    constants: ClassVar = {"engine.disk._EXCHANGE": 128}
+
+    def complete(self):
+        """For a moment neither is in place; the next run puts one there."""
+        old = self.out.with_name(".out.distckpt-old")
+        if not self.out.exists():
+            assert (old / "theirs.txt").exists()
+            return False
+        return super().complete()
+
+
 class Manifest(Case):
     """verify --write-manifest: one new file, complete or absent, beside files that nobody touches."""
 
@@ -305,17 +322,15 @@ class Manifest(Case):
         assert [path.name for path in self.source.glob("*integrity.json*")] == ["integrity.json"], where
 
 
-EARLY = {"engine.team._ARRIVAL": 1}  # times the timeout; what is small plans fast
-
-
 class Pair(Case):
     """The same command as two ranks, one of which meets the fault."""
 
-    world, victim = 2, 1
+    world, victim, positions = 2, 1, 9
+    constants: ClassVar = {"engine.team._ARRIVAL": 1}  # times the timeout; what is small plans fast
 
     def execute(self, *fault):
         fault = [*fault[:3], str(fault[3])]
-        ended = self.server.ranks(self.world, self.argv, {self.victim: {"fault": fault}}, constants=EARLY)
+        ended = self.server.ranks(self.world, self.argv, {self.victim: {"fault": fault}}, constants=self.constants)
         self.codes = [run.code for run in ended]
         hurt, leader = ended[self.victim], ended[0]
         text = "".join(f"rank {rank}, exit {run.code}:\n{run.text}" for rank, run in enumerate(ended))
@@ -355,6 +370,8 @@ COMMANDS = {
     "safetensors": (Case, "v009_zarr_llama_adam_tp2pp2", ("convert", "SRC", "DST", "--to", "safetensors", *SMALL)),
     "legacy": (Case, "llama_adam_tp2pp2", ("convert", "SRC", "DST", "--to", "legacy")),
     "tar": (Case, "nemo1_zarr_llama4_weights_tp2pp2", ("export-hf", "SRC", "DST", *SMALL)),
+    "replacing": (Replacing, "llama_singleton_weights_tp2pp2", ("export-hf", "SRC", "DST", "--overwrite")),
+    "swapping": (Swapping, "llama_singleton_weights_tp2pp2", ("export-hf", "SRC", "DST", "--overwrite")),
     "manifest": (Manifest, "llama_singleton_weights_tp2pp2", ("verify", "SRC", "--write-manifest")),
     "rank 1": (Pair, "llama_singleton_weights_tp2pp2", RANKS),
     "rank 0": (PairLed, "llama_singleton_weights_tp2pp2", RANKS),
@@ -367,4 +384,4 @@ def case_of(server, root, name, *more):
     kind, golden, argv = COMMANDS[name]
     progress = () if "--progress" in argv else ("--progress", "off")
     make = {"make": tar_of} if name == "tar" else {}
-    return (Replacing if "--overwrite" in more else kind)(server, root, golden, *argv, *progress, *more, **make)
+    return kind(server, root, golden, *argv, *progress, *more, **make)

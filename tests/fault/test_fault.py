@@ -13,7 +13,6 @@ from injection import COMMANDS, COMPILER, case_of
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: faults cannot be injected")
 
-POSITIONS = 9  # of each call; the hundreds of writes of a tile or reads of a record are much the same
 SAMPLE = {"export-hf": 40, "rank 0": 12, "rank 1": 12}  # points of a command that the default suite tries
 
 
@@ -22,10 +21,9 @@ def case(server, memory):
     return case_of(server, memory(), "export-hf")
 
 
-def sweep(case, area, positions, step=1, calls=()):
+def sweep(case, area, step=1):
     tried, published, violations = 0, 0, []
-    chosen = (point for point in case.points(area, positions) if not calls or point[0] in calls)
-    for call, nth, action in itertools.islice(chosen, 0, None, step):
+    for call, nth, action in itertools.islice(case.points(area), 0, None, step):
         tried += 1
         try:
             published += case.check(area, call, nth, action)[1]
@@ -79,8 +77,8 @@ def test_faults(server, memory, command):
     """A sample of the points; `--all` tries many more."""
     case = case_of(server, memory(), command)
     for area in case.areas():
-        points, most = sum(1 for _ in case.points(area, POSITIONS)), SAMPLE.get(command, 16) // len(case.areas())
-        tried, _ = sweep(case, area, POSITIONS, step=points // most)
+        points, most = sum(1 for _ in case.points(area)), SAMPLE.get(command, 16) // len(case.areas())
+        tried, _ = sweep(case, area, step=points // most)
         assert tried >= most
 
 
@@ -89,17 +87,23 @@ def test_faults(server, memory, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_fault(server, memory, command, record_property):
     case = case_of(server, memory(), command)
-    tried = sum(sweep(case, area, POSITIONS)[0] for area in case.areas())
+    tried = sum(sweep(case, area)[0] for area in case.areas())
     record_property("points", tried)
     print(f"{command}: {tried} points, none violated")
     assert tried >= 150
 
 
-def test_faults_while_replacing(server, memory):
-    case = case_of(server, memory(), "export-hf", "--overwrite")
-    tried, published = sweep(case, case.out.parent, 9, step=3, calls=("rename", "fsync", "unlink", "rmdir"))
-    assert tried >= 10
-    assert published > 1
+@pytest.mark.parametrize("command", ["replacing", "swapping"])
+def test_what_is_replaced_is_there_until_the_result_is(server, memory, command):
+    """Every rename and removal, and the syncs around them."""
+    case = case_of(server, memory(), command)
+    area, outcomes = case.out.parent, set()
+    assert case.counts[area]["rename"] == {"replacing": 1, "swapping": 4}[command]
+    last = case.counts[area]["fsync"]
+    for call, nth, action in case.points(area):
+        if call in ("rename", "unlink", "rmdir") or (call == "fsync" and nth >= last - 1):
+            outcomes.add(case.check(area, call, nth, action))
+    assert outcomes == {(-9, False), (-9, True), (5, False), (5, True)}
 
 
 # ---------------------------------------------------------------------- a disk that is really full
