@@ -19,8 +19,9 @@ from converters.formats.common_state import Archive
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import ParamGroups
 from converters.optimizer.state import candidates, optimizer_state, prove_masters
-from converters.parallel.buffers import Local, Misfit, Owners, Rules, arrange, bucket_size, dp_chunks, fit
+from converters.parallel.buffers import Local, Misfit, Rules, arrange, bucket_size, dp_chunks, fit
 from converters.parallel.layout import Layout
+from converters.parallel.local import LocalModel
 from converters.parallel.split import Outline
 from converters.planning.plan import Target
 from converters.reading.arithmetic import rounded
@@ -389,9 +390,9 @@ def test_candidates_begin_with_what_the_arguments_say():
 def test_a_copy_of_the_embedding_is_not_read():
     shapes = gpt(2, experts=0, gated=True, tied=True, bias=False, mtp=0)
     targets = {n: Target(n, BF16, shape) for n, shape in shapes.items()}
-    owners = Owners(targets, Layout(pp=2), Outline(2, gated=True, tied=True), Order())
-    (first,) = owners.buffers(0, range(1), 0, None, experts=None)
-    (last,) = owners.buffers(1, range(1), 0, None, experts=None)
+    model = LocalModel(targets, Layout(pp=2), Outline(2, gated=True, tied=True), Order())
+    (first,) = model.buffers(0, range(1), 0, None, experts=None)
+    (last,) = model.buffers(1, range(1), 0, None, experts=None)
     assert first.parameters[0].name == last.parameters[-1].name == "embedding.word_embeddings.weight"
     assert (first.parameters[0].first, last.parameters[-1].first) == (True, False)
     assert first.parameters[0].shared

@@ -19,7 +19,8 @@ from converters.archive.records_out import object_record
 from converters.box import Box, flat_range
 from converters.dtypes import dtype
 from converters.formats.torch_dist.parts import FlatOut, ObjectOut
-from converters.parallel.buffers import Bucket, Local, Owners, Rules, arrange, bucket_size, dp_chunks
+from converters.parallel.buffers import Bucket, Local, Rules, arrange, bucket_size, dp_chunks
+from converters.parallel.local import LocalModel
 from converters.pickles import Global
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class _Flattener:
     ) -> None:
         self.parameters, self.layout, self.groups, self.args = parameters, layout, groups, args
         self.available = available
-        self.owners = Owners(parameters, layout, outline, order)
+        self.model = LocalModel(parameters, layout, outline, order)
         self.chained = layout.ep > 1 and any(".mlp.experts." in name for name in parameters)
         self.biases = any(".mlp.experts." in name and name.endswith(".bias") for name in parameters)
 
@@ -111,7 +112,7 @@ class _Flattener:
         for group in self._groups():
             numels: list[tuple[Node, list[Bucket]]] = []
             chunks = range(self.layout.chunks)
-            owned = self.owners.buffers(group.pp, chunks, group.tp, group.ep, experts=group.experts)
+            owned = self.model.buffers(group.pp, chunks, group.tp, group.ep, experts=group.experts)
             for number, buffer in enumerate(owned):
                 grad = "float32" if self._grads_in_fp32() else buffer.dtype.name
                 types = (Global("torch", buffer.dtype.name), Global("torch", grad))
@@ -128,7 +129,7 @@ class _Flattener:
 
     def _rules(self, group: _Group, chunk: int) -> Rules:
         first = group.pp == 0 and chunk == 0
-        size = bucket_size(self.args, self.layout, self.owners) if first else None
+        size = bucket_size(self.args, self.layout, self.model) if first else None
         busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
         return Rules(len(group.ranks), bucket_size=size, busbw=busbw)
 

@@ -23,9 +23,10 @@ from converters.formats.base import CommonReader
 from converters.optimizer.flat import MASTERS, FlatReader, place, stored_groups
 from converters.optimizer.groups import param_groups
 from converters.optimizer.proof import Masters, mismatches, prove_masters, refusal
-from converters.parallel.buffers import Misfit, Owners, Rules, bucket_size
+from converters.parallel.buffers import Misfit, Rules, bucket_size
 from converters.parallel.collected import Collected
 from converters.parallel.layout import Layout
+from converters.parallel.local import LocalModel
 from converters.parallel.split import Outline
 from converters.planning.plan import Target
 from converters.registration import EXPERTS, Order, trainable
@@ -225,7 +226,7 @@ class _Unflattener:
         self.early = made_by.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
         outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
         parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
-        self.owners = Owners(parameters, layout, outline, candidate.order)
+        self.model = LocalModel(parameters, layout, outline, candidate.order)
         self.found = Collected()
         self.used: set[tuple[int | None, int]] = set()
 
@@ -267,7 +268,7 @@ class _Unflattener:
         elif experts:
             index += ep * layout.pp * layout.tp
         group = self.groups.get((chain, index))
-        wanted = self.owners.buffers(pp, chunks, tp, ep if experts else None, experts=experts)
+        wanted = self.model.buffers(pp, chunks, tp, ep if experts else None, experts=experts)
         have = group.buffers if group else {}
         self.used.add((chain, index))
         if len(wanted) != len(have):
@@ -284,7 +285,7 @@ class _Unflattener:
 
     def _rules(self, pp: int, chunk: int, experts: bool) -> Rules:
         dp = self.layout.edp if experts else self.layout.dp_cp
-        size = bucket_size(self.args, self.layout, self.owners) if pp == 0 and chunk == 0 else None
+        size = bucket_size(self.args, self.layout, self.model) if pp == 0 and chunk == 0 else None
         busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
         return Rules(dp, self.candidate.align, size, busbw, early=self.early)
 

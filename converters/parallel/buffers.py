@@ -18,28 +18,19 @@ optimizer/distrib_optimizer.py, models/common/language_module/language_module.py
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from converters.box import Box
 from converters.errors import FormatError, RequestError
-from converters.parallel.split import shards, split_rule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
+    from converters.box import Box
     from converters.dtypes import DType
     from converters.parallel.layout import Layout
-    from converters.parallel.pipeline import Stage
-    from converters.parallel.split import Outline, Shard
-    from converters.planning.plan import Target
-    from converters.registration import Order
 
-__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Owners", "Rules", "arrange", "bucket_size", "dp_chunks", "fit"]
-
-_EMBEDDING = "embedding.word_embeddings.weight"
+__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Rules", "arrange", "bucket_size", "dp_chunks", "fit"]
 
 
 class Misfit(FormatError):
@@ -128,17 +119,17 @@ class Counted(Protocol):
         ...
 
 
-def bucket_size(args: Mapping[str, Any], layout: Layout, owners: Counted) -> int | None:
+def bucket_size(args: Mapping[str, Any], layout: Layout, model: Counted) -> int | None:
     """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
 
     Args:
-        owners: What its ranks hold, for `--ddp-num-buckets`.
+        model: What its ranks hold, for `--ddp-num-buckets`.
     """
     if args.get("overlap_grad_reduce") is not True or args.get("overlap_param_gather_with_optimizer_step") is True:
         return None
     count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
     if isinstance(count, int):
-        return owners.numel(0) // count
+        return model.numel(0) // count
     return size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)
 
 
@@ -247,108 +238,3 @@ def dp_chunks(bucket: Bucket, dp: int) -> list[list[tuple[int, int, int]]]:
             chunks.append((at, min(high, bucket.numel_unpadded) - at, -1))
         out.append(chunks)
     return out
-
-
-class Owners:
-    """Which parameters the ranks of a job hold, in the order of `named_parameters()`.
-
-    Args:
-        parameters: Name, type and whole shape of every trainable tensor of the model.
-    """
-
-    def __init__(self, parameters: Mapping[str, Target], layout: Layout, outline: Outline, order: Order) -> None:
-        self._parameters, self._layout, self._outline, self.order = parameters, layout, outline, order
-        self._pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
-        self._by_ep: dict[tuple[int, int, bool | None], dict[int, list[tuple[str, bool]]]] = {}
-
-    @cached_property
-    def _stages(self) -> dict[tuple[int, int], list[tuple[str, bool]]]:
-        """For each pipeline rank and model chunk: tensors in order, and whether the stage is the first to hold each."""
-        found: dict[tuple[int, int], list[tuple[tuple[int, ...], str, bool]]] = defaultdict(list)
-        for name in self._parameters:
-            homes = self._pipeline.homes(name, tied=self._outline.tied)
-            for stage in homes:
-                key = self.order.position(self._name_on(stage, name))
-                found[stage.pp, stage.vp].append((key, name, stage == homes[0]))
-        return {where: [(name, first) for _, name, first in sorted(items)] for where, items in found.items()}
-
-    def _name_on(self, stage: Stage, name: str) -> str:
-        """Where a copy of the embedding stands: it is the output layer's weight, or with MTP an embedding again."""
-        if name == _EMBEDDING and not stage.has_embedding and not stage.mtp:
-            return "output_layer.weight"
-        return name
-
-    def _names(self, pp: int, chunk: int, ep: int, experts: bool | None) -> list[tuple[str, bool]]:
-        """Tensors of a model chunk of which a rank may hold something: those of other expert-parallel ranks left out."""
-        if (pp, chunk, experts) not in self._by_ep:
-            made = self._by_ep[pp, chunk, experts] = defaultdict(list)
-            for name, first in self._stages.get((pp, chunk), []):
-                if experts is None or experts == (name in self._experts):
-                    home = self._shards[name][0].ep
-                    for rank in range(self._layout.ep) if home is None else (home,):
-                        made[rank].append((name, first))
-        return self._by_ep[pp, chunk, experts][ep]
-
-    @cached_property
-    def _experts(self) -> set[str]:
-        return {name for name in self._parameters if ".mlp.experts." in name and split_rule(name).expert is not None}
-
-    @cached_property
-    def _shards(self) -> dict[str, list[Shard]]:
-        return {
-            name: sorted(shards(name, p.shape, self._layout, self._outline), key=lambda s: s.local.start)
-            for name, p in self._parameters.items()
-        }
-
-    def held(self, pp: int, chunk: int, tp: int, ep: int | None, *, experts: bool | None) -> list[Local]:
-        """The parameters of one model chunk of one rank.
-
-        Args:
-            tp: Tensor-parallel rank; that of the experts' grid if `experts`.
-            experts: True for experts only, False for all others, None for all parameters.
-        """
-        groups: dict[tuple[str, bool], list[tuple[str, list[Shard]]]] = {}
-        for name, first in self._names(pp, chunk, ep or 0, experts):
-            mine = [shard for shard in self._shards[name] if shard.tp in (None, tp)]
-            if mine:
-                groups.setdefault((self.order.parameter(name), first), []).append((name, mine))
-        return [self._local(parameter, first, tensors, tp) for (parameter, first), tensors in groups.items()]
-
-    def _local(self, parameter: str, first: bool, tensors: list[tuple[str, list[Shard]]], tp: int) -> Local:
-        segments: list[tuple[str, Box]] = []
-        for name, mine in tensors:
-            stacked = self.order.experts == "stacked" and name in self._experts
-            if stacked and len(mine[0].box.shape) == 2:  # transposed: column by column of gate, then of up
-                columns = range(mine[0].box.shape[1])
-                segments += [(name, _column(shard.box, n)) for n in columns for shard in mine]
-            else:
-                segments += [(name, shard.box) for shard in mine]
-        shared = self._layout.pp > 1 and parameter == _EMBEDDING
-        return Local(
-            parameter,
-            self._parameters[tensors[0][0]].dtype,
-            tuple(segments),
-            sum(box.volume for _, box in segments),
-            first and all(shard.tp is not None or tp == 0 for _, mine in tensors for shard in mine),
-            shared and (self._outline.tied or self._outline.mtp_layers > 0),
-        )
-
-    def numel(self, pp: int) -> int:
-        """Elements of all parameters of a rank of one pipeline stage, experts included."""
-        chunks = range(self._layout.chunks)
-        held = [self.held(pp, chunk, 0, 0, experts=kind) for chunk in chunks for kind in (False, True)]
-        return sum(local.numel for locals_ in held for local in locals_)
-
-    def buffers(self, pp: int, chunks: Iterable[int], tp: int, ep: int | None, *, experts: bool | None) -> list[Buffer]:
-        """The buffers of one optimizer of a rank, in Megatron's numbering (`gbuf_idx`)."""
-        out = []
-        for chunk in chunks:
-            by_type: dict[DType, list[Local]] = {}
-            for local in self.held(pp, chunk, tp, ep, experts=experts):
-                by_type.setdefault(local.dtype, []).append(local)
-            out += [Buffer(chunk, kind, tuple(locals_)) for kind, locals_ in by_type.items()]
-        return out
-
-
-def _column(box: Box, number: int) -> Box:
-    return Box((box.start[0], box.start[1] + number), (box.shape[0], 1))

@@ -21,6 +21,8 @@ with what the real models hold by tests/test_local.py.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -30,13 +32,14 @@ from typing import TYPE_CHECKING
 from converters.box import Box
 from converters.errors import FormatError
 from converters.facts.model_args import ModelArgs
+from converters.parallel.buffers import Buffer, Local
 from converters.parallel.split import Outline, shards
 from converters.parallel.vocabulary import VOCABULARY, vocabulary_rows
 from converters.planning.plan import Copy, Op, Target
 from converters.registration import Order, trainable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
@@ -70,6 +73,8 @@ class LocalTensor:
         fills: Boxes that nothing fills: they are zero.
         trained: It is a parameter, so that the optimizer has state for it; otherwise a buffer.
         expert: It belongs to routed experts.
+        first: No rank before this one holds the same elements; others hold replicas.
+        shared: Another pipeline stage trains a copy of it: the embedding, where it is tied or used by MTP.
     """
 
     name: str
@@ -80,11 +85,25 @@ class LocalTensor:
     fills: tuple[Box, ...]
     trained: bool
     expert: bool
+    first: bool = True
+    shared: bool = False
 
     @property
     def sources(self) -> list[str]:
         """Canonical names of the tensors that fill it."""
         return list(dict.fromkeys(copy.source for copy in self.copies))
+
+    def flattened(self, name: str) -> Local:
+        """Its elements one behind the other, as boxes of whole tensors; `name` is that of the parameter."""
+        segments: list[tuple[str, Box]] = []
+        for source, copies in itertools.groupby(self.copies, key=lambda copy: copy.source):
+            mine = list(copies)
+            boxes = [copy.source_box for copy in mine]
+            if mine[0].op is Op.TRANSPOSE:  # column by column of gate, then of up
+                boxes = [_column(box, n) for n in range(boxes[0].shape[1]) for box in boxes]
+            segments += [(source, box) for box in boxes]
+        numel = sum(box.volume for _, box in segments)
+        return Local(name, self.dtype, tuple(segments), numel, self.first, self.shared)
 
 
 def likely_order(catalog: Catalog) -> Order:
@@ -194,9 +213,40 @@ class LocalModel:
         etp = tp if etp is None else etp
         grouped: dict[str, list[str]] = {}
         for parameter, name in self._stages.get((pp, chunk), ()):
-            if self._held(name)[0].ep in (None, ep):
+            held = self._held(name)
+            at = tp if held[0].ep is None else etp
+            if held[0].ep in (None, ep) and any(shard.tp in (None, at) for shard in held):
                 grouped.setdefault(parameter, []).append(name)
-        return [self._tensor(parameter, names, tp, etp) for parameter, names in grouped.items()]
+        return [self._tensor(parameter, names, tp, etp, (pp, chunk)) for parameter, names in grouped.items()]
+
+    def numel(self, pp: int) -> int:
+        """Elements of all parameters of a rank of one pipeline stage, experts included."""
+        held = (tensor for chunk in range(self.layout.chunks) for tensor in self.chunk(pp=pp, chunk=chunk))
+        return sum(math.prod(tensor.shape) for tensor in held if tensor.trained)
+
+    def buffers(self, pp: int, chunks: Iterable[int], tp: int, ep: int | None, *, experts: bool | None) -> list[Buffer]:
+        """The flat buffers of one optimizer of a rank, in Megatron's numbering (`gbuf_idx`).
+
+        Args:
+            pp: Pipeline rank.
+            chunks: The model chunks that the optimizer is for.
+            tp: Tensor-parallel rank; that of the experts' grid if `experts`.
+            ep: Expert-parallel rank; None where there are no experts of other ranks.
+            experts: True for experts only, False for all others, None for all parameters.
+
+        Raises:
+            FormatError: It is not known where a parameter stands in the order.
+        """
+        out = []
+        for chunk in chunks:
+            by_type: dict[DType, list[Local]] = {}
+            for tensor in self.chunk(pp=pp, chunk=chunk, tp=tp, ep=ep or 0):
+                if tensor.trained and experts in (None, tensor.expert):
+                    self.order.position(tensor.sources[0])
+                    name = self.order.parameter(tensor.sources[0])
+                    by_type.setdefault(tensor.dtype, []).append(tensor.flattened(name))
+            out += [Buffer(chunk, kind, tuple(locals_)) for kind, locals_ in by_type.items()]
+        return out
 
     def places(self, name: str) -> Iterator[tuple[int, int, str]]:
         """`(pp, chunk, name there)` of what a canonical tensor or extra state is on, the stage that saves it first.
@@ -248,18 +298,19 @@ class LocalModel:
             self._shards[name] = shards(name, self.tensors[name].shape, self.layout, self.outline)
         return self._shards[name]
 
-    def _tensor(self, parameter: str, names: Sequence[str], tp: int, etp: int) -> LocalTensor:
+    def _tensor(self, parameter: str, names: Sequence[str], tp: int, etp: int, stage: tuple[int, int]) -> LocalTensor:
         """One tensor in memory from the whole tensors that it has parts of, one behind the other."""
         copies: list[Copy] = []
         fills: list[Box] = []
         matrix: tuple[int, ...] = ()
-        rows, stacked, expert = 0, False, False
+        rows, stacked, expert, first = 0, False, False, True
         for name in names:
             held = self._held(name)
             expert = held[0].ep is not None
             stacked = expert and self.order.experts == "stacked" and len(self.tensors[name].shape) == 2
             at = etp if expert else tp
             mine = [shard for shard in held if shard.tp in (None, at)]
+            first &= at == 0 or mine[0].tp is not None
             for shard in mine:
                 for source, target in self._parts(name, shard):
                     local = Box(target.start[::-1], target.shape[::-1]) if stacked else target
@@ -276,17 +327,11 @@ class LocalModel:
         shape = matrix
         if stacked and parameter.endswith("1"):  # (experts * hidden, ffn) in memory is called (hidden, experts * ffn)
             shape = (matrix[0] // len(names), matrix[1] * len(names))
-        kind = self.tensors[names[0]].dtype
-        return LocalTensor(
-            parameter,
-            kind,
-            shape,
-            matrix,
-            tuple(copies),
-            tuple(fills),
-            self.trains(names[0]),
-            expert,
-        )
+        homes = self._pipeline.homes(names[0], tied=self.outline.tied)
+        first &= stage == (homes[0].pp, homes[0].vp)
+        shared = self.layout.pp > 1 and names[0] == _EMBEDDING and (self.outline.tied or self.outline.mtp_layers > 0)
+        kind, trained = self.tensors[names[0]].dtype, self.trains(names[0])
+        return LocalTensor(parameter, kind, shape, matrix, tuple(copies), tuple(fills), trained, expert, first, shared)
 
     def _parts(self, name: str, shard: Shard) -> Iterator[tuple[Box | None, Box]]:
         """`(box of the source, box of the rank's part)`; None for rows that the source lacks."""
@@ -339,6 +384,10 @@ def with_extra_states(
             yield f"{module}._extra_state", None
     if output:
         yield "output_layer._extra_state", None
+
+
+def _column(box: Box, number: int) -> Box:
+    return Box((box.start[0], box.start[1] + number), (box.shape[0], 1))
 
 
 def _on_stage(stage: Stage, name: str) -> str:

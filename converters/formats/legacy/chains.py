@@ -5,7 +5,6 @@ Source: Megatron-Core, optimizer/__init__.py (`get_megatron_optimizer`), core_v0
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from converters.formats.containers.archive_out import ArchiveFile
 from converters.formats.legacy.output import Chain, buffers, flat_places, flat_state
 from converters.optimizer.groups import read_param_groups
 from converters.parallel.buffers import Rules, bucket_size
-from converters.parallel.vocabulary import VOCABULARY
 
 if TYPE_CHECKING:
     from converters.dtypes import DType
@@ -81,13 +79,9 @@ class Chains:
         return made
 
     def _chain(self, groups: Sequence[dict[str, Node]], chunks: _Chunks) -> Chain:
-        outline = self._model.outline
-        copied = self._layout.pp > 1 and (outline.tied or outline.mtp_layers > 0)
-        shared = {t.name for chunk in chunks for t in chunk if VOCABULARY[0] in t.sources} if copied else set()
         return Chain(
             tuple(groups),
             tuple(tuple(chunk) for chunk in chunks),
-            frozenset(shared),
             self.states,
             self._args,
             self._groups.scaler,
@@ -113,24 +107,18 @@ class Chains:
     def _rules(self, pp: int, *, experts: bool) -> Callable[[int], Rules]:
         dp = self._layout.edp if experts else self._layout.dp_cp
         busbw = self._args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
-        first = bucket_size(self._args, self._layout, self) if pp == 0 else None
+        first = bucket_size(self._args, self._layout, self._model) if pp == 0 else None
         return lambda chunk: Rules(dp, bucket_size=first if chunk == 0 else None, busbw=busbw)
-
-    def numel(self, pp: int) -> int:
-        """Elements of all parameters of a rank of one pipeline stage, experts included."""
-        return sum(math.prod(t.shape) for chunk in self._chunks(pp) for t in chunk if t.trained)
-
-    def _chunks(self, pp: int) -> _Chunks:
-        return [self._model.chunk(pp=pp, chunk=chunk) for chunk in range(self._layout.chunks)]
 
     def buckets_matter(self) -> bool:
         """Whether positions in the buffers of the first stage depend on where buckets end."""
-        return any(self._differ(chain) for chain in self.of(self._chunks(0)))
+        chunks = [self._model.chunk(chunk=chunk) for chunk in range(self._layout.chunks)]
+        return any(self._differ(chain) for chain in self.of(chunks))
 
     def _differ(self, chain: Chain) -> Iterator[bool] | bool:
         ends = (Rules(1), Rules(1, bucket_size=1))
         first = (parameters for chunk, _, parameters in buffers(chain) if chunk == 0)
-        return any(len({flat_places(mine, rules, chain.shared)[1] for rules in ends}) > 1 for mine in first)
+        return any(len({flat_places(mine, rules)[1] for rules in ends}) > 1 for mine in first)
 
 
 def _step(reader: Reader) -> int | None:

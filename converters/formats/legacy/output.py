@@ -47,7 +47,6 @@ class Chain:
     Attributes:
         groups: Options of its param groups, without parameters.
         chunks: Its parameters, for each model chunk of the rank in the order of `named_parameters()`.
-        shared: Names of parameters that another stage trains a copy of: the embedding, where it is tied.
         states: States that the optimizer has for a parameter ("param", "exp_avg", ..), with their element types.
         args: Training arguments.
         scaler: State of the loss scaler, to be adopted by a file; None if there is none.
@@ -57,7 +56,6 @@ class Chain:
 
     groups: tuple[dict[str, Node], ...]
     chunks: tuple[tuple[LocalTensor, ...], ...]
-    shared: frozenset[str]
     states: Mapping[str, DType]
     args: Mapping[str, Any]
     scaler: Node = None
@@ -125,7 +123,7 @@ def flat_state(file: ArchiveFile, chain: Chain, rules: Callable[[int], Rules]) -
     out: dict[Any, Node] = {"buckets_coalesced": True}
     for number, (chunk, kind, parameters) in enumerate(buffers(chain)):
         grad = "float32" if chain.args.get("accumulate_allreduce_grads_in_fp32") is not False else kind.name
-        places, numel = flat_places(parameters, rules(chunk), chain.shared)
+        places, numel = flat_places(parameters, rules(chunk))
         states: dict[str, Node] = {}
         for state in chain.states:
             storage = file.storage(dtype("float32"), numel, list(_regions(places, state, numel)))
@@ -144,13 +142,11 @@ def buffers(chain: Chain) -> Iterator[tuple[int, DType, list[LocalTensor]]]:
         yield from ((chunk, kind, mine) for kind, mine in by_type.items())
 
 
-def flat_places(
-    parameters: Sequence[LocalTensor], rules: Rules, shared: frozenset[str]
-) -> tuple[list[tuple[LocalTensor, int]], int]:
+def flat_places(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[tuple[LocalTensor, int]], int]:
     """The first element of each parameter in a buffer whose buckets lie end to end, and the elements of all."""
     known = {parameter.name: parameter for parameter in parameters}
     flat = [
-        Local(name, p.dtype, (), math.prod(p.shape), shared=name in shared) for name, p in known.items()
+        Local(name, p.dtype, (), math.prod(p.shape), shared=p.shared) for name, p in known.items()
     ]  # what fills them is not asked here
     places, base = [], 0
     for bucket in arrange(flat, rules):
