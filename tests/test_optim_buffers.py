@@ -19,7 +19,7 @@ from converters.formats.common_state import Archive
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import ParamGroups
 from converters.optimizer.state import candidates, optimizer_state, prove_masters
-from converters.parallel.buffers import Local, Misfit, Rules, arrange, bucket_size, dp_chunks, fit
+from converters.parallel.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
 from converters.parallel.layout import Layout
 from converters.parallel.local import LocalModel
 from converters.parallel.split import Outline
@@ -133,14 +133,17 @@ def test_buckets_close_at_their_size_and_around_a_shared_embedding():
 
 
 def test_bucket_size_of_arguments():
-    owners = types.SimpleNamespace(numel=lambda pp: 1000)
+    def size(args, layout=None, pp=0, chunk=0):
+        return Rules.of(args, layout or Layout(), lambda pp: 1000, pp, chunk).bucket_size
+
     overlap = {"overlap_grad_reduce": True}
-    assert bucket_size({}, Layout(), owners) is None
-    assert bucket_size(overlap, Layout(), owners) == 40_000_000
-    assert bucket_size(overlap, Layout(dp=64), owners) == 64_000_000
-    assert bucket_size(overlap | {"ddp_bucket_size": 5}, Layout(), owners) == 5
-    assert bucket_size(overlap | {"ddp_num_buckets": 3}, Layout(), owners) == 333
-    assert bucket_size(overlap | {"overlap_param_gather_with_optimizer_step": True}, Layout(), owners) is None
+    assert size({}) is None
+    assert size(overlap) == 40_000_000
+    assert size(overlap, Layout(dp=64)) == 64_000_000
+    assert size(overlap | {"ddp_bucket_size": 5}) == 5
+    assert size(overlap | {"ddp_num_buckets": 3}) == 333
+    assert size(overlap | {"overlap_param_gather_with_optimizer_step": True}) is None
+    assert size(overlap, pp=1) is size(overlap, chunk=1) is None
 
 
 @given(

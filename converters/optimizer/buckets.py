@@ -19,7 +19,7 @@ from converters.archive.records_out import object_record
 from converters.box import Box, flat_range
 from converters.dtypes import dtype
 from converters.formats.torch_dist.parts import FlatOut, ObjectOut
-from converters.parallel.buffers import Bucket, Local, Rules, arrange, bucket_size, dp_chunks
+from converters.parallel.buffers import Bucket, Local, Rules, arrange, dp_chunks
 from converters.parallel.local import LocalModel
 from converters.pickles import Global
 
@@ -116,7 +116,8 @@ class _Flattener:
             for number, buffer in enumerate(owned):
                 grad = "float32" if self._grads_in_fp32() else buffer.dtype.name
                 types = (Global("torch", buffer.dtype.name), Global("torch", grad))
-                made = arrange(buffer.parameters, self._rules(group, buffer.chunk))
+                job = (self.args, self.layout, self.model.numel, group.pp, buffer.chunk)
+                made = arrange(buffer.parameters, Rules.of(*job, experts=group.experts is True))
                 numels.append((types, made))
                 key = group.key(f"gbuf_idx_{number}.dtype_(torch.{buffer.dtype.name}, torch.{grad})")
                 for k, bucket in enumerate(made):
@@ -126,12 +127,6 @@ class _Flattener:
 
     def _grads_in_fp32(self) -> bool:
         return self.args.get("accumulate_allreduce_grads_in_fp32") is not False
-
-    def _rules(self, group: _Group, chunk: int) -> Rules:
-        first = group.pp == 0 and chunk == 0
-        size = bucket_size(self.args, self.layout, self.model) if first else None
-        busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
-        return Rules(len(group.ranks), bucket_size=size, busbw=busbw)
 
     def _groups(self) -> Iterator[_Group]:
         at = self.layout

@@ -23,10 +23,10 @@ from converters.formats.base import CommonReader
 from converters.optimizer.flat import MASTERS, FlatReader, place, stored_groups
 from converters.optimizer.groups import param_groups
 from converters.optimizer.proof import Masters, mismatches, prove_masters, refusal
-from converters.parallel.buffers import Misfit, Rules, bucket_size
+from converters.parallel.buffers import Misfit, Rules
 from converters.parallel.collected import Collected
 from converters.parallel.layout import Layout
-from converters.parallel.local import LocalModel
+from converters.parallel.local import LocalModel, likely_order
 from converters.parallel.split import Outline
 from converters.planning.plan import Target
 from converters.registration import EXPERTS, Order, trainable
@@ -147,23 +147,19 @@ def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple
 
 def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
     """Orders in which the writing job may have kept its parameters, the likeliest first."""
-    args = catalog.args
     made_by = catalog.producer[0] if catalog.producer else ""
-    fused = [True, False] if args.get("transformer_impl") != "local" else [False, True]
-    experts: list[str] = ["grouped"]
+    likely = likely_order(catalog)
+    fused = [likely.fused_norms, not likely.fused_norms]
+    experts = ["grouped"]
     if any(".mlp.experts." in name for name in catalog.weights):
-        if args.get("moe_grouped_gemm") is False:
-            experts = ["sequential"]
-        elif args.get("moe_use_legacy_grouped_gemm") is True or args.get("transformer_impl") == "local":
-            experts = ["stacked"]
-        experts += [kind for kind in EXPERTS if kind not in experts]
+        experts = list(dict.fromkeys([likely.experts, *EXPERTS]))
     aligns = [1, 64] if made_by.startswith("Megatron-Core 0.6") else [64, 1]
     old = any(made_by.startswith(f"Megatron-Core 0.{n}") for n in ("6", "8", "11"))
     counts = ["ep-pp-tp", "pp-ep-tp"] if old else ["pp-ep-tp", "ep-pp-tp"]
     counts = counts if layout.ep > 1 else counts[:1]
     direct = [False]
     if any(".mixer.conv1d." in name for name in catalog.weights):
-        direct = [True, False] if "0.19" in made_by else [False, True]
+        direct = [likely.conv_direct, not likely.conv_direct]
     for align, conv, kind, norm, count in itertools.product(aligns, direct, experts, fused, counts):
         yield Candidate(Order(norm, kind, conv), align, count)
 
@@ -281,13 +277,9 @@ class _Unflattener:
             stored, what = have.get(number), group.what(number)
             if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
                 raise Misfit(f"{what} should hold {buffer.dtype} parameters")
-            place(stored, buffer.parameters, [self._rules(pp, buffer.chunk, bool(experts))], what, self.found)
-
-    def _rules(self, pp: int, chunk: int, experts: bool) -> Rules:
-        dp = self.layout.edp if experts else self.layout.dp_cp
-        size = bucket_size(self.args, self.layout, self.model) if pp == 0 and chunk == 0 else None
-        busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
-        return Rules(dp, self.candidate.align, size, busbw, early=self.early)
+            job = (self.args, self.layout, self.model.numel, pp, buffer.chunk)
+            rules = Rules.of(*job, experts=bool(experts), align=self.candidate.align, early=self.early)
+            place(stored, buffer.parameters, [rules], what, self.found)
 
     def _tensors(self) -> dict[str, TensorInfo]:
         states = sorted({name.split(".", 3)[2] for name in self.found.pieces})

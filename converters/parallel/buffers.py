@@ -19,18 +19,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.box import Box
     from converters.dtypes import DType
     from converters.parallel.layout import Layout
 
-__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Rules", "arrange", "bucket_size", "dp_chunks", "fit"]
+__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Rules", "arrange", "dp_chunks", "fit"]
 
 
 class Misfit(FormatError):
@@ -102,6 +102,29 @@ class Rules:
     busbw: bool = False
     early: bool = False
 
+    @classmethod
+    def of(
+        cls, args: Mapping[str, Any], layout: Layout, numel: Callable[[int], int], pp: int, chunk: int, **more: Any
+    ) -> Rules:
+        """Those for a model chunk of a pipeline stage of a job.
+
+        Args:
+            args: Training arguments.
+            layout: The job.
+            numel: Elements of all parameters of a rank of a pipeline stage, for `--ddp-num-buckets`.
+            pp: Pipeline rank.
+            chunk: Which of its model chunks.
+            more: `experts`, if they have an optimizer of their own; `align` and `early`, if they are not as usual.
+        """
+        dp, size = layout.edp if more.pop("experts", False) else layout.dp_cp, None
+        apart = args.get("overlap_param_gather_with_optimizer_step") is True
+        if pp == chunk == 0 and args.get("overlap_grad_reduce") is True and not apart:
+            count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
+            size = size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)
+            size = numel(0) // count if isinstance(count, int) else size
+        busbw = args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
+        return cls(dp, bucket_size=size, busbw=busbw, **more)
+
     def padded(self, numel: int) -> int:
         """Elements of a bucket in memory."""
         return _ceil(numel, math.lcm(self.dp, 128, 1 << 16 if self.busbw else 1))
@@ -109,28 +132,6 @@ class Rules:
 
 def _ceil(n: int, step: int) -> int:
     return -(-n // step) * step
-
-
-class Counted(Protocol):
-    """What knows how many elements of parameters a rank has."""
-
-    def numel(self, pp: int) -> int:
-        """Elements of all parameters of a rank of one pipeline stage, experts included."""
-        ...
-
-
-def bucket_size(args: Mapping[str, Any], layout: Layout, model: Counted) -> int | None:
-    """Megatron's bucket size for the first chunk of the first stage; None for a single bucket.
-
-    Args:
-        model: What its ranks hold, for `--ddp-num-buckets`.
-    """
-    if args.get("overlap_grad_reduce") is not True or args.get("overlap_param_gather_with_optimizer_step") is True:
-        return None
-    count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
-    if isinstance(count, int):
-        return model.numel(0) // count
-    return size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)
 
 
 def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:

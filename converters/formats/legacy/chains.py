@@ -5,14 +5,15 @@ Source: Megatron-Core, optimizer/__init__.py (`get_megatron_optimizer`), core_v0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.formats.containers.archive_out import ArchiveFile
 from converters.formats.legacy.output import Chain, buffers, flat_places, flat_state
 from converters.optimizer.groups import read_param_groups
-from converters.parallel.buffers import Rules, bucket_size
+from converters.parallel.buffers import Rules
 
 if TYPE_CHECKING:
     from converters.dtypes import DType
@@ -100,15 +101,11 @@ class Chains:
         for number, chain in enumerate(chains):
             experts = len(chains) > 1 and number == len(chains) - 1 and self._layout.ep > 1
             filled = experts or ep == 0
-            made.append(flat_state(file, chain, self._rules(pp, experts=experts)) if filled else None)
+            job = (self._args, self._layout, self._model.numel, pp)
+            rules = functools.partial(Rules.of, *job, experts=experts)
+            made.append(flat_state(file, chain, rules) if filled else None)
         file.tree = made[0] if len(made) == 1 else made
         return file
-
-    def _rules(self, pp: int, *, experts: bool) -> Callable[[int], Rules]:
-        dp = self._layout.edp if experts else self._layout.dp_cp
-        busbw = self._args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
-        first = bucket_size(self._args, self._layout, self._model) if pp == 0 else None
-        return lambda chunk: Rules(dp, bucket_size=first if chunk == 0 else None, busbw=busbw)
 
     def buckets_matter(self) -> bool:
         """Whether positions in the buffers of the first stage depend on where buckets end."""

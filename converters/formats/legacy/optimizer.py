@@ -15,14 +15,14 @@ core_v0.4.0 to core_v0.16.1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.archive.records import tensor_ref
 from converters.errors import FormatError
 from converters.formats.legacy.groups import group_members
 from converters.optimizer.flat import StoredFlat, bucket_sizes, place, read_buffers
-from converters.parallel.buffers import Local, Misfit, Rules, arrange, bucket_size
+from converters.parallel.buffers import Local, Misfit, Rules, arrange
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -160,10 +160,6 @@ class FlatFile:
     pp: int
     first_numel: int
 
-    def numel(self, pp: int) -> int:
-        """Elements of all parameters of a rank of the first pipeline stage (the only one with several buckets)."""
-        return self.first_numel if pp == 0 else 0
-
     def place(self, owned: Sequence[Owned], out: Collected) -> None:
         """Notes where the state of every parameter lies.
 
@@ -203,12 +199,8 @@ class FlatFile:
 
     def _rules(self, chunk: int, *, expert: bool) -> Iterator[Rules]:
         """How they may have been cut, the likeliest first: the version that wrote the file is not known."""
-        dp = self.layout.edp if expert else self.layout.dp_cp
-        busbw = self.args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
-        size = bucket_size(self.args, self.layout, self) if self.pp == 0 and chunk == 0 else None
-        for align in (64, 1):
-            for early in (False, True):
-                yield Rules(dp, align, size, busbw, early)
+        first = Rules.of(self.args, self.layout, lambda _: self.first_numel, self.pp, chunk, experts=expert)
+        yield from (replace(first, align=align, early=early) for align in (64, 1) for early in (False, True))
 
 
 def _unpadded(parameters: list[Local], padded: list[int], candidates: list[Rules], what: str) -> list[int]:
