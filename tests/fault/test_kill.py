@@ -19,9 +19,9 @@ SAFE_POINTS = {"engine.run._SAFE_POINT_SECONDS": 0.01}
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama(memory):
     """A Llama of 76 MB."""
-    root = tmp_path_factory.mktemp("llama")
+    root = memory()
     assert write_llama(root / "src", layers=8, hidden=512, ffn=2048, vocab=8192) > 70_000_000
     yield root / "src"
     shutil.rmtree(root)
@@ -89,14 +89,15 @@ class Killed:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_at_any_time(server, llama, tmp_path, name, kills, record_property):
+def test_killed_at_any_time(server, llama, memory, name, kills, record_property):
     """Four jobs of 50 kills each with `--all`."""
     before = tree(llama)
-    job = Killed(server, llama, tmp_path, name)
+    job = Killed(server, llama, memory(), name)
     begin = time.monotonic()
     while job.kills < kills:
         assert time.monotonic() - begin < 1500
         job.round()
+    shutil.rmtree(job.out.parent)
     assert tree(llama) == before
     assert job.kept >= kills // 20  # work was really taken over
     for figure in ("kills", "rounds", "kept"):

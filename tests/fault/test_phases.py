@@ -10,7 +10,7 @@ from checkpoints import golden, tree, write_llama
 SOURCE = golden("llama_dpreshardable_buckets_tp2dp2")  # whose optimizer state is proved before it is written
 WRITING = ("planning", "proof", "working", "checking", "publishing")
 LOOKING = ("planning", "looking", "answering")
-TIMEOUT = 1.0
+TIMEOUT, ARRIVAL = 1.0, {"engine.team._ARRIVAL": 3}
 TILES = ("--max-memory", "256KiB")  # so small that there is work for both
 
 
@@ -23,8 +23,8 @@ def argv_of(command, into):
 
 
 @pytest.fixture(scope="module")
-def resharded(server, tmp_path_factory):
-    into = tmp_path_factory.mktemp("one") / "out"
+def resharded(server, memory):
+    into = memory() / "out"
     assert server.together([{"argv": argv_of("reshard", into)}])[0].code == 0
     return tree(into)
 
@@ -56,12 +56,12 @@ def id_of(case):
     ("command", "phase", "victim", "action"),
     [pytest.param(*case, id=id_of(case), marks=() if case in SAMPLE else pytest.mark.slow) for case in EVERY],
 )
-def test_a_rank_is_lost(server, tmp_path, resharded, command, phase, victim, action):
+def test_a_rank_is_lost(server, memory, resharded, command, phase, victim, action):
     """The other one ends in time and says which; the result is there or not; the same command completes it."""
-    into, other = tmp_path / "out", 1 - victim
+    into, other = memory() / "out", 1 - victim
     argv = [*argv_of(command, into), "--rank-timeout", str(TIMEOUT)]
-    seconds = 5 * TIMEOUT * (2 if action == "STOP" else 1) + 10 + 5  # to arrive, each in turn; grace; a slow machine
-    ended = server.ranks(2, argv, {victim: {"phase": [phase, action]}}, seconds=seconds)
+    seconds = 3 * TIMEOUT * (2 if action == "STOP" else 1) + 10 + 5  # to arrive, each in turn; grace; a slow machine
+    ended = server.ranks(2, argv, {victim: {"phase": [phase, action]}}, constants=ARRIVAL, seconds=seconds)
     text = "".join(run.text for run in ended)
     assert "Traceback" not in text
     assert "internal error" not in text
@@ -87,7 +87,7 @@ def test_a_rank_is_lost(server, tmp_path, resharded, command, phase, victim, act
         again = server.ranks(2, argv)
         assert [run.code for run in again] == [0, 0], again
         assert tree(into) == resharded
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert [path.name for path in into.parent.iterdir()] == ["out"]
 
 
 def test_a_disturbance_really_happens(server, tmp_path):
@@ -103,9 +103,9 @@ def test_a_disturbance_really_happens(server, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama(memory):
     """A Llama of 32 MB and a copy of it."""
-    root = tmp_path_factory.mktemp("llama")
+    root = memory()
     nbytes = write_llama(root / "src")
     shutil.copytree(root / "src", root / "same")
     return root, nbytes
@@ -125,12 +125,11 @@ SHARED = {
 
 
 @pytest.mark.parametrize("name", SHARED)
-def test_the_ranks_share_the_reading(server, llama, tmp_path, name):
+def test_the_ranks_share_the_reading(server, llama, memory, name):
     """Each reads its part and little else, one speaks, all agree, and the bytes are those of one process."""
-    root, nbytes = llama
-    said = {}
+    (root, nbytes), into, said = llama, memory(), {}
     for world in (1, 3):
-        places = {"SRC": root / "src", "SAME": root / "same", "DST": tmp_path / str(world) / "out"}
+        places = {"SRC": root / "src", "SAME": root / "same", "DST": into / str(world) / "out"}
         argv = [*(places.get(word, word) for word in SHARED[name]), "--progress", "off"]
         ended = server.ranks(world, argv) if world > 1 else server.together([{"argv": argv}])
         assert {run.code for run in ended} == {0}, ended
@@ -142,10 +141,11 @@ def test_the_ranks_share_the_reading(server, llama, tmp_path, name):
         assert run.read < alone / 3 + 0.25 * alone  # metadata is read by each, and so are shared records' other halves
         assert run.read > alone / 3 - 0.2 * alone
     if "DST" in SHARED[name]:
-        one, three = (tmp_path / world / "out" for world in "13")
+        one, three = (into / world / "out" for world in "13")
         assert (tree(one) if one.is_dir() else one.read_bytes()) == (
             tree(three) if three.is_dir() else three.read_bytes()
         )
+    shutil.rmtree(into)
 
 
 @pytest.mark.parametrize("world", [1, 3])
