@@ -2,22 +2,22 @@
 
 A file holds plain data and arrays under a key of everything that the plan was made from:
 
-    magic | SHA-256 of what follows | length of the header | header: JSON, with a table of the arrays | the arrays
+    magic | SHA-256 of what follows | an .npz: the facts as JSON under "header", and the arrays
 
-Nothing in it is executed, sizes and shapes are checked before use, and whatever is not as expected is as if it were not
-there: a plan is then made as always.
+Nothing in it is executed, and whatever is not as expected is as if it were not there: a plan is then made as always.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import secrets
 import stat
-import struct
 import time
+import zipfile
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanCache", "code_digest"]
 
-_MAGIC = b"distckpt plan 1\n"
-_HEAD = struct.Struct("<32sQ")
-_TYPES = {"|u1", "<u2", "<i4", "<i8"}
-_ALIGN = 64
+_MAGIC = b"distckpt plan 2\n"
 _MOST_FILES = 20
 _MOST_BYTES = 1 << 30
 _STALE_SECONDS = 3600.0  # what a killed process left behind
@@ -87,7 +84,7 @@ class PlanCache:
             os.utime(path)
         except FileNotFoundError:
             self.said.append(f"no plan is kept for this kind of checkpoint{'; one will be' if self.keeps else ''}")
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, EOFError, ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile) as error:
             self.refuse(key, error)
         else:
             return found
@@ -111,8 +108,7 @@ class PlanCache:
         try:
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(fd, "wb") as file:
-                for part in _encoded(key, facts, arrays):
-                    file.write(part)
+                file.write(_encoded(key, facts, arrays))
                 file.flush()
                 os.fsync(fd)
             temporary.replace(path)
@@ -157,20 +153,11 @@ def _json(document: Any) -> bytes:
     return json.dumps(document, sort_keys=True).encode()
 
 
-def _encoded(key: Mapping[str, Any], facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> list[Any]:
-    parts: list[Any] = []
-    table, at = [], 0
-    for name, array in arrays.items():
-        table.append([name, array.dtype.str, array.shape, at])
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        parts += [data, bytes(-len(data) % _ALIGN)]
-        at += len(data) + -len(data) % _ALIGN
-    header = _json({"key": key, "facts": facts, "arrays": table})
-    header += b" " * (-(len(_MAGIC) + _HEAD.size + len(header)) % _ALIGN)
-    digest = hashlib.sha256(header)
-    for part in parts:
-        digest.update(part)
-    return [_MAGIC, _HEAD.pack(digest.digest(), len(header)), header, *parts]
+def _encoded(key: Mapping[str, Any], facts: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    named: dict[str, Any] = {f"array.{name}": array for name, array in arrays.items()}
+    body = io.BytesIO()
+    np.savez(body, header=np.frombuffer(_json({"key": key, "facts": facts}), np.uint8), **named)
+    return _MAGIC + hashlib.sha256(body.getbuffer()).digest() + body.getbuffer()
 
 
 def _read(path: Path, key: Mapping[str, Any]) -> Stored:
@@ -181,26 +168,15 @@ def _read(path: Path, key: Mapping[str, Any]) -> Stored:
             raise ValueError("it is not this user's")
         if status.st_size > _MOST_BYTES:
             raise ValueError(f"it has {status.st_size:,} bytes")
-        raw = file.read()
-    begin = len(_MAGIC) + _HEAD.size
-    if len(raw) < begin or not raw.startswith(_MAGIC):
+        raw = memoryview(file.read())
+    begin = len(_MAGIC) + 32
+    if raw[: len(_MAGIC)] != _MAGIC:
         raise ValueError("it is something else")
-    digest, length = _HEAD.unpack_from(raw, len(_MAGIC))
-    view = memoryview(raw)
-    if length > len(raw) - begin or hashlib.sha256(view[begin:]).digest() != digest:
+    if hashlib.sha256(raw[begin:]).digest() != raw[len(_MAGIC) : begin]:
         raise ValueError("it is damaged")
-    header = json.loads(raw[begin : begin + length])
-    if _json(header["key"]) != _json(key):
-        raise ValueError("it was made from something else")
-    base = begin + length
-    arrays = {name: _array(raw, kind, shape, base + at) for name, kind, shape, at in header["arrays"]}
+    with np.load(io.BytesIO(raw[begin:]), allow_pickle=False) as stored:
+        header = json.loads(stored["header"].tobytes())
+        if _json(header["key"]) != _json(key):
+            raise ValueError("it was made from something else")
+        arrays = {name.removeprefix("array."): stored[name] for name in stored.files if name != "header"}
     return header["facts"], arrays
-
-
-def _array(raw: bytes, kind: str, shape: list[int], at: int) -> NDArray[Any]:
-    if kind not in _TYPES or len(shape) > 2 or any(type(n) is not int or n < 0 for n in (*shape, at)):
-        raise ValueError("it holds an array of another kind")
-    count = shape[0] * shape[1] if len(shape) == 2 else shape[0]
-    if at + count * np.dtype(kind).itemsize > len(raw):
-        raise ValueError("an array lies outside of it")
-    return np.frombuffer(raw, np.dtype(kind), count, at).reshape(shape)
