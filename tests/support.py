@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.dtypes import TYPES
+from converters.parallel.split import shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,3 +71,10 @@ def load_safetensors(path: Path) -> dict[str, np.ndarray]:
                 entry["shape"]
             )
     return out
+
+
+def local_shape(name, shape, layout, outline):
+    """Shape of the part of a tensor that one rank has in memory."""
+    parts = shards(name, shape, layout, outline)
+    own = [shard.local for shard in parts if shard.tp == parts[0].tp]
+    return tuple(max(box.stop[axis] for box in own) for axis in range(len(shape)))

@@ -5,6 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import local_shape
 
 from converters.box import find_overlap, uncovered
 from converters.errors import RequestError
@@ -12,7 +13,7 @@ from converters.facts.model_args import ModelArgs
 from converters.parallel.layout import Layout
 from converters.parallel.layout_check import check
 from converters.parallel.pipeline import parse_pp_layout
-from converters.parallel.split import Outline, holders, local_shape, padded_vocab, shards, split_rule
+from converters.parallel.split import Outline, holders, padded_vocab, shards, split_rule
 
 SMALL = st.sampled_from([1, 2, 3, 4])
 
@@ -46,11 +47,10 @@ def test_stages_partition_the_layers(each, pp, vpp, embedding, loss, mtp):
     assert [i for stage in pipeline.stages for i in stage.mtp] == list(range(mtp))
     assert sum(stage.has_final_norm for stage in pipeline.stages) == 1
     for layer in range(layers):
-        rank, chunk, local = pipeline.layer_home(layer)
-        stage = next(s for s in pipeline.stages if (s.pp, s.vp) == (rank, chunk))
-        assert stage.layers[local] == layer
+        (stage,) = pipeline.homes(f"decoder.layers.{layer}.mlp.linear_fc1.weight")
+        assert layer in stage.layers
     with pytest.raises(RequestError, match="there is no number"):
-        pipeline.layer_home(layers)
+        pipeline.homes(f"decoder.layers.{layers}.mlp.linear_fc1.weight")
 
 
 # every rule once: name, shape, which model size must be divided; hidden 48, 12 heads of 4 in 12 groups, ffn 96

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from support import local_shape
 
 from converters.box import Box
 from converters.names import parse_key
 from converters.parallel.layout import Layout
-from converters.parallel.split import Outline, holders, local_shape, shards
+from converters.parallel.split import Outline, holders, shards
 
 TESTS = Path(__file__).parent
 pytestmark = pytest.mark.megatron

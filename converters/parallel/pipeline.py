@@ -102,11 +102,6 @@ class Pipeline:
     def _mtp(self) -> list[Stage]:
         return [stage for stage in self.stages for _ in stage.mtp]
 
-    def layer_home(self, layer: int) -> tuple[int, int, int]:
-        """`(pp, vp, number within that chunk)` of a decoder layer."""
-        stage = self._at(self._layers, layer, "layers")
-        return stage.pp, stage.vp, layer - stage.layers.start
-
     def homes(self, name: str, *, tied: bool = False) -> tuple[Stage, ...]:
         """The stages that hold a parameter, the one that saves it first.
 
@@ -295,27 +290,13 @@ def parse_pp_layout(text: str) -> tuple[str, ...]:
         if len(unrolled) > _MOST:
             raise RequestError(f"--pp-layout has more than {_MOST} letters")
     if unrolled.strip("EtmL|"):
-        at = _first_wrong(text)
+        wrong = next((c for c in text if c not in "EtmL|()*,0123456789"), unrolled.strip("EtmL|")[0])
+        at = text.index(wrong)
         raise RequestError(
             f"--pp-layout {text!r} has {text[at]!r} at position {at}",
             hint="E (embedding), t (decoder layer), m (MTP layer), L (loss), | between stages, (..)*n, x*n and commas",
         )
     return tuple(unrolled.split("|"))
-
-
-def _first_wrong(text: str) -> int:
-    """Position of the first character that no rule accounts for."""
-    kept = [i for i, c in enumerate(text) if c != ","]
-    letters = list("".join(text[i] for i in kept))
-    for found in _GROUP.finditer(
-        "".join(letters)
-    ):  # what a good group consists of, without its content, is accounted for
-        for i in (found.start(), *range(found.end(1), found.end())):
-            letters[i] = "|"
-    for found in _TIMES.finditer("".join(letters)):
-        letters[found.start(0) + 1 : found.end()] = "|" * (found.end() - found.start() - 1)
-    wrong = next((i for i, c in enumerate(letters) if c not in "EtmL|"), 0)
-    return kept[wrong]
 
 
 def divisors(n: int) -> list[int]:

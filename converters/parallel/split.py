@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from converters.parallel.layout import Layout
     from converters.parallel.pipeline import Pipeline
 
-__all__ = ["Outline", "Shard", "Split", "holders", "local_shape", "padded_vocab", "shards", "split_rule"]
+__all__ = ["Outline", "Shard", "Split", "holders", "padded_vocab", "shards", "split_rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,13 +294,6 @@ def _indivisible(name: str, shape: Sequence[int], rule: Split, parts: int, halve
         hint=f"--{option} must divide {size}: try {some_of(divisors(size), parts)}",
         tensor=name,
     )
-
-
-def local_shape(name: str, shape: Sequence[int], layout: Layout, outline: Outline) -> tuple[int, ...]:
-    """Shape of the part of a tensor that one rank has in memory."""
-    parts = shards(name, shape, layout, outline)
-    own = [shard.local for shard in parts if shard.tp == parts[0].tp]
-    return tuple(max(box.stop[axis] for box in own) for axis in range(len(shape)))
 
 
 def holders(name: str, shard: Shard, layout: Layout, outline: Outline, pipeline: Pipeline | None = None) -> list[int]:
