@@ -142,8 +142,6 @@ class RecordLayout:
 
     Attributes:
         prefix: Everything before the elements.
-        nbytes: Bytes of the elements.
-        length: Bytes of the whole record.
     """
 
     def __init__(self, dtype: DType, shape: Sequence[int]) -> None:

@@ -39,14 +39,7 @@ class SavedLayout:
     """How the job that saved was split; None where nothing says.
 
     Attributes:
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        vpp: Virtual pipeline stages per pipeline rank.
-        ep: Expert-parallel size.
-        etp: Tensor-parallel size of the experts.
-        cp: Context-parallel size.
         dp: Data-parallel size, context parallelism not counted.
-        ranks: World size.
         source: What says so: "training arguments", "shape of the random states' grid", ...
         pp_before_dp: Whether data parallelism is the outermost axis (`--use-tp-pp-dp-mapping`).
     """
@@ -116,17 +109,13 @@ class Identity:
         features: What the tensors show of the architecture: "experts", "query and key norms".
         model: Facts of the model; fields are None where nothing says.
         contradictions: Statements of the arguments that the tensors' shapes refute.
-        layout: What the saving job was split into.
-        sharing: Fully parallel save or not.
         optimizer: SavedLayout of the optimizer state and what it permits.
         components: Parts with sizes, in the order of the model.
         parameters: Elements of all weights without vocabulary padding and buffers.
         padding: Elements of vocabulary padding left out of `parameters`; None if unknown.
         dtypes: Weights by element type: (tensors, bytes).
         consumed_samples: Training samples seen.
-        nbytes: Bytes of all tensors and objects.
         disk_bytes: Bytes of all files.
-        files: Files that exist.
         writers: Global ranks that wrote data.
     """
 

@@ -28,9 +28,7 @@ class CommonFacts:
     """The parts of the common state that readers need.
 
     Attributes:
-        args: The training arguments by name; empty if there are none.
         content: `content_metadata` (Megatron-Core 0.13 and later).
-        iteration: Training iteration.
         keys: Top-level keys of the common state.
         hyper_parameters: The model configuration that NeMo 1 stores with it, plain data; empty if there is none.
     """

@@ -88,9 +88,7 @@ class Format:
 
     Attributes:
         name: What `inspect` calls it, and what `--from` and `--to` take.
-        summary: What it is, in one line.
         reader: `module:class` below this package.
-        detect: Whether something is in this format.
         read: What is shown to be read, with versions.
         written: What is shown to load what we write; empty if it is not written.
     """

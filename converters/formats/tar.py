@@ -46,12 +46,7 @@ _REFUSED = {
 
 
 class Member(NamedTuple):
-    """A file in a tar file.
-
-    Attributes:
-        offset: Its first byte.
-        size: Bytes.
-    """
+    """A file in a tar file."""
 
     offset: int
     size: int

@@ -29,8 +29,6 @@ class Emit:
     """What the rules of one model produce.
 
     Attributes:
-        args: Facts of the model.
-        weights: Megatron's tensors.
         vocab: Rows of the vocabulary to export.
         cast: Type for floating tensors; None leaves each as stored.
         add_one: Whether norm weights are stored as gamma - 1 and the target wants gamma.

@@ -65,8 +65,6 @@ class LocalTensor:
 
     Attributes:
         name: In the state dict of the chunk.
-        dtype: Element type.
-        shape: Its shape.
         matrix: The shape that boxes refer to. Another than `shape` only for GroupedMLP's `weight1`; the elements lie in C
             order of `matrix`.
         copies: What fills it: boxes of whole tensors, by canonical name, and of this one.

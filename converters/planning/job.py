@@ -238,7 +238,6 @@ class Job:
         files: The output files.
         fingerprint: Digest of the source, the routes and the layout of the output; what a resume must agree with.
         tile_bytes: Size of a tile.
-        threads: Workers in this process.
         peak_memory: Bytes of buffers that all workers hold together.
         computes: Some elements change their type or value on the way.
         seals: The output records that end with a checksum of their own, if the format has such.

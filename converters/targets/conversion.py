@@ -110,7 +110,6 @@ class Conversion:
 
     Attributes:
         command: The verb, as progress shows it: `reshard`.
-        reader: The source.
         destination: Where the result will appear; with several ranks, on a file system that all share.
         job: The work; planned alike on every rank.
         folder: Where in the destination the checkpoint lies: `iter_0050000`; empty if it is the destination itself.

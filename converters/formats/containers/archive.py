@@ -36,9 +36,6 @@ class PtFile:
 
     Attributes:
         name: Path relative to the iteration's folder: `mp_rank_00_000/model_optim_rng.pt`.
-        size: Bytes.
-        tree: What was saved.
-        members: The archive's members by name.
         position: Its place in the reader's list of files.
     """
 

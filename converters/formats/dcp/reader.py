@@ -70,12 +70,6 @@ class DcpReader(ABC):
         folder: The checkpoint's folder; names of files are relative to it.
         metadata: What its `.metadata` says, or those of its inner folders together.
         digest: Of the bytes of these files.
-
-    Attributes:
-        folder: The checkpoint's folder.
-        metadata: What `.metadata` says.
-        files: The data files.
-        catalog: What the checkpoint holds.
     """
 
     name: ClassVar[str]

@@ -35,9 +35,6 @@ class Grid:
     """The ranks that wrote files.
 
     Attributes:
-        tp: Tensor-parallel size.
-        pp: Pipeline stages.
-        ep: Expert-parallel size.
         folders: Folder of each rank, by (tp, pp, ep).
         notes: How an ambiguous name was understood.
     """

@@ -118,8 +118,6 @@ class LegacyModel:
         shapes: Whole shape of every tensor.
         owned: Each rank's trainable parameters, in the order of `named_parameters()`.
         extra_states: Canonical name, rank and value of every module's extra state.
-        warnings: Sentences a person should read.
-        details: Facts worth showing.
         modules: How the job's modules are made; None if their names do not tell.
     """
 

@@ -75,7 +75,6 @@ class Piece:
 
     Attributes:
         name: Canonical name of that tensor.
-        shape: Shape of this rank's part of it.
         transposed: It lies column by column.
     """
 

@@ -46,8 +46,6 @@ class Owned:
     Attributes:
         key: Its name in the rank's file.
         local: What it is: boxes of whole tensors.
-        shape: Its shape there.
-        chunk: Which model chunk it belongs to.
         expert: It belongs to a routed expert.
     """
 
@@ -145,11 +143,6 @@ class FlatFile:
     """A `distrib_optim.pt` and what decides how its job cut the buffers in it.
 
     Attributes:
-        file: The file.
-        storages: Where its storages are noted.
-        layout: The job's layout.
-        args: Training arguments.
-        pp: Pipeline rank.
         first_numel: Elements of all parameters of a rank of the first pipeline stage.
     """
 

@@ -48,7 +48,6 @@ class Chain:
         groups: Options of its param groups, without parameters.
         chunks: Its parameters, for each model chunk of the rank in the order of `named_parameters()`.
         states: States that the optimizer has for a parameter ("param", "exp_avg", ..), with their element types.
-        args: Training arguments.
         scaler: State of the loss scaler, to be adopted by a file; None if there is none.
         storages: The tensors in it.
         step: Steps done, if the optimizer counts them parameter by parameter (torch's own Adam); else None.

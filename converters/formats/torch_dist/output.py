@@ -50,8 +50,6 @@ class TorchDistOutput:
         objects: The objects.
 
     Attributes:
-        columns: The tensors.
-        flats: The pieces of flat buckets.
         files: The data files, by rank.
         apart: See `Seals`.
     """

@@ -24,8 +24,6 @@ class Cut:
     """How tensors of one type and shape are cut into records.
 
     Attributes:
-        dtype: Element type.
-        shape: Shape of the tensor.
         boxes: The pieces, in the tensor's coordinates; they tile it.
         source_shape: Shape of the source tensor, smaller or larger along the vocabulary axis only.
         leading: How many (layer, expert) axes of length 1 a record has before the tensor's own.
@@ -101,10 +99,8 @@ class FlatOut:
 
     Attributes:
         key: Key of the bucket's 1-D array.
-        numel: Its elements.
         start: First element of this piece.
         length: Elements of this piece.
-        dtype: Element type.
         rank: The rank whose file holds it.
         copies: `(source, box, at)`: elements of a source tensor that fill the piece from `at` on, in C order.
         gaps: `(first element, elements)` that nothing fills.

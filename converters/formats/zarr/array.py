@@ -57,8 +57,6 @@ class ArraySpec:
     """What a `.zarray` says.
 
     Attributes:
-        dtype: Element type.
-        shape: Elements along each axis.
         chunks: Elements of a chunk along each axis.
         separator: What stands between the numbers in the name of a chunk file: "." or "/".
     """
