@@ -23,13 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
+from simulated import Simulated
 
 from converters import Layout, load
 from converters.errors import DistckptError, RequestError
 from converters.loading import exchange
-from converters.reading.device import Staged
 from converters.reading.gather import Gatherer
-from converters.reading.platforms import Simulated
 
 RANK = int(os.environ["RANK"])
 
@@ -77,7 +76,7 @@ def take(case):
             stack.enter_context(mock.patch.object(exchange, "_reading_rate", return_value=(read, 0)))
             stack.enter_context(mock.patch.object(exchange.Exchange, "_gathering_rate", return_value=exchanged))
         if case.get("staged"):
-            stack.enter_context(mock.patch("converters.loading.loader.find_device", return_value=Staged(Simulated())))
+            stack.enter_context(mock.patch("converters.loading.loader.find_device", return_value=Simulated()))
         found = load(case["path"], Layout(**case["layout"]), **case.get("options", {}))
         if not case.get("options", {}).get("stream"):
             return dict(found), found.report

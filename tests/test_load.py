@@ -13,19 +13,20 @@ import pytest
 from checkpoints import GOLDENS, REPOSITORY, copy_golden, flip, golden, payloads, truth, write_llama
 from legacy_cases import LEGACY
 from safetensors.torch import load_file
+from simulated import Simulated
 from support import GOLDEN
 
 from converters import Layout, iter_tensors, load, load_common, load_metadata, load_plain_tensors
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
-from converters.loading import loader
 from converters.parallel.local import LocalModel
 from converters.planning.plan import Op
 from converters.reading import device as device_module
-from converters.reading.device import Host, Staged
+from converters.reading.device import Host
 from converters.reading.gather import Gatherer
-from converters.reading.platforms import Cuda, Simulated, free_memory
+from converters.reading.memory import free_memory
+from converters.reading.platforms import Cuda
 
 torch = pytest.importorskip("torch")
 WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]
@@ -201,22 +202,55 @@ def test_transformers_takes_it(name):
 
 
 @pytest.fixture
-def staged(monkeypatch):
-    """`load` goes through pinned tiles and a stream, on ordinary memory whose copies come late."""
-    real = device_module.find_device
-    monkeypatch.setattr(
-        loader, "find_device", lambda name, local=0: Staged(Simulated()) if name == "cuda" else real(name)
-    )
+def simulated(monkeypatch):
+    """`load` goes through pinned tiles and a stream of a simulated device, which copies as late as it can."""
+    device = Simulated()
+    patch_device(monkeypatch, device)
+    return device
+
+
+def patch_device(monkeypatch, device):
+    """The GPU that a load finds."""
+    for module in ("loader", "state"):
+        monkeypatch.setattr(
+            f"converters.loading.{module}.find_device", lambda name, local=0: device if "cuda" in name else Host()
+        )
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def load_on(request):
+    """Loads as `load`, onto a device; what it gives is on the host."""
+    device = request.getfixturevalue("simulated") if request.param == "simulated" else None
+
+    def taken(*args, **options):
+        state = dict(load(*args, device="cuda:0", **options))
+        if device:
+            device.wait()  # what reads a tensor on a GPU comes behind all that was asked of the home stream
+        else:
+            assert all(v is None or v.is_cuda for v in state.values())
+        return {name: v if v is None else v.cpu() for name, v in state.items()}
+
+    return taken
+
+
+def equal(have, want):
+    assert set(have) == set(want)
+    return all(v is None or torch.equal(bytes_of(v), bytes_of(want[k])) for k, v in have.items())
 
 
 @pytest.mark.parametrize("name", ["llama_adam_tp2pp2", "v009_zarr_llama_adam_tp2pp2", "mixtral_adam_ep2tp2"])
-def test_a_device_gets_the_same_bits(name, staged):
+def test_a_device_gets_the_same_bits(name, load_on):
     cases = [{}, {"dtype": "fp32"}, {"stream": True, "max_memory": 4 << 20}]
     for layout, options in itertools.product((Layout(), Layout(tp=4)), cases):
         want = load(golden(name), layout, layout.world_size - 1, dtype=options.get("dtype"))
-        have = dict(load(golden(name), layout, layout.world_size - 1, device="cuda", **options))
-        assert set(have) == set(want)
-        assert all(v is None or torch.equal(bytes_of(v), bytes_of(want[k])) for k, v in have.items())
+        assert equal(load_on(golden(name), layout, layout.world_size - 1, **options), want)
+
+
+def test_a_device_gets_optimizer_state_and_zeros(load_on, tmp_path):
+    source = golden("llama_dpreshardable_tp2pp2dp2")
+    assert equal(load_on(source, Layout(tp=2), 1, optimizer=True), load(source, Layout(tp=2), 1, optimizer=True))
+    write_llama(tmp_path / "ckpt", layers=1, hidden=256, ffn=512, vocab=500)  # the last ranks' rows are not stored
+    assert equal(load_on(tmp_path / "ckpt", Layout(tp=8), 7), load(tmp_path / "ckpt", Layout(tp=8), 7))
 
 
 def bytes_of(tensor):
@@ -224,20 +258,89 @@ def bytes_of(tensor):
 
 
 @pytest.mark.parametrize("name", ["gpt_adam_tp2pp2", "nemotron_weights_tp2", "llama_ln1p_weights_tp2pp2"])
-def test_a_device_casts_transposes_and_shifts(name, staged):
+def test_a_device_casts_transposes_and_shifts(name, load_on):
     for dtype in (None, "fp32", "fp16"):
         want = load(golden(name), Layout(), 0, names="hf", dtype=dtype)
-        have = load(golden(name), Layout(), 0, names="hf", dtype=dtype, device="cuda")
-        assert all(torch.equal(bytes_of(v), bytes_of(have[k])) for k, v in want.items())
+        assert equal(load_on(golden(name), Layout(), 0, names="hf", dtype=dtype), want)
 
 
-def test_a_slot_is_not_used_before_its_event(monkeypatch, staged, tmp_path):
-    """The simulated device copies late, so the test above would fail without the wait: here it is left out."""
-    write_llama(tmp_path / "ckpt", layers=2, hidden=256, ffn=512, vocab=512)
-    monkeypatch.setattr(device_module._StagedLane, "_retire", lambda self, slot: slot.done and slot.done())
-    want = load(tmp_path / "ckpt", Layout(), 0)
-    have = load(tmp_path / "ckpt", Layout(), 0, device="cuda")
-    assert not all(torch.equal(v, have[k]) for k, v in want.items() if v is not None)
+def early(self, slot):
+    """A slot is used again without waiting for it."""
+    if slot.done:
+        slot.done()
+
+
+class Unordered(Simulated):
+    """Lanes do not wait for what the home stream has yet to do to the same memory."""
+
+    def submit(self, stream, work, event, after=()):
+        super().submit(stream, work, event)
+
+
+class Hasty(Simulated):
+    """An event that has always come."""
+
+    def event(self):
+        event = super().event()
+        event.synchronize = lambda: None
+        return event
+
+
+@pytest.mark.parametrize("fault", ["slot", "home", "event"])
+def test_what_does_not_wait_is_found_by_the_simulation(fault, monkeypatch, tmp_path):
+    """The negative controls of the tests above."""
+    write_llama(tmp_path / "ckpt", layers=2, hidden=256, ffn=512, vocab=500)
+    device = {"slot": Simulated, "home": Unordered, "event": Hasty}[fault]()
+    patch_device(monkeypatch, device)
+    if fault == "slot":
+        monkeypatch.setattr(device_module._StagedLane, "_retire", early)
+    layout = Layout(tp=8)  # the last rank's rows of the vocabulary are filled up with zeros
+    want = load(tmp_path / "ckpt", layout, 7)
+    have = load(tmp_path / "ckpt", layout, 7, device="cuda")
+    device.wait()
+    assert not equal(have, want)
+
+
+def test_reading_and_copying_overlap(monkeypatch, tmp_path):
+    """On the simulation's clock: a load takes as long as the slower of the two, and what comes before and after."""
+    nbytes = write_llama(tmp_path / "ckpt", layers=2, hidden=512, ffn=1024, vocab=2048)
+    real = Gatherer.gather
+    for reading, copying in ((1.0, 1.0), (3.0, 1.0), (1.0, 3.0)):
+        device = Simulated(cost=copying)
+
+        def gather(self, *args, device=device, reading=reading):
+            device.log.append(("read", device.now))
+            device.now += reading
+            return real(self, *args)
+
+        monkeypatch.setattr(Gatherer, "gather", gather)
+        patch_device(monkeypatch, device)
+        assert load(tmp_path / "ckpt", Layout(), 0, device="cuda", threads=1).report.nbytes >= nbytes // 2
+        tiles = sum(what == "read" for what, _ in device.log)
+        assert tiles > 12
+        assert device.now <= tiles * max(reading, copying) + 3 * min(reading, copying)
+        kinds = [what for what, _ in device.log]
+        assert kinds[:4] == ["read", "read", "read", "copy"]  # three slots are under way before the first is waited for
+        before = kinds.index("copy")
+        assert all(kinds[: n + before].count("read") > kinds[: n + before].count("copy") for n in range(tiles))
+
+
+def test_without_overlap_the_clock_tells(monkeypatch, tmp_path):
+    """The negative control of the test above: one slot."""
+    write_llama(tmp_path / "ckpt", layers=2, hidden=512, ffn=1024, vocab=2048)
+    device, real = Simulated(cost=1.0), Gatherer.gather
+    tiles = itertools.count()
+
+    def gather(self, *args):
+        next(tiles)
+        device.now += 1.0
+        return real(self, *args)
+
+    monkeypatch.setattr(Gatherer, "gather", gather)
+    monkeypatch.setattr(device_module, "_SLOTS", 1)
+    patch_device(monkeypatch, device)
+    load(tmp_path / "ckpt", Layout(), 0, device="cuda", threads=1)
+    assert device.now == 2 * next(tiles)
 
 
 # ---------------------------------------------------------------------- bytes and memory
@@ -556,19 +659,6 @@ assert callable(load) and "load" in dir(converters)
 
 
 # ---------------------------------------------------------------------- with a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["llama_adam_tp2pp2", "mixtral_adam_ep2tp2", "gpt_adam_tp2pp2"])
-def test_a_gpu_gets_the_same_bits(name):
-    for layout, options in itertools.product((Layout(), Layout(tp=4)), [{}, {"dtype": "fp32"}, {"stream": True}]):
-        want = load(golden(name), layout, 0, dtype=options.get("dtype"))
-        have = dict(load(golden(name), layout, 0, device="cuda:0", **options))
-        assert all(v is None or torch.equal(bytes_of(v.cpu()), bytes_of(want[k])) for k, v in have.items())
-    for dtype in (None, "fp16"):
-        want = load(golden(name), Layout(), 0, names="hf", dtype=dtype)
-        have = load(golden(name), Layout(), 0, names="hf", dtype=dtype, device="cuda:0")
-        assert all(torch.equal(bytes_of(v), bytes_of(have[k].cpu())) for k, v in want.items())
 
 
 @pytest.mark.gpu

@@ -22,8 +22,9 @@ from converters.events import Moved
 from converters.names import quoted
 from converters.planning.job import landing
 from converters.planning.plan import Op, reversed_copy
-from converters.reading.arithmetic import BLOCK, Examiner, looking_device
+from converters.reading.arithmetic import BLOCK
 from converters.reading.device import Host
+from converters.reading.examiner import Examiner, looking_device
 from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:

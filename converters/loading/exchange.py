@@ -94,8 +94,9 @@ class Exchange:
         import torch.distributed as dist
 
         self._ranks, self._device = ranks, device
-        places = ranks.gathered((device.name.partition(":")[0], socket.gethostname(), device.serial()))
-        own_gpus = all(kind == "cuda" for kind, _, _ in places) and len(set(places)) == len(places)
+        # NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), whatever number each of them knows it by
+        places = ranks.gathered((socket.gethostname(), device.serial()))
+        own_gpus = all(serial for _, serial in places) and len(set(places)) == len(places)
         self.backend = "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
         self._direct = device.unified or self.backend == "nccl"
         self.bytes_received = 0
@@ -114,7 +115,7 @@ class Exchange:
         self._at = 0
         self._failed = False
         self._lane: Lane | None = None
-        self._tile = plan.tile_bytes
+        self._largest = plan.largest
 
     @property
     def memory(self) -> int:
@@ -217,14 +218,21 @@ class Exchange:
         """Exchanges a round; whether every member is well."""
         send = self._send[self._at % 2][: step.length]
         receive = self._receive[: step.length * len(step.group.members)]
-        send[0] = 0 if well else 1
-        with lost():
+        heard: list[torch.Tensor] = []
+
+        def gather() -> None:
+            send[0] = 0 if well else 1
             _all_gather(receive, send, step.group.group)
-        return not receive.view(len(step.group.members), step.length)[:, 0].any().item()
+            heard.append(receive.view(len(step.group.members), step.length)[:, 0].any())
+
+        with lost():
+            self._device.do(gather)
+            self._device.wait()
+            return not heard[0].item()
 
     def _scatter(self, step: _Step, loading: Loading) -> None:
         if not self._direct and self._lane is None:
-            self._lane = self._device.lane(self._tile)
+            self._lane = self._device.lane(self._largest)
         for part in step.parts:
             begin = part.owner * step.length + _HEADER + part.at
             there = self._receive[begin : begin + part.fetch.nbytes]

@@ -34,7 +34,7 @@ from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.loading.plan import plan_load
 from converters.loading.run import LoadOptions, LoadReport, LoadRun
-from converters.reading.device import find_device
+from converters.reading.platforms import find_device
 
 if TYPE_CHECKING:
     from pathlib import Path

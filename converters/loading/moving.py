@@ -17,7 +17,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from converters.box import runs
+from converters.box import Box, runs
 from converters.errors import Interrupted
 from converters.events import Moved
 from converters.planning.plan import Op
@@ -26,7 +26,7 @@ from converters.reading.gather import Gatherer, Sources
 from converters.reading.joint_sums import JointSums
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     import numpy as np
     import torch
@@ -166,9 +166,8 @@ class Loading:
 
     def place(self, fetch: Fetch, there: torch.Tensor) -> None:
         """Puts the bytes of a fetch, which are on the device, where they go; `landed` is for the caller to say."""
-        for landing in fetch.landings:
-            self.device.follow(self._begin(landing.target).mark)
-        self._put(fetch, there)
+        tensors = [self._begin(landing.target).tensor for landing in fetch.landings]
+        self.device.do(lambda: self._put(fetch, there, tensors))
 
     def landed(self, fetch: Fetch) -> None:
         """Notes that a fetch is where it goes."""
@@ -204,7 +203,8 @@ class Loading:
         if straight is not None:
             lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)
         else:
-            lane.run(read, fetch.nbytes, put=lambda there: self._put(fetch, there), done=done, after=marks)
+            tensors = [one.tensor for one in begun]
+            lane.run(read, fetch.nbytes, put=lambda there: self._put(fetch, there, tensors), done=done, after=marks)
 
     def fail(self, error: BaseException) -> None:
         """Notes that something went wrong; threads end after their fetch."""
@@ -217,8 +217,9 @@ class Loading:
 
     def _work(self) -> None:
         try:
+            self.device.enter()
             gatherer = Gatherer(self.sources)
-            lane = self.device.lane(self.plan.tile_bytes)
+            lane = self.device.lane(self.plan.largest)
             try:
                 while (task := self._take(lane)) is not None:
                     task(gatherer, lane)
@@ -269,10 +270,9 @@ class Loading:
             if begun is None:
                 wanted = self.plan.wanted[name]
                 tensor = self.device.empty(wanted.dtype.name, wanted.matrix)
-                for box in wanted.fills:
-                    tensor[box.slices].zero_()
-                if name not in self._left:
-                    tensor.zero_()
+                fills = wanted.fills if name in self._left else [Box.whole(wanted.matrix)]
+                if fills:
+                    self.device.do(lambda: _zero(tensor, fills))
                 begun = self._begun[name] = _Begun(tensor, self.device.mark(), self._left[name])
                 self._untaken += wanted.nbytes
             return begun
@@ -291,18 +291,23 @@ class Loading:
         flat = self._begun[landing.target].tensor.reshape(-1)[first : first + length]
         return flat.view(torch.uint8)
 
-    def _put(self, fetch: Fetch, there: torch.Tensor) -> None:
-        """Casts, transposes and scatters the bytes of a fetch, on the device they are on."""
+    def _put(self, fetch: Fetch, there: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Casts, transposes and scatters the bytes of a fetch into a tensor for each landing, on the device they are on."""
         source = self.plan.sources[fetch.source].dtype
         values = _typed(there[: fetch.nbytes], source, fetch.box.shape)
-        for landing in fetch.landings:
-            _land(values, landing, self._begin(landing.target).tensor)
+        for landing, tensor in zip(fetch.landings, tensors, strict=True):
+            _land(values, landing, tensor)
 
 
 def _typed(there: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     return there.view(getattr(torch, dtype.name)).view(shape)
+
+
+def _zero(tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
+    for box in boxes:
+        tensor[box.slices].zero_()
 
 
 def _land(values: torch.Tensor, landing: Landing, tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from converters.box import Box, contiguous_tiles, find_overlap
@@ -114,7 +115,7 @@ class LoadPlan:
         groups: For each set of two ranks or more that make the same fetches, this one among them, those fetches.
         empty: Keys of modules' extra states, which hold no tensors: None in the state dict.
         doubt: Pairs of keys, master weight and weight, that must agree: nothing but the values tells whose state it is.
-        tile_bytes: The largest fetch.
+        tile_bytes: The largest that a fetch of any rank may be.
         notes: Sentences a person should read.
     """
 
@@ -131,6 +132,11 @@ class LoadPlan:
     def nbytes(self) -> int:
         """Bytes of what the caller gets."""
         return sum(wanted.nbytes for wanted in self.wanted.values())
+
+    @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest fetch."""
+        return max((fetch.nbytes for fetch in self.fetches), default=1)
 
     @property
     def bytes_needed(self) -> int:
@@ -170,7 +176,8 @@ def plan_load(
         IntegrityError: Tensors that are needed are damaged or incomplete.
     """
     at, catalog = layout.coordinates(rank), reader.catalog
-    tile = max(_SMALLEST, min(_TILE, _MOST_GATHERED // max(layout.dp_cp, layout.edp)))
+    most = _MOST_GATHERED // max(layout.dp_cp, layout.edp)
+    tile = max(_SMALLEST, min(_TILE, 1 << most.bit_length() >> 1))  # of pinned memory torch takes powers of two
     if names == "hf":
         if optimizer:
             raise RequestError("Hugging Face has no names for optimizer state", hint="names='megatron'")

@@ -158,8 +158,8 @@ class LoadRun:
             RequestError: It does not, on the device or within `max_memory`.
         """
         options = self.options
-        tile = min(plan.tile_bytes, max((fetch.nbytes for fetch in plan.fetches), default=1))
-        each = tile * (device.slots + 1)  # the slots, and a scratch that the gatherer may need
+        tile = plan.largest
+        each = device.slots * device.buffer(tile) + tile  # the slots, and a scratch that the gatherer may need
         fit = options.max_memory // each
         if not fit:
             raise RequestError(

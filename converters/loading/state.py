@@ -17,7 +17,7 @@ from converters.loading.run import LoadOptions, LoadReport, LoadRun
 from converters.names import match_glob, printable
 from converters.optimizer.state import optimizer_state
 from converters.pickles import Global, Obj, describe, fields
-from converters.reading.device import find_device
+from converters.reading.platforms import find_device
 from converters.targets.target_state import open_common
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.planning.plan import Op
-from converters.reading.device import find_device, gpu_of
 from converters.reading.gather import UNSIGNED
+from converters.reading.platforms import find_device, gpu_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,8 @@ def apply(values: torch.Tensor, out: torch.Tensor, op: Op = Op.COPY) -> None:
 
 
 def _quieten(out: torch.Tensor) -> None:
-    flat, block_size = (out.view(-1), _BLOCK) if out.is_contiguous() else (out, out.numel() or 1)
+    whole = out.is_cuda or not out.is_contiguous()
+    flat, block_size = (out, out.numel() or 1) if whole else (out.view(-1), _BLOCK)
     for at in range(0, flat.shape[0] if flat.dim() else 0, block_size):
         block = flat[at : at + block_size]
         nans = block != block
@@ -68,6 +69,12 @@ class Caster:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
+        if device != "cpu":
+            import torch
+
+            cuda: Any = torch.cuda
+            cuda.set_device(device)  # of this thread: a new one stands at device 0, and would take memory on it
+            self._stream = cuda.Stream(device)  # of its own, so that what threads copy and compute overlaps
 
     def cast(self, values: NDArray[Any], source: DType, target: DType, op: Op, result: Bytes) -> NDArray[Any]:
         """Elements as they are at their target.
@@ -90,9 +97,11 @@ class Caster:
             if self._device == "cpu":
                 apply(taken, out, op)
             else:
-                there = torch.empty(out.shape, dtype=out.dtype, device=self._device)
-                apply(taken.to(self._device), there, op)
-                out.copy_(there)
+                with torch.cuda.stream(self._stream):
+                    there = torch.empty(out.shape, dtype=out.dtype, device=self._device)
+                    apply(taken.to(self._device, non_blocking=True), there, op)
+                    out.copy_(there, non_blocking=True)
+                self._stream.synchronize()
         converted: NDArray[Any] = result.view(UNSIGNED[target.itemsize]).reshape(values.shape)
         return converted
 

@@ -1,6 +1,6 @@
 """Where loaded tensors go, and the way there: a read into host memory, a copy to the device, what is done to it there.
 
-A `Lane` belongs to one thread that reads. The host's reads straight into the tensor where its elements lie in one piece:
+A lane belongs to one thread that reads. The host's reads straight into the tensor where its elements lie in one piece:
 
     host     pread ------------------------------------------------> tensor      (or: pread -> buffer -> op -> tensor)
     staged   pread -> pinned slot 0 --copy on the lane's stream--> device slot 0 --op, same stream--> tensor
@@ -12,12 +12,11 @@ staged lane is the same code on every platform, so all but the CUDA calls is exe
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from converters.errors import RequestError
-from converters.reading.platforms import Cuda, free_memory, memory_for
+from converters.reading.memory import free_memory, memory_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,21 +25,20 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from converters.reading.platforms import Simulated
-
-    Platform = Cuda | Simulated
     Read = Callable[[NDArray[np.uint8]], None]
     Put = Callable[[torch.Tensor], None]
     Done = Callable[[], None]
 
-__all__ = ["Device", "Host", "Lane", "Staged", "find_device", "gpu_of"]
+__all__ = ["Device", "Host", "Lane", "Staged"]
 
-_DRIVERS = ("nvidia[0-9]*", "dxg", "nvhost*", "kfd")  # of Linux, WSL, Jetson, AMD
 _SLOTS = 3  # one is read into, one is on its way, one is worked on
 
 
-class Lane(Protocol):
-    """The way of one thread's bytes onto a device."""
+class Lane:
+    """The way of one thread's bytes onto a device: here, into this machine's memory."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
 
     def run(
         self,
@@ -62,111 +60,6 @@ class Lane(Protocol):
             done: Called, in this thread, when all of it is finished.
             after: Marks of `Device.mark` that must have come before the device's memory is written to.
         """
-        ...
-
-    def flush(self) -> None:
-        """Waits until everything is finished, and calls what is to be called then."""
-        ...
-
-    def close(self) -> None:
-        """Waits until nothing is under way any more; calls nothing."""
-        ...
-
-
-class Device(Protocol):
-    """Where tensors go.
-
-    Attributes:
-        name: As torch spells it: `cpu`, `cuda:0`.
-        slots: Tiles of host memory that a lane holds.
-        unified: Host memory is the device's: bytes need not be taken there.
-    """
-
-    name: str
-    slots: int
-    unified: bool
-
-    def lane(self, tile_bytes: int) -> Lane:
-        """A lane for tiles of at most so many bytes; called in the thread that will use it."""
-        ...
-
-    def empty(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """Memory for a tensor, in C order, not filled.
-
-        Raises:
-            RequestError: There is none left.
-        """
-        ...
-
-    def mark(self) -> Any:
-        """A point in what the calling thread has asked of the device, for `Lane.run(after=...)`."""
-        ...
-
-    def follow(self, mark: Any) -> None:
-        """What the calling thread asks of the device from now on begins when a mark has come."""
-        ...
-
-    def wait(self) -> None:
-        """Returns when the device has done what the calling thread asked of it."""
-        ...
-
-    def room(self) -> int:
-        """Bytes that can still be allocated, about."""
-        ...
-
-    def serial(self) -> str:
-        """What tells it from other devices of its machine, however processes number them; empty for the host."""
-        ...
-
-
-class Host:
-    """This machine's memory. See `Device`."""
-
-    name = "cpu"
-    slots = 1
-    unified = True
-
-    def lane(self, tile_bytes: int) -> Lane:
-        """See `Device`."""
-        return _HostLane()
-
-    def empty(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """See `Device`."""
-        return memory_for(dtype, shape, "cpu")
-
-    def mark(self) -> Any:
-        """See `Device`."""
-        return None
-
-    def follow(self, mark: Any) -> None:
-        """See `Device`."""
-
-    def wait(self) -> None:
-        """See `Device`."""
-
-    def room(self) -> int:
-        """See `Device`."""
-        return free_memory()
-
-    def serial(self) -> str:
-        """See `Device`."""
-        return ""
-
-
-class _HostLane:
-    def __init__(self) -> None:
-        self._buffer: torch.Tensor | None = None
-
-    def run(
-        self,
-        read: Read,
-        nbytes: int,
-        *,
-        into: torch.Tensor | None = None,
-        put: Put | None = None,
-        done: Done,
-        after: Sequence[Any] = (),
-    ) -> None:
         import torch
 
         if into is None:
@@ -179,10 +72,67 @@ class _HostLane:
         done()
 
     def flush(self) -> None:
-        pass
+        """Waits until everything is finished, and calls what is to be called then."""
 
     def close(self) -> None:
+        """Waits until nothing is under way any more; calls nothing."""
         self._buffer = None
+
+
+class Device:
+    """Where tensors go. What is here is right where that is this machine's memory.
+
+    Attributes:
+        name: As torch spells it: `cpu`, `cuda:0`.
+        slots: Tiles of host memory that a lane holds.
+        unified: Host memory is the device's: bytes need not be taken there.
+    """
+
+    name = "cpu"
+    slots = 1
+    unified = True
+
+    def enter(self) -> None:
+        """Called first in each thread of the library that uses the device."""
+
+    def lane(self, tile_bytes: int) -> Lane:
+        """A lane for tiles of at most so many bytes; called in the thread that will use it."""
+        return Lane()
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        """Memory for a tensor, in C order, not filled.
+
+        Raises:
+            RequestError: There is none left.
+        """
+        return memory_for(dtype, shape, "cpu")
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Asks the device to do something beside the lanes; it does such things in the order in which they are asked."""
+        work()
+
+    def mark(self) -> Any:
+        """A point in what was asked with `do`, for `run(after=...)` of a lane."""
+        return None
+
+    def wait(self) -> None:
+        """Returns when what was asked with `do` is done."""
+
+    def buffer(self, nbytes: int) -> int:
+        """Bytes of host memory that a slot of so many bytes takes."""
+        return nbytes
+
+    def room(self) -> int:
+        """Bytes that can still be allocated, about."""
+        return free_memory()
+
+    def serial(self) -> str:
+        """What tells it from other devices of its machine, however processes number them; empty for the host."""
+        return ""
+
+
+class Host(Device):
+    """This machine's memory."""
 
 
 @dataclass
@@ -195,58 +145,54 @@ class _Slot:
     done: Done | None = None
 
 
-class Staged:
-    """A device that is reached through pinned memory. See `Device`.
+class Staged(Device):
+    """A device that is reached through pinned memory, by streams: `converters.reading.platforms.Cuda`.
 
-    Args:
-        platform: Its runtime.
+    All that is computed outside of lanes is asked of one stream, the home stream: the one that was the caller's when the
+    device was found. So it is in order without waiting, the caller may go on with what it gets, and memory goes back to
+    where the allocator took it from. Lanes wait for marks in it, and the host for events in lanes.
     """
 
     slots = _SLOTS
     unified = False
 
-    def __init__(self, platform: Platform) -> None:
-        self.name, self._platform = platform.name, platform
-
     def lane(self, tile_bytes: int) -> Lane:
         """See `Device`."""
-        return _StagedLane(self._platform, tile_bytes)
+        return _StagedLane(self, tile_bytes)
 
-    def empty(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """See `Device`."""
-        return memory_for(dtype, shape, self._platform.memory(0).device)
+    def buffer(self, nbytes: int) -> int:
+        """See `Device`. torch's allocator takes the next power of two of pinned memory."""
+        return 1 << max(0, nbytes - 1).bit_length()
 
-    def mark(self) -> Any:
-        """See `Device`."""
-        return self._platform.mark()
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory from which a copy does not wait.
 
-    def follow(self, mark: Any) -> None:
-        """See `Device`."""
-        if mark is not None:
-            self._platform.follow(self._platform.current(), mark)
+        Raises:
+            RequestError: There is none left.
+        """
+        raise NotImplementedError
 
-    def wait(self) -> None:
-        """See `Device`."""
-        self._platform.wait()
+    def stream(self) -> Any:
+        """A queue of work that does not wait for others; it has `synchronize()`."""
+        raise NotImplementedError
 
-    def room(self) -> int:
-        """See `Device`."""
-        return self._platform.room()
+    def event(self) -> Any:
+        """A point in a stream, for `submit`; it has `synchronize()`."""
+        raise NotImplementedError
 
-    def serial(self) -> str:
-        """See `Device`."""
-        return self._platform.serial()
+    def submit(self, stream: Any, work: Callable[[], None], event: Any, after: Sequence[Any] = ()) -> None:
+        """Has a stream do something when marks have come, and the event come behind it."""
+        raise NotImplementedError
 
 
-class _StagedLane:
+class _StagedLane(Lane):
     """A ring of slots on one stream. Work on a slot follows the order of the stream, the host waits for its event only
     before it reads into the slot again."""
 
-    def __init__(self, platform: Platform, tile_bytes: int) -> None:
-        self._platform, self._tile = platform, tile_bytes
-        self._stream = platform.stream()
-        self._slots: list[_Slot] = []
-        self._next = 0
+    def __init__(self, device: Staged, tile_bytes: int) -> None:
+        self._device, self._tile = device, tile_bytes
+        self._stream = device.stream()
+        self._slots: deque[_Slot] = deque()  # in the order of use
 
     def run(
         self,
@@ -258,36 +204,35 @@ class _StagedLane:
         done: Done,
         after: Sequence[Any] = (),
     ) -> None:
+        """See `Lane`."""
         if nbytes > self._tile:
             raise ValueError(f"{nbytes} bytes do not fit a slot of {self._tile}")
         slot = self._slot()
         if into is None:
             if slot.memory is None:
-                slot.memory = self._platform.memory(self._tile)
+                slot.memory = self._device.empty("uint8", (self._tile,))
                 # it may have been another's, and the stream that it comes from has yet to finish with it
-                after = [*after, self._platform.mark()]
+                after = [*after, self._device.mark()]
             into = slot.memory[:nbytes]
         there = into
         read(slot.pinned[:nbytes].numpy())
-        for mark in after:
-            self._platform.follow(self._stream, mark)
 
         def work() -> None:
             there.copy_(slot.pinned[:nbytes], non_blocking=True)
             if put is not None:
                 put(there)
 
-        self._platform.submit(self._stream, work, slot.event)
+        self._device.submit(self._stream, work, slot.event, after)
         slot.done = done
 
     def _slot(self) -> _Slot:
-        if len(self._slots) < _SLOTS:  # as they are needed: a small load takes no more pinned memory than it uses
-            made = _Slot(self._platform.pinned(self._tile), None, self._platform.event())
-            self._slots.append(made)
-            return made
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % _SLOTS
-        self._retire(slot)
+        """The slot that was used longest ago, free; made as they are needed: a small load pins no more than it uses."""
+        if self._slots and (self._slots[0].done is None or len(self._slots) == _SLOTS):
+            slot = self._slots.popleft()
+            self._retire(slot)
+        else:
+            slot = _Slot(self._device.pinned(self._tile), None, self._device.event())
+        self._slots.append(slot)
         return slot
 
     def _retire(self, slot: _Slot) -> None:
@@ -297,48 +242,11 @@ class _StagedLane:
             done()
 
     def flush(self) -> None:
-        for slot in self._slots[self._next :] + self._slots[: self._next]:
+        """See `Lane`."""
+        for slot in self._slots:
             self._retire(slot)
 
     def close(self) -> None:
-        for slot in self._slots:
-            if slot.done is not None:
-                slot.event.synchronize()
-        self._slots = []
-
-
-def gpu_of(local_rank: int) -> str | None:
-    """The GPU for a process of this number on its machine, if there is any; torch is not imported where there is none."""
-    if not any(next(Path("/dev").glob(pattern), None) for pattern in _DRIVERS):
-        return None
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return f"cuda:{local_rank % count}" if count else None
-
-
-def find_device(name: str, local_rank: int = 0) -> Device:
-    """The device of a name: `cpu`, `cuda:1`, or `cuda`, which is the one of this process's number on its machine.
-
-    Raises:
-        RequestError: There is no such device here; what there is, is named.
-    """
-    if name == "cpu":
-        return Host()
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or (number and not number.isdigit()):
-        raise RequestError(f"unknown device {name!r}", hint="cpu, cuda or cuda:N")
-    import torch
-
-    if not torch.cuda.is_available():
-        built = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU or driver"
-        raise RequestError(f"there is no device {name}: {built}", hint="use the cpu: --device cpu, or device='cpu'")
-    count = torch.cuda.device_count()
-    # a launcher that shows each process its own GPU alone calls all of them 0
-    index = int(number) if number else local_rank if count > 1 else 0
-    if index >= count:
-        raise RequestError(
-            f"there is no device cuda:{index}: this machine has {count}",
-            hint="start one process for each GPU, or name a device" if not number else f"cuda:0 to cuda:{count - 1}",
-        )
-    return Staged(Cuda(index))
+        """See `Lane`."""
+        self._stream.synchronize()  # and not an event: work that was begun and failed has none
+        self._slots.clear()

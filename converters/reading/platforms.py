@@ -1,24 +1,28 @@
-"""What a device behind a stream is made of: pinned memory, streams, events. `Cuda` is one, `Simulated` another for tests."""
+"""The devices that there are: the host, and GPUs as torch's CUDA runtime has them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.reading.device import Host, Staged
+from converters.reading.memory import enough, memory_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-__all__ = ["Cuda", "Simulated", "free_memory", "memory_for"]
+    from converters.reading.device import Device
+
+__all__ = ["Cuda", "find_device", "gpu_of"]
+
+_DRIVERS = ("nvidia[0-9]*", "dxg", "nvhost*", "kfd")  # of Linux, WSL, Jetson, AMD
 
 
-class Cuda:
-    """A GPU's runtime.
+class Cuda(Staged):
+    """A GPU's runtime. What a stream is given to do is called at once and done by the GPU in the order of the stream.
 
     Args:
         index: Number of the device, as `CUDA_VISIBLE_DEVICES` leaves it.
@@ -28,16 +32,32 @@ class Cuda:
         import torch
 
         self.name, self._device = f"cuda:{index}", torch.device("cuda", index)
+        self._home: Any = torch.cuda.current_stream(self._device)
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory from which a copy does not wait."""
+    def enter(self) -> None:
+        """Called in each thread of the library: new ones stand at device 0, and would take memory on it."""
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        torch.cuda.set_stream(self._home)
 
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """Bytes on the device."""
-        return memory_for("uint8", (nbytes,), self._device)
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Host memory from which a copy does not wait; torch's allocator keeps it for the next load.
+
+        Raises:
+            RequestError: There is none left.
+        """
+        return memory_for("uint8", (nbytes,), "cpu", pin_memory=True)
+
+    def empty(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+        """Memory on the device, of the home stream.
+
+        Raises:
+            RequestError: There is none left.
+        """
+        import torch
+
+        with torch.cuda.stream(self._home):
+            return memory_for(dtype, shape, self._device)
 
     def stream(self) -> Any:
         """A queue of work that does not wait for others."""
@@ -51,41 +71,37 @@ class Cuda:
         import torch
 
         cuda: Any = torch.cuda
-        with cuda.device(self._device):
-            return cuda.Event(blocking=True)
+        return cuda.Event(blocking=True)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Has the home stream do something."""
+        import torch
+
+        with torch.cuda.stream(self._home), enough(self.name):
+            work()
 
     def mark(self) -> Any:
-        """Where the stream stands on which this thread allocates memory and computes."""
+        """Where the home stream stands."""
         import torch
 
         cuda: Any = torch.cuda
         event = cuda.Event()
-        event.record(self.current())
+        event.record(self._home)
         return event
 
-    def current(self) -> Any:
-        """The stream on which this thread allocates memory and computes."""
+    def submit(self, stream: Any, work: Callable[[], None], event: Any, after: Sequence[Any] = ()) -> None:
+        """Has a stream do something when marks have come, and the event come behind it."""
         import torch
 
-        return torch.cuda.current_stream(self._device)
-
-    def follow(self, stream: Any, mark: Any) -> None:
-        """What the stream is given from now on begins when the mark has come."""
-        stream.wait_event(mark)
-
-    def submit(self, stream: Any, work: Callable[[], None], event: Any) -> None:
-        """Enqueues what `work` asks of the device, and the event behind it."""
-        import torch
-
-        with torch.cuda.stream(stream):
+        for mark in after:
+            stream.wait_event(mark)
+        with torch.cuda.stream(stream), enough(self.name):
             work()
             event.record(stream)
 
     def wait(self) -> None:
-        """See `Device`."""
-        import torch
-
-        torch.cuda.current_stream(self._device).synchronize()
+        """Returns when the home stream has done everything."""
+        self._home.synchronize()
 
     def room(self) -> int:
         """What the driver has, and what torch's allocator holds without using it."""
@@ -95,102 +111,44 @@ class Cuda:
         return int(free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device))
 
     def serial(self) -> str:
-        """See `Device`."""
+        """What tells it from other devices of its machine."""
         import torch
 
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
 
-class Simulated:
-    """A device whose memory is the host's, for a staged lane without a GPU.
-
-    As on a real one, what a stream is given is done later: when an event behind it is waited for. So a slot that is used
-    again too early, or a tensor that is handed out before it is finished, has wrong bytes here, too.
-    """
-
-    name = "cpu"
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """See `Cuda`."""
-        return self.memory(nbytes)
-
-    def memory(self, nbytes: int) -> torch.Tensor:
-        """See `Cuda`."""
-        return memory_for("uint8", (nbytes,), "cpu")
-
-    def stream(self) -> Any:
-        """See `Cuda`."""
-        work: deque[Callable[[], None]] = deque()
-        return work
-
-    def event(self) -> Any:
-        """See `Cuda`."""
-        return _LateEvent()
-
-    def mark(self) -> Any:
-        """See `Cuda`."""
+def gpu_of(local_rank: int) -> str | None:
+    """The GPU for a process of this number on its machine, if there is any; torch is not imported where there is none."""
+    if not any(next(Path("/dev").glob(pattern), None) for pattern in _DRIVERS):
         return None
-
-    def current(self) -> Any:
-        """See `Cuda`."""
-
-    def follow(self, stream: Any, mark: Any) -> None:
-        """See `Cuda`."""
-
-    def submit(self, stream: Any, work: Callable[[], None], event: Any) -> None:
-        """See `Cuda`."""
-        stream.append(work)
-        event.stream, event.left = stream, stream[-1]
-
-    def wait(self) -> None:
-        """See `Device`."""
-
-    def room(self) -> int:
-        """See `Device`."""
-        return free_memory()
-
-    def serial(self) -> str:
-        """See `Device`."""
-        return "simulated"
-
-
-class _LateEvent:
-    """Comes when the last work before it is done, which whoever waits for it does."""
-
-    stream: deque[Callable[[], None]]
-    left: Callable[[], None] | None = None
-
-    def synchronize(self) -> None:
-        while self.left is not None and self.left in self.stream:
-            self.stream.popleft()()
-
-
-def memory_for(dtype: str, shape: Sequence[int], device: Any) -> torch.Tensor:
-    """Memory for a tensor, not filled.
-
-    Raises:
-        RequestError: There is none left.
-    """
     import torch
 
-    try:
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device)
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "alloc" not in str(error):
-            raise
-        raise RequestError(f"{device} is out of memory: {tuple(shape)} elements of {dtype} do not fit") from error
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return f"cuda:{local_rank % count}" if count else None
 
 
-def free_memory() -> int:
-    """What the kernel can still give this process: of the machine, and of its control group if that has a limit."""
-    free = 1 << 62
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
-    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
-        own = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition("::/")[2]
-        folder = Path("/sys/fs/cgroup") / own
-        limit = int((folder / "memory.max").read_text())  # "max" is no number: no limit
-        cached = next(line for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("file "))
-        free = min(free, limit - int((folder / "memory.current").read_text()) + int(cached.split()[1]))
-    return free
+def find_device(name: str, local_rank: int = 0) -> Device:
+    """The device of a name: `cpu`, `cuda:1`, or `cuda`, which is the one of this process's number on its machine.
+
+    Raises:
+        RequestError: There is no such device here; what there is, is named.
+    """
+    if name == "cpu":
+        return Host()
+    kind, colon, number = name.partition(":")
+    if kind != "cuda" or (colon and not (number.isascii() and number.isdecimal())):
+        raise RequestError(f"unknown device {name!r}", hint="cpu, cuda or cuda:N")
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU or driver"
+        raise RequestError(f"there is no device {name}: {built}", hint="use the cpu: --device cpu, or device='cpu'")
+    count = torch.cuda.device_count()
+    # a launcher that shows each process its own GPU alone calls all of them 0
+    index = int(number) if number else local_rank if count > 1 else 0
+    if index >= count:
+        raise RequestError(
+            f"there is no device cuda:{index}: this machine has {count}",
+            hint="start one process for each GPU, or name a device" if not number else f"cuda:0 to cuda:{count - 1}",
+        )
+    return Cuda(index)

@@ -19,8 +19,9 @@ from converters.box import Box, contiguous_tiles
 from converters.errors import DistckptError, IntegrityError, Interrupted
 from converters.events import Moved
 from converters.names import printable
-from converters.reading.arithmetic import BLOCK, Examiner, squares, unequal
+from converters.reading.arithmetic import BLOCK, squares, unequal
 from converters.reading.device import Host
+from converters.reading.examiner import Examiner
 from converters.reading.gather import UNSIGNED, Gatherer, Sources
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 def tile_elements(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
     """Elements of a tile, and bytes of the two that a worker holds, at most."""
-    largest = max((t.numel for t in tensors.values()), default=1)
-    return min(_TILE, largest), 2 * min(_TILE, largest) * max((t.dtype.itemsize for t in tensors.values()), default=1)
+    elements = min(_TILE, -(-max((t.numel for t in tensors.values()), default=1) // 64) * 64)
+    return elements, 2 * elements * max((t.dtype.itemsize for t in tensors.values()), default=1)
 
 
 def tile_bytes(tensors: Mapping[str, TensorInfo]) -> int:

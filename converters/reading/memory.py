@@ -1,0 +1,60 @@
+"""Memory: what there is, and an error in our words where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import torch
+
+__all__ = ["enough", "free_memory", "memory_for"]
+
+
+def memory_for(dtype: str, shape: Sequence[int], device: Any, *, pin_memory: bool = False) -> torch.Tensor:
+    """Memory for a tensor, not filled.
+
+    Raises:
+        RequestError: There is none left.
+    """
+    import torch
+
+    what = f"{tuple(shape)} elements of {dtype} do not fit"
+    with enough("there is no more pinned memory" if pin_memory else str(device), what):
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device, pin_memory=pin_memory)
+
+
+@contextlib.contextmanager
+def enough(where: str, what: str = "") -> Iterator[None]:
+    """Says in our words that memory has run out. torch has a type for a GPU's, and only texts for the host's."""
+    import torch
+
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not known and not any(text in str(error) for text in ("out of memory", "allocate memory")):
+            raise
+        detail = what or str(error).splitlines()[0]
+        text = where if " " in where else f"{where} is out of memory"
+        raise RequestError(f"{text}: {detail}", hint="fewer threads or a smaller max_memory need less") from error
+
+
+def free_memory() -> int:
+    """What the kernel can still give this process: of the machine, and of its control group if that has a limit."""
+    free = 1 << 62
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    with contextlib.suppress(OSError, ValueError, IndexError, StopIteration):
+        own = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition("::/")[2]
+        folder = Path("/sys/fs/cgroup") / own
+        limit = int((folder / "memory.max").read_text())  # "max" is no number: no limit
+        cached = next(line for line in (folder / "memory.stat").read_text().splitlines() if line.startswith("file "))
+        free = min(free, limit - int((folder / "memory.current").read_text()) + int(cached.split()[1]))
+    return free
