@@ -214,8 +214,7 @@ class TensorInfo:
 
     Attributes:
         name: `decoder.layers.7.mlp.experts.3.linear_fc1.weight`, `optimizer.state.exp_avg.` before it for a moment.
-        dtype: Element type.
-        shape: Shape of the whole tensor, whatever the layout it was saved with.
+        shape: Of the whole tensor, whatever the layout it was saved with.
         kind: "weight", "optimizer" or "other".
         parts: Where it is stored.
         opaque: For a tensor whose elements are not those of one parameter (a flat optimizer bucket), what it is.
@@ -262,7 +261,6 @@ class ObjectInfo:
         key: The key as the file spells it: `rng_state/shard_0.1_2.2`.
         offset: Position in the grid of shards.
         grid: Shape of that grid.
-        file: File name within the checkpoint.
         start: First byte of the record in the file.
         length: Bytes of the record.
         wrapped: The record is a list of one, the object, as Megatron's torch_dist has it; False: the object itself.
@@ -322,7 +320,6 @@ class Catalog:
 
     Attributes:
         path: The folder with the data (`.../iter_0000010`, `.../weights`).
-        format: Storage format: "torch_dist".
         flavour: Who wrote it: "Megatron-LM", "NeMo 2", "NeMo 1", "Megatron-Bridge", or "torch DCP".
         tensors: Canonical name -> tensor, in natural order.
         objects: Stored key -> object.
@@ -332,8 +329,6 @@ class Catalog:
         content: Megatron's `content_metadata`, plain data.
         iteration: Training iteration, None if not recorded.
         producer: What is known of the writing version: ("Megatron-Core 0.15", reason), or None.
-        files: The folder's files.
-        problems: What is wrong with it.
         details: Facts of the format worth showing: `{"metadata class": "..."}`.
         copies: Stored pieces that must equal a tensor and are not read otherwise (a tied embedding on the last stage, what
             every tensor-parallel rank has), by a label; each has the name of the tensor that it copies.
@@ -381,10 +376,8 @@ class Catalog:
 
     def trained_type(self, weight: TensorInfo) -> DType:
         """The element type that a job keeps a weight in, which is not always the stored one: see `masters`."""
-        other = self.computing_type
-        return (
-            other if other is not None and weight.dtype.name == "float32" and trainable(weight.name) else weight.dtype
-        )
+        other = self.computing_type if weight.dtype.name == "float32" and trainable(weight.name) else None
+        return other or weight.dtype
 
     @cached_property
     def computing_type(self) -> DType | None:

@@ -18,7 +18,6 @@ from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
-from converters.formats.broken import damaged_file
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.containers.unread import unread_tensors
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from converters.archive.records import TensorRef
     from converters.pickles import Node
 
-__all__ = ["Shards", "WholeReader", "distinct", "entries", "promised", "read_index"]
+__all__ = ["Shards", "WholeReader", "distinct", "entries"]
 
 _V = TypeVar("_V")
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
@@ -347,55 +346,3 @@ def _typed(value: Any) -> Any:
         except FormatError:
             return value
     return value
-
-
-def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
-    """The tensors of each shard, as an index of Hugging Face says.
-
-    Args:
-        name: The index: `model.safetensors.index.json`.
-        ending: How the names of shards end.
-
-    Raises:
-        FormatError: It is not an index, names a file outside the folder, or files are missing.
-    """
-    document = read_json(folder / name)
-    entries = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(entries, dict) or not entries:
-        raise FormatError(f"{name} has no weight_map: it is not an index of shards")
-    shards: dict[str, list[str]] = {}
-    for tensor, shard in entries.items():
-        if not isinstance(shard, str) or not shard.endswith(ending) or re.search(r"[/\\\0]|^\.", shard):
-            raise FormatError(
-                f"{name} says that {printable(tensor)} is in {printable(str(shard))!r}, which is no {ending} file beside it",
-                tensor=tensor,
-            )
-        shards.setdefault(shard, []).append(tensor)
-    missing = [shard for shard in shards if not exists(folder / shard)]
-    if missing:
-        count = sum(len(shards[shard]) for shard in missing)
-        listed = ", ".join(map(printable, sorted(missing)[:8]))
-        text = f"{len(missing)} of {len(shards)} shards are missing: {listed}"
-        raise damaged_file(folder, {missing[0]: text}, f"{count} tensors are in them")
-    return dict(sorted(shards.items()))
-
-
-def promised(
-    held: Mapping[str, _V], wanted: Sequence[str], file: Path, index: str, problems: list[Problem]
-) -> dict[str, _V]:
-    """What an index promises of a shard, of all that the shard holds.
-
-    Args:
-        problems: That the shard holds more is noted here.
-
-    Raises:
-        FormatError: It holds less.
-    """
-    lacking = [name for name in wanted if name not in held]
-    if lacking:
-        text = f"lacks {len(lacking)} tensors that {index} promises, for example {printable(lacking[0])}"
-        raise damaged_file(file.parent, {file.name: f"{printable(file.name)} {text}"})
-    if len(held) > len(wanted):
-        text = f"holds {len(held) - len(wanted)} tensors that are not in {index}; they are not read"
-        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name))
-    return {name: held[name] for name in wanted}

@@ -18,7 +18,8 @@ from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
 from converters.formats.containers.archive import PtFile
-from converters.formats.containers.reader import Shards, WholeReader, promised, read_index
+from converters.formats.containers.index import promised, read_index
+from converters.formats.containers.reader import Shards, WholeReader
 from converters.formats.folder import exists, is_folder, listing, open_source, read_at
 from converters.formats.plain_json import parse_json, read_json
 from converters.names import printable

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.archive.records import tensor_ref
 from converters.errors import FormatError
 from converters.formats.containers.archive import PtFile
-from converters.formats.containers.reader import Shards, WholeReader, distinct, entries, promised, read_index
+from converters.formats.containers.index import promised, read_index
+from converters.formats.containers.reader import Shards, WholeReader, distinct, entries
 from converters.formats.folder import exists, is_folder
 from converters.names import printable
 from converters.pickles import Obj, PickleFormatError, pairs, references

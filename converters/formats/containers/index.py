@@ -1,0 +1,73 @@
+"""Hugging Face's index of a model in several files, of safetensors or of torch.save: which tensor is in which."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, TypeVar
+
+from converters.catalog import Problem
+from converters.errors import FormatError
+from converters.formats.broken import damaged_file
+from converters.formats.folder import exists
+from converters.formats.plain_json import read_json
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["promised", "read_index"]
+
+_V = TypeVar("_V")
+
+
+def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
+    """The tensors of each shard, as an index of Hugging Face says.
+
+    Args:
+        name: The index: `model.safetensors.index.json`.
+        ending: How the names of shards end.
+
+    Raises:
+        FormatError: It is not an index, names a file outside the folder, or files are missing.
+    """
+    document = read_json(folder / name)
+    entries = document.get("weight_map") if isinstance(document, dict) else None
+    if not isinstance(entries, dict) or not entries:
+        raise FormatError(f"{name} has no weight_map: it is not an index of shards")
+    shards: dict[str, list[str]] = {}
+    for tensor, shard in entries.items():
+        if not isinstance(shard, str) or not shard.endswith(ending) or re.search(r"[/\\\0]|^\.", shard):
+            raise FormatError(
+                f"{name} says that {printable(tensor)} is in {printable(str(shard))!r}, which is no {ending} file beside it",
+                tensor=tensor,
+            )
+        shards.setdefault(shard, []).append(tensor)
+    missing = [shard for shard in shards if not exists(folder / shard)]
+    if missing:
+        count = sum(len(shards[shard]) for shard in missing)
+        listed = ", ".join(map(printable, sorted(missing)[:8]))
+        text = f"{len(missing)} of {len(shards)} shards are missing: {listed}"
+        raise damaged_file(folder, {missing[0]: text}, f"{count} tensors are in them")
+    return dict(sorted(shards.items()))
+
+
+def promised(
+    held: Mapping[str, _V], wanted: Sequence[str], file: Path, index: str, problems: list[Problem]
+) -> dict[str, _V]:
+    """What an index promises of a shard, of all that the shard holds.
+
+    Args:
+        problems: That the shard holds more is noted here.
+
+    Raises:
+        FormatError: It holds less.
+    """
+    lacking = [name for name in wanted if name not in held]
+    if lacking:
+        text = f"lacks {len(lacking)} tensors that {index} promises, for example {printable(lacking[0])}"
+        raise damaged_file(file.parent, {file.name: f"{printable(file.name)} {text}"})
+    if len(held) > len(wanted):
+        text = f"holds {len(held) - len(wanted)} tensors that are not in {index}; they are not read"
+        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name))
+    return {name: held[name] for name in wanted}
