@@ -23,7 +23,7 @@ from converters.events import Note, Phase, PlanReady
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, read_small, status
 from converters.names import printable
-from converters.reading.arithmetic import looking_device
+from converters.reading.examiner import looking_device
 from converters.verification.blocks import BLOCK_BYTES
 from converters.verification.files import FileRead, FileTask, RecordIndex
 from converters.verification.lookups import SAVE, Lookups
