@@ -9,13 +9,15 @@ Sources: torch/distributed/checkpoint/metadata.py and filesystem.py (2.13), CPyt
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -65,12 +67,11 @@ def write_metadata(
                 _storage_entries(out, tensor, files)
         out.name("storage_meta")
         with out.instance(_DCP, "StorageMeta"):
-            for attribute, text in (("checkpoint_id", checkpoint_id), ("save_id", save_id)):
-                out.name(attribute)
+            for text in ("checkpoint_id", checkpoint_id, "save_id", save_id, "load_id"):
                 out.name(text)
-            for attribute in ("load_id", "modules"):
-                out.name(attribute)
-                out.raw(b"N" if attribute == "load_id" else b"]")
+            out.raw(b"N")
+            out.name("modules")
+            out.raw(b"]")
         out.name("version")
         out.name("1.0.0")
         out.name("mcore_data")  # readers before Megatron-Core 0.15 look here for flattened tensors; nothing of ours is
@@ -154,12 +155,11 @@ def _index(out: _Pickle, key: str, offset: Sequence[int] | None) -> None:
 
 def _info(out: _Pickle, file: str, start: int, length: int) -> None:
     with out.instance(_FILES, "_StorageInfo"):
-        for attribute, value in (("relative_path", file), ("offset", start), ("length", length)):
+        out.name("relative_path")
+        out.name(file)
+        for attribute, value in (("offset", start), ("length", length)):
             out.name(attribute)
-            if isinstance(value, str):
-                out.name(value)
-            else:
-                out.integer(value)
+            out.integer(value)
 
 
 class _Pickle:
@@ -222,14 +222,17 @@ class _Pickle:
             self.integer(value)
         self.raw(behind + b"\x85R")
 
-    def instance(self, module: str, name: str) -> _Block:
+    @contextlib.contextmanager
+    def mapping(self, behind: bytes = b"u") -> Iterator[None]:
+        """A dict whose entries are written inside the `with`."""
+        self.raw(b"}(")
+        yield
+        self.raw(behind)
+
+    def instance(self, module: str, name: str) -> AbstractContextManager[None]:
         """An instance whose attributes are written inside the `with`."""
         self.new(module, name)
-        return _Block(self, b"}(", b"ub")
-
-    def mapping(self) -> _Block:
-        """A dict whose entries are written inside the `with`."""
-        return _Block(self, b"}(", b"u")
+        return self.mapping(b"ub")
 
     def batches(self, rows: NDArray[np.uint8], end: bytes) -> None:
         """Many items for the list, or entries for the dict, that is being written (a MARK of the latter is open)."""
@@ -239,17 +242,6 @@ class _Pickle:
             self.raw(b"(" + rows[low : low + _BATCH].tobytes() + end)
         if end == b"u":
             self.raw(b"(")
-
-
-class _Block:
-    def __init__(self, out: _Pickle, before: bytes, behind: bytes) -> None:
-        self._out, self._before, self._behind = out, before, behind
-
-    def __enter__(self) -> None:
-        self._out.raw(self._before)
-
-    def __exit__(self, *_: object) -> None:
-        self._out.raw(self._behind)
 
 
 def _tuple(count: int) -> tuple[bytes, bytes]:

@@ -17,8 +17,7 @@ Sources: torch/distributed/checkpoint/{default_planner,_nested_dict,state_dict}.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from converters.pickles import Global
 
@@ -40,8 +39,7 @@ _HUGGING_FACE = re.compile(
 Path = tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
+class Named(NamedTuple):
     """A key, understood.
 
     Attributes:
