@@ -79,10 +79,8 @@ class TensorRef:
 
     Attributes:
         storage: Key of the storage (`0` for member `data/0`).
-        dtype: Element type.
         storage_numel: Elements in the storage.
         offset: First element.
-        shape: Elements along each axis.
         strides: Distance between neighbours along each axis, in elements.
     """
 
@@ -152,7 +150,7 @@ def read_directory(read: Read, start: int, length: int, what: str) -> dict[str, 
     if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
         _, _, record, _ = _LOCATOR64.unpack_from(tail, locator)
         raw = read(start + record, _EOCD64.size) if record + _EOCD64.size <= length else b""
-        if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06":
+        if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06" or record + _EOCD64.size != tail_at + locator:
             raise FormatError(f"{what} has a damaged zip64 directory")
         _, _, _, _, _, _, here, total, size, offset = _EOCD64.unpack(raw)
         end = record

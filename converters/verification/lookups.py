@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.names import fold, printable
 from converters.optimizer.state import optimizer_state
+from converters.verification.moments import MomentTask, judge_moments, moment_bound, moment_tasks
 from converters.verification.structure import is_tied
-from converters.verification.values import judge_values, value_tasks
+from converters.verification.values import TensorTask, judge_values, value_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from converters.catalog import TensorInfo
     from converters.formats.base import Reader
     from converters.verification.report import Report
-    from converters.verification.values import TensorTask
 
 __all__ = ["Lookups"]
 
@@ -39,6 +39,7 @@ class Lookups:
         pairs: Tensor -> (how, tensor) that it is compared with.
         named: The checkpoint's tensors, flat buckets under the names of their parameters.
         tasks: What `plan` made.
+        bound: What limits the moments of Adam; None if nothing is known to.
     """
 
     def __init__(self, reader: Reader, report: Report) -> None:
@@ -46,7 +47,8 @@ class Lookups:
         self.tensors: dict[str, TensorInfo] = dict(self._catalog.tensors)
         self.pairs: dict[str, tuple[str, str]] = {}
         self.named: Mapping[str, TensorInfo] = self._catalog.tensors
-        self.tasks: list[TensorTask] = []
+        self.tasks: list[TensorTask | MomentTask] = []
+        self.bound: float | None = None
         self._shown: dict[str, str] = {}  # states under the names that they are stored under
 
     def plan(self, first: int, *, values: bool) -> None:
@@ -67,6 +69,11 @@ class Lookups:
                 self.pairs[output] = ("equal", words)
         self._pair_masters()
         self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first))
+        self.bound = moment_bound(self._catalog) if values else None
+        if self.bound is not None:
+            states = {name: info for name, info in self.named.items() if name.startswith("optimizer.state.exp_avg")}
+            self.tensors.update(states)
+            self.tasks += moment_tasks(states, first + len(self.tasks))
 
     def _pair_masters(self) -> None:
         check, catalog = self._report.check("optimizer"), self._catalog
@@ -105,23 +112,28 @@ class Lookups:
             results: What the workers returned, by the numbers of the tasks.
             values: As given to `plan`.
         """
-        self._conclude_pairs(results)
+        looked = [task for task in self.tasks if isinstance(task, TensorTask)]
+        self._conclude_pairs(looked, results)
         if not values:
             return
         stats: dict[str, Any] = {}
-        for task in self.tasks:
+        for task in looked:
             stats |= results[task.number]["stats"]
         check = self._report.check("values")
         judge_values(check, stats, self.tensors)
+        moments = {task.parameter: results[task.number] for task in self.tasks if isinstance(task, MomentTask)}
+        optimizer = self._report.check("optimizer")
+        judge_moments(optimizer, moments, self.tensors)
+        optimizer.summary += f"; {len(moments):,} first moments are possible beside the second" if moments else ""
         numel = sum(found["numel"] for found in stats.values())
         check.summary = f"{numel:,} elements of {len(stats):,} tensors: no NaN, no Inf, none empty or out of proportion"
 
-    def _conclude_pairs(self, results: Mapping[int, Any]) -> None:
+    def _conclude_pairs(self, tasks: Iterable[TensorTask], results: Mapping[int, Any]) -> None:
         failed: dict[str, list[tuple[str, str]]] = {}
         differing: list[tuple[TensorTask, Mapping[str, Any]]] = []
         copies, masters = 0, list[str]()
         wrong: dict[str, str] = {}  # masters, by their parameter
-        for task in self.tasks:
+        for task in tasks:
             result, name, parameter = results[task.number], task.names[0], task.names[-1]
             copies += task.compare == "equal"
             if "failed" in result:

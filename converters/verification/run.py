@@ -27,9 +27,11 @@ from converters.reading.examiner import looking_device
 from converters.verification.blocks import BLOCK_BYTES
 from converters.verification.files import FileRead, FileTask, RecordIndex
 from converters.verification.lookups import SAVE, Lookups
+from converters.verification.moments import MomentTask, MomentWorker
 from converters.verification.report import Finding, Report
 from converters.verification.scan import FileWorker, joined
 from converters.verification.structure import check_structure
+from converters.verification.twins import find_twins
 from converters.verification.values import TensorTask, TensorWorker, tile_bytes, tile_elements
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ class _Verification:
             self._plan()
         else:
             ranks = None  # nothing to share: every rank finds the same
-        tasks: list[FileTask | TensorTask] = [*self.files, *self.lookups.tasks]
+        tasks: list[FileTask | TensorTask | MomentTask] = [*self.files, *self.lookups.tasks]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
         threads = self.options.threads
         crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
@@ -265,6 +267,8 @@ class _Verification:
             finding = Finding("error", text, file, offset, needed, there, tensors, "restore this file from a copy")
             self.report.check(name).add(finding)
         check = self.report.check("records")
+        pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
+        find_twins(check, self.reader, self.index, self.lookups.named, pairs)
         check.summary = f"{len(self.index):,} records hold what the metadata promises"
         whole = "archive is" if scan.archives == 1 else "archives are"
         check.summary += f", {scan.archives:,} {whole} whole" if scan.archives else ""
@@ -327,15 +331,19 @@ class _Worker:
     def __init__(self, run: _Verification, crew: Crew, device: Device) -> None:
         self._files = FileWorker(run.reader, run.index, crew, drop=not run.lookups.tasks)
         self._tensors = TensorWorker(run.reader, run.lookups.tensors, crew, device)
+        self._moments = MomentWorker(run.reader, run.lookups.tensors, crew, run.lookups.bound or 0.0)
 
-    def do(self, task: FileTask | TensorTask) -> dict[str, Any]:
-        """Does either."""
+    def do(self, task: FileTask | TensorTask | MomentTask) -> dict[str, Any]:
+        """Does any of them."""
+        if isinstance(task, MomentTask):
+            return self._moments.do(task)
         return self._files.do(task) if isinstance(task, FileTask) else self._tensors.do(task)
 
     def close(self) -> None:
         """Closes all files."""
         self._files.close()
         self._tensors.close()
+        self._moments.close()
 
 
 def _size(nbytes: int) -> str:

@@ -27,6 +27,7 @@ from converters.formats.base import ArchiveReader, StoredArchive
 from converters.formats.folder import close_source, is_folder, open_source
 from converters.names import printable
 from converters.verification.blocks import BLOCK_BYTES, Blocks
+from converters.verification.twins import fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,6 +60,7 @@ class Scan:
         unchecked: Bytes of tensors without a checksum.
         beyond: `(file, its size, first byte, one past the last, record, key)` of archives that it is too short for.
         segments: Parts of members that reach into other pieces of their file.
+        prints: Record and fingerprint of its elements, one after the other.
         read: Bytes read.
         sha256: Of each whole file where it is wanted.
         file: The file that is read now.
@@ -71,6 +73,7 @@ class Scan:
     unchecked: int = 0
     beyond: list[tuple[str, int, int, int, int, str]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
+    prints: list[int] = field(default_factory=list)
     read: int = 0
     sha256: dict[str, str] = field(default_factory=dict)
     file: str = ""
@@ -100,6 +103,7 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
         out.findings += [tuple(note) for note in scan["findings"]]
         for name in ("archives", "members", "checked", "unchecked", "read"):
             setattr(out, name, getattr(out, name) + scan[name])
+        out.prints += scan["prints"]
         out.sha256 |= scan["sha256"]
         for file, *beyond in scan["beyond"]:
             cut.setdefault(file, []).append(tuple(beyond))
@@ -253,6 +257,7 @@ class FileWorker:
             text = f"{printable(file.name)} is {file.size:,} bytes, a record needs {end:,}"
             out.note("records", text, payload.offset, record, needed=f"{end}", found=f"{file.size}")
             return None
+        out.prints += [record, fingerprint(payload)]
         return payload
 
     def _archive(self, file: FileRead, archive: StoredArchive, inside: list[int], blocks: Blocks, out: Scan) -> None:

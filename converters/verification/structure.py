@@ -15,6 +15,7 @@ from converters.facts.model_args import ModelArgs
 from converters.formats.folder import escape
 from converters.names import fold, printable
 from converters.verification.hugging_face import check_hugging_face
+from converters.verification.origin import check_origin
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,7 +46,11 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     for info in catalog.files:
         if info.name.endswith((".metadata.tmp", ".partial", ".tmp")):
             check.warn(f"{printable(info.name)} is a temporary file: a save was interrupted here", file=info.name)
+        if info.records and info.size is not None and info.size > info.needed:
+            text = f"{printable(info.name)} goes on for {info.size - info.needed:,} bytes behind its last record"
+            check.warn(f"{text}: the rest of a longer file?", file=info.name)
     _check_links(check, catalog)
+    check_origin(check, catalog)
     known = {name for problem in catalog.problems for name in problem.tensors}
     for name, tensor in catalog.tensors.items():
         if name not in known and not _is_plain(tensor):

@@ -117,6 +117,7 @@ class LegacyReader(StorageReader):
         problems = [Problem("warning", text) for text in (*self._grid.notes, *model.warnings)]
         common = _common_tree(self._common_file, self._folder)
         kept = {self._common_file.position: common}
+        problems += self._misplaced(tuple(tensors))
         problems += unread_tensors(self._storages.files, self._storages.known, kept)
         flavour, config = find_flavour(self._folder, facts, [])
         return Catalog(
@@ -134,6 +135,22 @@ class LegacyReader(StorageReader):
             details=model.details,
             copies=model.copies(),
         )
+
+    def _misplaced(self, affected: tuple[str, ...]) -> list[Problem]:
+        """Files that another rank wrote: each holds the arguments of its own; the tensor-parallel rank counts fastest."""
+        found = {
+            file.name: (rank, common_facts(file.tree).args.get("rank")) for rank, file in self._model_files.items()
+        }
+        if len({number for _, number in found.values()}) < 2 or self._grid.tp < 2:
+            return []  # a converter's work, perhaps
+        wrong = [(n, rank[0], r % self._grid.tp) for n, (rank, r) in found.items() if type(r) is int]
+        return [
+            Problem(
+                "error", f"{name} is of tensor-parallel rank {have}, not {want}: files were exchanged", name, affected
+            )
+            for name, want, have in wrong
+            if want != have
+        ]
 
     def _size(self, file: PtFile, node: Node) -> int:
         return sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))

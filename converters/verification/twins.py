@@ -1,0 +1,122 @@
+"""Records with the same bytes in two places of one tensor: a shard that was written twice, or a file copied over another.
+
+Their checksums are in the files; equal ones are looked at again. What is constant may be equal: zeros before the first step,
+norms that begin as ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.errors import FormatError
+from converters.formats.folder import open_source, read_at
+from converters.names import fold, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from converters.archive.records import Payload
+    from converters.catalog import TensorInfo
+    from converters.formats.base import Reader
+    from converters.verification.files import RecordIndex
+    from converters.verification.report import Check
+
+__all__ = ["find_twins", "fingerprint"]
+
+_SMALLEST = 64  # bytes: a bias of a few elements may well be equal
+_MOST = 10_000  # records that are read again
+_BLOCK = 1 << 20
+
+
+def fingerprint(payload: Payload) -> int:
+    """A number that equal elements have in common; 0 for what is too small to tell, or has no checksum."""
+    if payload.crc is None or payload.nbytes < _SMALLEST:
+        return 0
+    where = payload.offset - payload.crc_offset  # views on one storage have its checksum in common
+    return zlib.crc32(f"{payload.crc_nbytes} {where} {payload.nbytes}".encode()) << 31 | payload.crc >> 1 or 1
+
+
+def find_twins(
+    check: Check,
+    reader: Reader,
+    index: RecordIndex,
+    tensors: Mapping[str, TensorInfo],
+    seen: Iterable[tuple[int, int]],
+) -> None:
+    """Notes tensors that have the same elements in two places.
+
+    Args:
+        check: Where it is noted.
+        reader: The checkpoint.
+        index: Its records.
+        tensors: The tensors to be named.
+        seen: `(record, fingerprint)` of each.
+    """
+    groups = list(_equal(seen))[:_MOST]
+    owners = index.tensors({record for group in groups for record in group}, tensors)
+    found: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        by_tensor: dict[str, list[int]] = {}
+        for record in group:
+            for name in owners[record]:
+                by_tensor.setdefault(name, []).append(record)
+        twice = {name: records for name, records in by_tensor.items() if len(records) > 1 and name not in found}
+        if twice:
+            first, second = next(iter(twice.values()))[:2]
+            if _same_and_varied(reader, first, second, tensors[next(iter(twice))].dtype.itemsize):
+                found.update(dict.fromkeys(twice, (first, second)))
+    for text, names in fold(found):
+        one, other = (_place(reader, record) for record in found[names[0]])
+        verb = "has" if len(names) == 1 else "have each"
+        check.error(
+            f"{printable(text)} {verb} the same elements in two places: a shard was written twice ({one} and {other})",
+            tensors=tuple(names),
+            file=other,
+            hint="restore the file of one of them from a copy",
+        )
+
+
+def _equal(seen: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Records with the same fingerprint."""
+    pairs: NDArray[np.int64] = np.array([pair for pair in seen if pair[1]], np.int64).reshape(-1, 2)
+    pairs = pairs[np.argsort(pairs[:, 1], kind="stable")]
+    edges = np.flatnonzero(np.diff(pairs[:, 1])) + 1
+    for group in np.split(pairs[:, 0], edges) if len(edges) + 1 < len(pairs) else []:
+        if len(group) > 1:
+            yield group.tolist()
+
+
+def _place(reader: Reader, record: int) -> str:
+    path = reader.files[reader.file_of(record)]
+    base = reader.catalog.path
+    return printable(str(path.relative_to(base)) if path.is_relative_to(base) else path.name)
+
+
+def _same_and_varied(reader: Reader, first: int, second: int, itemsize: int) -> bool:
+    """Whether two records hold the same elements, and not one element again and again."""
+    varied, start = False, b""
+    try:
+        for one, other in zip(_blocks(reader, first), _blocks(reader, second), strict=True):
+            if one != other:
+                return False
+            start = start or one[:itemsize]
+            varied = varied or one != start * (len(one) // len(start))
+    except (FormatError, ValueError):
+        return False
+    return varied
+
+
+def _blocks(reader: Reader, record: int) -> Iterator[bytes]:
+    with open_source(reader.files[reader.file_of(record)]) as source:
+
+        def read(at: int, n: int) -> Any:
+            return read_at(source, at, n)
+
+        payload = reader.locate(record, read)
+        for at in range(payload.offset, payload.offset + payload.nbytes, _BLOCK):
+            yield read_at(source, at, min(_BLOCK, payload.offset + payload.nbytes - at))
