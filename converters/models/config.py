@@ -14,9 +14,29 @@ from converters.models.model import SET, UNSET
 if TYPE_CHECKING:
     from converters.facts.model_args import ModelArgs
 
-__all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "LLAMA", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
+__all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "KEYS", "LLAMA", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
 __all__ += ["attention", "decoder", "dense_layers", "llama", "mixture", "rope"]
 
+# field of `ModelArgs` -> its names in config.json
+KEYS: dict[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "n_layer"),
+    "hidden_size": ("hidden_size", "n_embd"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_query_groups": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+    "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "moe_ffn_hidden_size": ("moe_intermediate_size",),
+    "moe_shared_expert_size": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "q_lora_rank": ("q_lora_rank",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "qk_head_dim": ("qk_nope_head_dim",),
+    "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
+    "mtp_num_layers": ("num_nextn_predict_layers",),
+}
 DECODER: dict[str, tuple[Any, ...]] = {
     "num_layers": (SET,),
     "hidden_size": (SET,),

@@ -13,6 +13,7 @@ from converters.catalog import TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.facts.model_args import ModelArgs
+from converters.models.config import KEYS
 from converters.models.export import emit_all
 from converters.models.model import SET
 from converters.models.rules import Emit
@@ -24,26 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["COMPUTED", "KEYS", "described", "expected_shapes"]
 
-# field of `ModelArgs` -> its names in config.json
-KEYS: dict[str, tuple[str, ...]] = {
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "hidden_size": ("hidden_size", "n_embd"),
-    "num_attention_heads": ("num_attention_heads", "n_head"),
-    "num_query_groups": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "ffn_hidden_size": ("intermediate_size", "n_inner"),
-    "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions"),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    "moe_shared_expert_size": ("shared_expert_intermediate_size", "shared_intermediate_size"),
-    "q_lora_rank": ("q_lora_rank",),
-    "kv_lora_rank": ("kv_lora_rank",),
-    "qk_head_dim": ("qk_nope_head_dim",),
-    "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
-    "mtp_num_layers": ("num_nextn_predict_layers",),
-}
 # made when a model is built, and stored by some versions of transformers all the same
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _BIASES = ("attention_bias", "mlp_bias", "use_bias")

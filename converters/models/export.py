@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.models.config import KEYS
 from converters.models.rules import Emit
 from converters.planning.plan import Drop
 
@@ -157,39 +158,16 @@ def _doubts(args: ModelArgs) -> list[str]:
 
 
 # names of one fact in the config.json of different architectures
+_ALONE = (
+    *("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "sliding_window"),
+    *("use_parallel_residual", "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace", "mlp_only_layers"),
+    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+)
 _SAME = (
-    ("model_type",),
-    ("num_hidden_layers", "n_layer"),
-    ("hidden_size", "n_embd"),
-    ("intermediate_size", "n_inner"),
-    ("vocab_size",),
-    ("tie_word_embeddings",),
-    ("num_attention_heads", "n_head"),
-    ("num_key_value_heads",),
-    ("head_dim",),
-    ("q_lora_rank",),
-    ("kv_lora_rank",),
-    ("qk_nope_head_dim",),
-    ("qk_rope_head_dim",),
-    ("v_head_dim",),
+    *(names for field, names in KEYS.items() if field not in ("max_position_embeddings", "mtp_num_layers")),
     ("hidden_act", "activation_function"),
     ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
-    ("attention_bias",),
-    ("mlp_bias",),
-    ("use_bias",),
-    ("sliding_window",),
-    ("use_parallel_residual",),
-    ("num_experts", "num_local_experts", "n_routed_experts"),
-    ("num_experts_per_tok",),
-    ("moe_intermediate_size",),
-    ("shared_expert_intermediate_size",),
-    ("n_shared_experts",),
-    ("first_k_dense_replace",),
-    ("mlp_only_layers",),
-    ("norm_topk_prob",),
-    ("routed_scaling_factor",),
-    ("n_group",),
-    ("topk_group",),
+    *((name,) for name in _ALONE),
 )
 # two names of one function
 _SPELLINGS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
