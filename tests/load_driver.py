@@ -4,8 +4,8 @@
 
 A case is a dictionary: `path`, `layout` and `options` of the load; `existing`: the caller has made a process group; `worth`:
 from how many shared bytes an exchange is considered; `rates`: of reading and exchanging, in place of measured ones; `break`:
-`{"rank": R, "how": "raise" | "exit" | "refuse" | "leave"}`; `staged`: through the simulated device. An answer has `report`
-and `digest` of all tensors, or `error`.
+`{"rank": R, "how": "raise" | "exit" | "refuse" | "leave"}`; `staged`: through a simulated device, that is `"shared"` by the
+ranks or their `"own"`. An answer has `report` and `digest` of all tensors, or `error`.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ from simulated import Simulated
 from converters import Layout, load
 from converters.errors import DistckptError, RequestError
 from converters.loading import exchange
+from converters.loading.job_ranks import JobRanks
 from converters.reading.gather import Gatherer
 
 RANK = int(os.environ["RANK"])
@@ -76,7 +77,14 @@ def take(case):
             stack.enter_context(mock.patch.object(exchange, "_reading_rate", return_value=(read, 0)))
             stack.enter_context(mock.patch.object(exchange.Exchange, "_gathering_rate", return_value=exchanged))
         if case.get("staged"):
-            stack.enter_context(mock.patch("converters.loading.loader.find_device", return_value=Simulated()))
+            own = case["staged"] == "own"
+            device = Simulated(f"gpu {RANK}" if own else "simulated")
+            stack.enter_context(mock.patch("converters.loading.loader.find_device", return_value=device))
+            stack.callback(device.wait)  # whoever reads a tensor comes behind what was asked of the home stream
+            if own:  # what is done over NCCL, over gloo
+                stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
+                group = JobRanks.group
+                stack.enter_context(mock.patch.object(JobRanks, "group", lambda self, who, _: group(self, who, "gloo")))
         found = load(case["path"], Layout(**case["layout"]), **case.get("options", {}))
         if not case.get("options", {}).get("stream"):
             return dict(found), found.report

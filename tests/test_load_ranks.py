@@ -108,7 +108,9 @@ def four(big, damaged, tmp_path_factory):
         "tied": {"path": str(golden("qwen2_weights_tp2pp2")), "layout": {"tp": 2, "pp": 2}, "options": once},
         "hf": {"path": adam, "layout": {"dp": 4}, "options": once | {"names": "hf", "dtype": "fp32"}},
         "stream": {"path": str(big), "layout": DP2, "options": once | {"stream": True, "max_memory": 4 << 20}},
-        "staged": {"path": str(big), "layout": DP2, "options": once, "staged": True},
+        "staged": {"path": str(big), "layout": DP2, "options": once, "staged": "shared"},
+        "own gpus": {"path": str(big), "layout": DP2, "options": once, "staged": "own"},
+        "own gpus, tp4": {"path": adam, "layout": {"tp": 4}, "options": once | {"dtype": "fp32"}, "staged": "own"},
         "everyone reads": {"path": str(big), "layout": DP2, "options": {"broadcast": False}},
         "auto, little": {"path": str(big), "layout": DP2},
         "auto, slow disk": {"path": str(big), "layout": DP2, "worth": 1, "rates": [1e6, 1e9]},
@@ -142,7 +144,10 @@ def four(big, damaged, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    ["dp2 tp2", "dp4", "dp4, a group exists", "tp4", "pp2 dp2", "experts", "tied", "hf", "stream", "staged", "again"],
+    [
+        *("dp2 tp2", "dp4", "dp4, a group exists", "tp4", "pp2 dp2", "experts", "tied", "hf", "stream"),
+        *("staged", "own gpus", "own gpus, tp4", "again"),
+    ],
 )
 def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
     case, rows = four[name]
@@ -156,7 +161,7 @@ def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
         assert "error" not in row, row
         assert row["digest"] == digest_of(load(case["path"], layout, rank, **options)), rank
         report = row["report"]
-        assert report["exchange"] == "gloo"
+        assert report["exchange"] == ("nccl" if case.get("staged") == "own" else "gloo")
         assert report["bytes_read"] + report["bytes_received"] == report["bytes_needed"]
         plan = plan_load(reader, layout, rank, names=options.get("names", "megatron"), optimizer="optimizer" in options)
         needed |= {(fetch.key, fetch.nbytes) for fetch in plan.fetches}
