@@ -158,6 +158,8 @@ class Staging:
                     path.rmdir()
 
     def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
+        if self._take_journals():
+            sync_folder(self.folder)  # lest after a power cut they speak of the files made next
         self._clear()
         for output in files:
             path = self.folder / output.name

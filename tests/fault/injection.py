@@ -241,6 +241,28 @@ class Case:
         return True
 
 
+class Resuming(Case):
+    """The second run of a command, which goes on with what a killed one has left.
+
+    Attributes:
+        lost: A file of the unfinished result that is gone meanwhile; then the command begins anew.
+    """
+
+    lost = ""
+
+    def prepare(self):
+        ended = self.server.together([{"argv": self.argv, "phase": ["checking", "KILL"]}])
+        assert ended[0].code == -9, ended
+        if self.lost:
+            (self.out.with_name(f".{self.out.name}.distckpt-partial") / self.lost).unlink()
+
+
+class BeginningAnew(Resuming):
+    """The second run of a command, which cannot go on with what a killed one has left."""
+
+    lost = "model-00002-of-00004.safetensors"
+
+
 class Replacing(Case):
     """--overwrite onto something of the user's: at any time either that or the new result is there."""
 
@@ -370,6 +392,7 @@ COMMANDS = {
     "safetensors": (Case, "v009_zarr_llama_adam_tp2pp2", ("convert", "SRC", "DST", "--to", "safetensors", *SMALL)),
     "legacy": (Case, "llama_adam_tp2pp2", ("convert", "SRC", "DST", "--to", "legacy")),
     "tar": (Case, "nemo1_zarr_llama4_weights_tp2pp2", ("export-hf", "SRC", "DST", *SMALL)),
+    "resuming": (Resuming, "llama_singleton_weights_tp2pp2", ("export-hf", "SRC", "DST", *SMALL)),
     "replacing": (Replacing, "llama_singleton_weights_tp2pp2", ("export-hf", "SRC", "DST", "--overwrite")),
     "swapping": (Swapping, "llama_singleton_weights_tp2pp2", ("export-hf", "SRC", "DST", "--overwrite")),
     "manifest": (Manifest, "llama_singleton_weights_tp2pp2", ("verify", "SRC", "--write-manifest")),
