@@ -256,9 +256,15 @@ def check_archive(read: Read, start: int, length: int, what: str) -> None:
             )
 
 
-def read_pickle(read: Read, start: int, length: int, what: str, *, limit: int = 1 << 30) -> Any:
-    """The inert tree of a whole `torch.save` record's `data.pkl`; tensors in it are inert nodes, see `tensor_ref`."""
-    members = read_directory(read, start, length, what)
+def read_pickle(
+    read: Read, start: int, length: int, what: str, *, members: dict[str, Member] | None = None, limit: int = 1 << 30
+) -> Any:
+    """The inert tree of a whole `torch.save` record's `data.pkl`; tensors in it are inert nodes, see `tensor_ref`.
+
+    Args:
+        members: The record's directory, if it was read.
+    """
+    members = members or read_directory(read, start, length, what)
     member = members.get("data.pkl")
     if member is None:
         raise FormatError(f"{what} is a zip archive without data.pkl, not a torch.save record")

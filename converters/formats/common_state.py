@@ -67,9 +67,10 @@ class Archive:
 
     def _read(self, read: Read, start: int, size: int, what: str) -> None:
         self._what = what
-        self.tree: Any = read_pickle(read, start, size, what)
+        members = read_directory(read, start, size, what)
+        self.tree: Any = read_pickle(read, start, size, what, members=members)
         self._members: dict[str, bytes] = {}
-        for name, member in read_directory(read, start, size, what).items():
+        for name, member in members.items():
             if member.size > _LIMIT:
                 raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
             data = read(member_offset(read, start, member, what), member.size)

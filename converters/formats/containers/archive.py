@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.archive.records import Member, Payload, member_offset, read_directory
+from converters.archive.records import Member, Payload, member_offset, read_directory, read_pickle
 from converters.catalog import FileInfo, StoredArray
 from converters.errors import FormatError
 from converters.formats.folder import open_source, read_at, status
-from converters.pickles import PickleFormatError, parse, parse_stream
+from converters.pickles import PickleFormatError, parse_stream
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Read
 
 __all__ = ["PtFile", "StorageReader", "Storages"]
-
-_PICKLE_LIMIT = 1 << 30
 
 
 @dataclass
@@ -61,15 +59,10 @@ class PtFile:
             if read(0, 4) != b"PK\x03\x04":
                 raise _no_archive(read(0, 256), name, size)
             members = read_directory(read, 0, size, name)
-            pickle = members.get("data.pkl")
-            if pickle is None or pickle.size > _PICKLE_LIMIT:
-                found = "has no data.pkl" if pickle is None else f"has a data.pkl of {pickle.size} bytes"
-                raise FormatError(f"{name} {found}; it is not a checkpoint that torch.save wrote")
             order = members.get("byteorder")
             if order is not None and read(member_offset(read, 0, order, name), order.size) != b"little":
                 raise FormatError(f"{name} was written on a big-endian machine, which is not supported")
-            raw = read(member_offset(read, 0, pickle, name), pickle.size)
-            return cls(name, size, parse(raw, what=f"{name}: data.pkl"), members)
+            return cls(name, size, read_pickle(read, 0, size, name, members=members), members)
 
     def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
         """The bytes of a small member."""
