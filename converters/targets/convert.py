@@ -52,7 +52,7 @@ class Writer:
 
 
 WRITERS: dict[str, Writer] = {
-    "torch_dist": Writer("reshard:plan_torch_dist", "reshard:ReshardOptions", layout=True, cached=True),
+    "torch_dist": Writer("reshard:plan_reshard", "reshard:TorchDistOptions", layout=True, cached=True),
     "legacy": Writer("legacy:plan_legacy", "legacy:LegacyOptions", layout=True),
     "torch": Writer("container:plan_torch", "container:TorchOptions"),
     "safetensors": Writer("container:plan_safetensors", "container:SafetensorsOptions"),

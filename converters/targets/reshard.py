@@ -36,7 +36,14 @@ if TYPE_CHECKING:
     from converters.parallel.layout import Layout
     from converters.targets.plan_cache import PlanCache
 
-__all__ = ["ReshardOptions", "ReshardPlan", "plan_reshard", "run_reshard"]
+__all__ = ["ReshardOptions", "ReshardPlan", "TorchDistOptions", "plan_reshard", "run_reshard"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistOptions(ReshardOptions):
+    """As of a reshard, for Megatron-LM whichever framework wrote the source."""
+
+    framework: str = "megatron-lm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,19 +134,6 @@ def plan_reshard(
         output=output,
         state=state,
     )
-
-
-def plan_torch_dist(
-    reader: Reader,
-    destination: Path,
-    layout: Layout,
-    options: ReshardOptions | None = None,
-    *,
-    cache: PlanCache | None = None,
-) -> ReshardPlan:
-    """As `plan_reshard`, for Megatron-LM whichever framework wrote the source."""
-    asked = replace(options or ReshardOptions(), framework="megatron-lm")
-    return plan_reshard(reader, destination, layout, asked, cache=cache)
 
 
 run_reshard = run_conversion
