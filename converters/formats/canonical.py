@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["KeyedArray", "TensorsInside", "canonical_tensors", "iteration_of", "object_info"]
 
 _OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
+_MOST_PIECES, _MOST_LOOKS = 1 << 23, 1 << 27  # of a key: 61 layers of 384 experts in 64 pieces are 1.5 million
 _MOST_TENSORS = 1 << 18  # of one key: more layers times experts than that is a damaged shape
 
 
@@ -98,6 +99,11 @@ def _unstack(tensor: KeyedArray, parsed: ParsedKey) -> Iterable[TensorInfo]:
         raise FormatError(f"{printable(key)} should have {depth} leading axes, but has shape {list(shape)}")
     if math.prod(shape[:depth]) > _MOST_TENSORS:
         raise FormatError(f"{printable(key)} of shape {list(shape)} cannot be that many layers or experts")
+    sizes = tensor.array.sizes[:, :depth]
+    singly = depth and sizes[:, 0].max(initial=0) <= 1  # these are found by bisection
+    if sizes.prod(axis=1).sum() > _MOST_PIECES or len(sizes) * math.prod(shape[bool(singly) : depth]) > _MOST_LOOKS:
+        text = f"{printable(key)} of shape {list(shape)} is cut into {len(sizes):,} chunks across its layers or experts"
+        raise FormatError(text, details=["writers cut between layers: something else is meant, or nothing good"])
     for prefix in np.ndindex(*shape[:depth]):
         name = parsed.template.format(*prefix)
         parts = (Part(tensor.array, prefix, block=block),)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PlainLoader", "read_yaml"]
 
-_LIMIT = 8 << 20
+_LIMIT, _MOST_NODES = 8 << 20, 50_000
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
@@ -37,7 +37,10 @@ class PlainLoader(yaml.SafeLoader):
     """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node of the document; counts aliases, and refuses one inside of what it stands for."""
+        """A node of the document; counts nodes and aliases, and refuses an alias inside of what it stands for."""
+        self._nodes = getattr(self, "_nodes", 0) + 1
+        if self._nodes > _MOST_NODES:  # which takes a second or two
+            raise yaml.YAMLError("too many values for a configuration")
         if self.check_event(yaml.AliasEvent):
             self._aliases = getattr(self, "_aliases", 0) + 1
             if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes

@@ -158,10 +158,11 @@ class RecordIndex:
 
     def tensors(self, records: set[int], tensors: Mapping[str, TensorInfo]) -> dict[int, tuple[str, ...]]:
         """Names of those of some tensors that have elements in each of some records."""
-        wanted, out = np.array(sorted(records), np.int64), {record: list[str]() for record in records}
+        wanted, out = np.zeros(max(records, default=0) + 2, bool), {record: list[str]() for record in records}
+        wanted[list(records)] = True
         for name, info in tensors.items() if records else ():
             for part in info.parts:
                 mine = part.array.records[part.rows()]
-                for record in np.intersect1d(mine, wanted).tolist():
+                for record in mine[wanted[np.minimum(mine, len(wanted) - 1)]].tolist():
                     out[record].append(name)
         return {record: tuple(dict.fromkeys(names)) for record, names in out.items()}

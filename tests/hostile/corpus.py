@@ -49,7 +49,7 @@ class Case:
     """A hostile checkpoint.
 
     Args:
-        group: pickle, bomb, zip, dcp, safetensors, tar, zarr, text, tree or name.
+        group: pickle, bomb, zip, tensor, dcp, safetensors, tar, zarr, text, tree, crowd or name.
         name: What is done.
         make: Builds it in a folder, returns the path to name. `marker` is what a payload would make.
         refused: `verify` must say no.
@@ -77,9 +77,11 @@ def fired(marker: Path) -> bool:
 
 def cases() -> list[Case]:
     """All of them, always in the same order."""
+    from hostile.crowds import crowds  # which is made of what is here
+
     made = [
         *_payloads(), *_gadgets_everywhere(), *_bombs(), *_zips(), *_records(), *_metadata(), *_safetensors(), *_tars(),
-        *_zarr(), *_texts(), *_trees(), *_links(), *_names(),
+        *_zarr(), *_texts(), *_trees(), *_links(), *crowds(), *_names(),
     ]  # fmt: skip
     titles = [case.title for case in made]
     assert len(set(titles)) == len(titles), [t for t in titles if titles.count(t) > 1]
@@ -554,11 +556,11 @@ def _dcp(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     return lambda folder: edit_metadata(folder, change)
 
 
-def _first(state: dict[str, Any], kind: str = "TensorStorageMetadata") -> str:
+def first_key(state: dict[str, Any], kind: str = "TensorStorageMetadata") -> str:
     return next(key for key, value in state["state_dict_metadata"].items() if value.func.name == kind)
 
 
-def _rename_key(new: str) -> Callable[[dict[str, Any]], None]:
+def renamed_key(new: str) -> Callable[[dict[str, Any]], None]:
     def change(state: dict[str, Any]) -> None:
         old = "decoder.final_layernorm.weight"
         state["state_dict_metadata"][new] = state["state_dict_metadata"].pop(old)
@@ -633,19 +635,19 @@ DCP: dict[str, Callable[[dict[str, Any]], None]] = {
     "tensors of text": lambda s: s.__setitem__("state_dict_metadata", "all of them"),
     "records in a list": lambda s: s.__setitem__("storage_data", [1, 2]),
     "keys of numbers": lambda s: s["state_dict_metadata"].update({5: 6, None: None}),
-    "an empty key": _rename_key(""),
-    "key of a path": _rename_key("../../outside/evil"),
-    "absolute key": _rename_key("/tmp/evil"),
-    "key of null": _rename_key("a\0b"),
-    "key of dots": _rename_key("." * 1000),
-    "key of 1 MB": _rename_key("k" * (1 << 20)),
-    "layer of 10^4000": _rename_key("decoder.layers." + "9" * 4000 + ".mlp.linear_fc1.weight"),
-    "layer 10^9": _rename_key("decoder.layers.1000000000.mlp.linear_fc1.weight"),
-    "expert 10^12": _rename_key("decoder.layers.0.mlp.experts.experts.1000000000000.linear_fc1.weight"),
-    "braces in a key": _rename_key("decoder.layers.{0..9999999999}.{}{0}{a.__class__}.weight"),
-    "layers in other digits": _rename_key("decoder.layers.\u0663.mlp.linear_fc1.weight"),
-    "object with a huge grid": _rename_key("x/shard_0_999999999999"),
-    "optimizer of an optimizer": _rename_key("optimizer.state." * 2000 + "exp_avg.x"),
+    "an empty key": renamed_key(""),
+    "key of a path": renamed_key("../../outside/evil"),
+    "absolute key": renamed_key("/tmp/evil"),
+    "key of null": renamed_key("a\0b"),
+    "key of dots": renamed_key("." * 1000),
+    "key of 1 MB": renamed_key("k" * (1 << 20)),
+    "layer of 10^4000": renamed_key("decoder.layers." + "9" * 4000 + ".mlp.linear_fc1.weight"),
+    "layer 10^9": renamed_key("decoder.layers.1000000000.mlp.linear_fc1.weight"),
+    "expert 10^12": renamed_key("decoder.layers.0.mlp.experts.experts.1000000000000.linear_fc1.weight"),
+    "braces in a key": renamed_key("decoder.layers.{0..9999999999}.{}{0}{a.__class__}.weight"),
+    "layers in other digits": renamed_key("decoder.layers.\u0663.mlp.linear_fc1.weight"),
+    "object with a huge grid": renamed_key("x/shard_0_999999999999"),
+    "optimizer of an optimizer": renamed_key("optimizer.state." * 2000 + "exp_avg.x"),
 }
 HARMLESS_DCP = {
     "optimizer of an optimizer",
@@ -1204,10 +1206,10 @@ def _names() -> Iterator[Case]:
         path.write_bytes(tars.member(flat[:60], b"x") + bytes(1024))
         return path
 
-    yield Case("name", "tensor of torch_dist", metadata(_rename_key(CONTROL)), refused=False)
-    yield Case("name", "weight of torch_dist", metadata(_rename_key("decoder.layers.0." + CONTROL)), refused=False)
+    yield Case("name", "tensor of torch_dist", metadata(renamed_key(CONTROL)), refused=False)
+    yield Case("name", "weight of torch_dist", metadata(renamed_key("decoder.layers.0." + CONTROL)), refused=False)
     yield Case(
-        "name", "moment of torch_dist", metadata(_rename_key("optimizer.state.exp_avg." + CONTROL)), refused=False
+        "name", "moment of torch_dist", metadata(renamed_key("optimizer.state.exp_avg." + CONTROL)), refused=False
     )
     yield Case("name", "object of torch_dist", metadata(_rename_object), refused=False)
     yield Case("name", "tensor of safetensors", header, refused=False)
@@ -1236,7 +1238,7 @@ def _short(text: str) -> bytes:
 
 
 def _rename_object(state: dict[str, Any]) -> None:
-    old = _first(state, "BytesStorageMetadata")
+    old = first_key(state, "BytesStorageMetadata")
     new = CONTROL + "/shard_0_1"
     state["state_dict_metadata"][new] = state["state_dict_metadata"].pop(old)
     for index in state["storage_data"]:
