@@ -199,7 +199,7 @@ class Columns:
         machine.memo.extend(repeat(MISSING, int(memos.sum())))
         machine.stack.append(Run(len(self.taken) - 1, last - first))
         if kind == self.PAIR:
-            machine.stack.append(None)
+            machine.stack.append(Run(len(self.taken) - 1, 0))
         return int(index.ends[last - 1])
 
     def _advance(self, kind: int, pos: int) -> None:

@@ -140,7 +140,7 @@ class Run:
 
     Args:
         number: Counts the runs of one pickle.
-        count: Items it stands for.
+        count: Items it stands for; 0 if it is the value of the key that does.
     """
 
     __slots__ = ("count", "number")

@@ -173,6 +173,8 @@ class Schema:
         places: list[tuple[int, int, int]] = []
         for index, info in stored.items():
             if type(index) is Run:
+                if type(info) is not Run or (info.number, info.count) != (index.number, 0):
+                    raise Bail
                 self.runs_met += 1
                 continue
             state = _attributes(index) if type(index) is Obj else {}
