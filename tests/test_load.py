@@ -20,6 +20,7 @@ from converters import Layout, iter_tensors, load, load_common, load_metadata, l
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
+from converters.loading.rank_plan import plan_load
 from converters.parallel.local import LocalModel
 from converters.planning.plan import Op
 from converters.reading import device as device_module
@@ -545,6 +546,17 @@ def test_a_load_can_be_stopped(big):
     assert caught.value.signum == 15
     assert isinstance(seen[0], PlanReady)
     assert threads() == []
+
+
+def test_fp8_state_is_spoken_of_and_left_out():
+    """It is a pickle, which TransformerEngine's modules would execute."""
+    for name, left in (("llama_adam_tp2pp2", True), ("llama_localspec_weights_tp2pp2", False)):
+        reader = open_checkpoint(golden(name))
+        assert not any("FP8" in note for note in plan_load(reader, Layout(), 0).notes)
+        reader.catalog.args["fp8"] = "hybrid"
+        plan = plan_load(reader, Layout(), 0)
+        assert any("FP8 scaling factors" in note for note in plan.notes) == left
+        assert all(key.endswith("._extra_state") for key in plan.empty)
 
 
 # ---------------------------------------------------------------------- refusals

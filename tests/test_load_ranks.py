@@ -17,7 +17,8 @@ from converters import Layout, load
 from converters.box import Box
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
-from converters.loading.plan import Fetch, plan_load
+from converters.loading.plan import Fetch
+from converters.loading.rank_plan import plan_load
 from converters.loading.rounds import rounds
 
 DRIVER = Path(__file__).parent / "load_driver.py"

@@ -32,7 +32,7 @@ from converters.dtypes import from_option
 from converters.engine.ranks import Ranks
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
-from converters.loading.plan import plan_load
+from converters.loading.rank_plan import plan_load
 from converters.loading.run import LoadOptions, LoadReport, LoadRun
 from converters.reading.platforms import find_device
 
@@ -58,7 +58,9 @@ class LoadedState(dict[str, Any]):
 
     With virtual pipeline stages the keys of chunk `v` begin with `model{v}.`; `chunk` has them without. Optimizer state is
     under `optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, `param` being the fp32 master weight. Keys that end in
-    `_extra_state` are there for `load_state_dict(strict=True)`; their values are None.
+    `_extra_state` are there for `load_state_dict(strict=True)`; their values are None, also where the checkpoint has FP8
+    scaling factors: those are stored as pickles, which TransformerEngine's `set_extra_state` executes. Delayed scaling
+    begins its histories anew, and a note of the report says so; other recipes keep none.
 
     Attributes:
         report: What the load did.

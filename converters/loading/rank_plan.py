@@ -1,0 +1,281 @@
+"""What one rank of a job reads, and which other ranks want the same bytes. No I/O, no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from converters.box import Box
+from converters.errors import RequestError
+from converters.facts.damage import refuse_contradictions, refuse_foreign_names
+from converters.facts.model_args import ModelArgs
+from converters.loading.plan import TILE, LoadPlan, Wanted, plan_copies
+from converters.models import by_name, infer, map_to_hf
+from converters.names import parse_key
+from converters.optimizer.state import optimizer_state
+from converters.parallel.layout_check import check as check_layout
+from converters.parallel.local import LocalModel, likely_order
+from converters.parallel.vocabulary import VOCABULARY
+from converters.planning.plan import Copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from converters.catalog import Catalog
+    from converters.dtypes import DType
+    from converters.formats.base import Reader
+    from converters.parallel.layout import Coordinates, Layout
+    from converters.parallel.local import LocalTensor
+    from converters.registration import Order
+
+__all__ = ["plan_load"]
+
+MIB = 1 << 20
+_SMALLEST = MIB
+_MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte
+_LITTLE = 100  # one row in so many may be read for a checksum alone
+_EMBEDDING = VOCABULARY[0]
+_STATE = "optimizer.state."
+_FP8 = (
+    "FP8 scaling factors and their histories are not loaded: TransformerEngine would execute what stands in the file; "
+    "delayed scaling begins anew, other recipes keep none"
+)
+
+
+def plan_load(
+    reader: Reader,
+    layout: Layout,
+    rank: int,
+    *,
+    names: str = "megatron",
+    optimizer: bool = False,
+    order: Order | None = None,
+    dtype: DType | None = None,
+    vocab_size: int | None = None,
+    arch: str | None = None,
+    together: bool = True,
+) -> LoadPlan:
+    """What a rank of a job reads and where it goes.
+
+    Args:
+        reader: The checkpoint.
+        layout: The job.
+        rank: One of its ranks.
+        names: "megatron" or "hf".
+        optimizer: Also master weights and moments.
+        order: How the modules of the job are made; None infers it from the checkpoint.
+        dtype: Type of floating weights; None keeps what is stored.
+        vocab_size: True rows of the vocabulary, if the checkpoint does not tell.
+        arch: Hugging Face architecture; None infers it.
+        together: Work out what the rank shares with others.
+
+    Raises:
+        RequestError: The layout does not fit the model, or there is no such rank.
+        IntegrityError: Tensors that are needed are damaged or incomplete.
+    """
+    at, catalog = layout.coordinates(rank), reader.catalog
+    most = _MOST_GATHERED // max(layout.dp_cp, layout.edp)
+    tile = max(_SMALLEST, min(TILE, 1 << most.bit_length() >> 1))  # of pinned memory torch takes powers of two
+    if names == "hf":
+        if optimizer:
+            raise RequestError("Hugging Face has no names for optimizer state", hint="names='megatron'")
+        return _plan_hf(catalog, layout, dtype, vocab_size, arch, tile)
+    if names != "megatron":
+        raise RequestError(f"there are no names {names!r}", hint="names='megatron' or names='hf'")
+    _refuse_foreign(catalog)
+    args = ModelArgs.from_catalog(catalog)
+    refuse_contradictions(args, catalog)
+    shapes = {name: info.shape for name, info in catalog.weights.items()}
+    order = order or likely_order(catalog)
+    local = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
+    notes = check_layout(args, layout, {name: target.shape for name, target in local.tensors.items()})
+    state = _OptimizerState(reader) if optimizer else None
+    wanted, copies = _held(local, at, dtype, state, shapes)
+    sources = dict(catalog.weights) | (state.tensors if state else {})
+    peers = _Peers(local, at, shapes) if together else None
+    plan = plan_copies(sources, wanted, copies, tile, catalog, peers)
+    empty = _extra_states(catalog, local, at, order, wanted)
+    doubt = [pair for pair in state.pairs(wanted) if pair[1] in wanted] if state and state.doubt else []
+    notes += [_FP8] if empty and order.fused_norms and catalog.args.get("fp8") else []
+    return replace(plan, empty=empty, doubt=doubt, notes=[*notes, *(state.notes if state else ())])
+
+
+def _plan_hf(
+    catalog: Catalog, layout: Layout, dtype: DType | None, vocab_size: int | None, arch: str | None, tile: int
+) -> LoadPlan:
+    """The whole model under the names it has on the Hub, on every replica."""
+    if layout.world_size != layout.dp:
+        raise RequestError(
+            "Hugging Face has no names for parts of tensors",
+            hint="names='hf' needs a layout of tp 1, pp 1, ep 1 and cp 1, with any dp",
+        )
+    notes: Sequence[str] = ()
+    if not catalog.megatron and catalog.flavour == "Hugging Face":
+        kinds = {n: dtype if dtype and t.dtype.floating else t.dtype for n, t in catalog.weights.items()}
+        wanted = {n: Wanted(n, kinds[n], t.shape, t.shape) for n, t in catalog.weights.items()}
+        copies = [Copy(n, Box.whole(w.shape), n, Box.whole(w.shape)) for n, w in wanted.items()]
+    else:
+        _refuse_foreign(catalog)
+        args = ModelArgs.from_catalog(catalog)
+        refuse_contradictions(args, catalog)
+        model = by_name(arch) if arch else infer(args, catalog)
+        mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=vocab_size)
+        wanted = {n: Wanted(n, t.dtype, t.shape, t.shape) for n, t in mapping.targets.items()}
+        copies, notes = mapping.copies, mapping.notes
+    everyone = range(layout.world_size)
+    peers = defaultdict[tuple[str, Box], Sequence[int]](lambda: everyone)
+    return replace(plan_copies(catalog.weights, wanted, copies, tile, catalog, peers), notes=notes)
+
+
+def _refuse_foreign(catalog: Catalog) -> None:
+    try:
+        refuse_foreign_names(catalog)
+    except RequestError as error:
+        error.hint = (
+            "names='hf'" if catalog.flavour == "Hugging Face" else "load_plain_tensors or iter_tensors take any names"
+        )
+        raise
+
+
+class _OptimizerState:
+    """The optimizer's tensors, by the parameter they belong to."""
+
+    def __init__(self, reader: Reader) -> None:
+        found = optimizer_state(reader)
+        self.tensors, self.doubt, self.notes = found.tensors, found.doubt, found.notes
+        self.states: dict[str, list[str]] = defaultdict(list)
+        for name in found.tensors:
+            state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
+            self.states[parameter].append(state)
+        if not found.tensors:
+            raise RequestError("the checkpoint has no optimizer state", hint="load without optimizer=True")
+
+    def of(self, tensor: LocalTensor, name: str, padding: Iterable[Copy]) -> Iterable[tuple[Wanted, list[Copy]]]:
+        """The state of a parameter: its tensors and what fills them."""
+        if not tensor.trained:
+            return
+        known = [self.states.get(copy.source, []) for copy in tensor.copies]
+        for state in known[0] if known else ():
+            if not all(state in states for states in known):
+                raise RequestError(f"the optimizer holds {state} for some parts of {tensor.name} only")
+            first = self.tensors[f"optimizer.state.{state}.{tensor.copies[0].source}"]
+            key = f"optimizer.state.{state}.{name}"
+            copies = [replace(copy, target=key) for copy in tensor.copies] + list(padding)
+            copies = [replace(copy, source=f"optimizer.state.{state}.{copy.source}") for copy in copies]
+            yield Wanted(key, first.dtype, tensor.shape, tensor.matrix, tensor.fills), copies
+
+    @staticmethod
+    def pairs(wanted: Mapping[str, Wanted]) -> Iterable[tuple[str, str]]:
+        """Keys of master weights and of their weights."""
+        prefix = "optimizer.state.param."
+        return ((name, name.removeprefix(prefix)) for name in wanted if name.startswith(prefix))
+
+
+def _held(
+    model: LocalModel,
+    at: Coordinates,
+    dtype: DType | None,
+    state: _OptimizerState | None,
+    shapes: Mapping[str, Sequence[int]],
+) -> tuple[dict[str, Wanted], list[Copy]]:
+    """What the ranks at some coordinates have in memory, and what fills it."""
+    wanted: dict[str, Wanted] = {}
+    copies: list[Copy] = []
+    optimizer: list[tuple[Wanted, list[Copy]]] = []
+    for chunk in range(model.layout.chunks):
+        prefix = f"model{chunk}." if model.layout.chunks > 1 else ""
+        for tensor in model.chunk(pp=at.pp, chunk=chunk, tp=at.tp, ep=at.ep, etp=at.etp):
+            name = prefix + tensor.name
+            kind = dtype if dtype is not None and tensor.trained else tensor.dtype
+            wanted[name] = Wanted(name, kind, tensor.shape, tensor.matrix, tensor.fills)
+            padding = _padding(model, tensor, shapes)
+            copies += [replace(copy, target=name) for copy in tensor.copies] + padding
+            optimizer += state.of(tensor, name, padding) if state else ()
+    for entry, filled in optimizer:
+        wanted[entry.name] = entry
+        copies += filled
+    return wanted, copies
+
+
+def _padding(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
+    """Padding rows of the vocabulary behind the last that are wanted: few enough to be read, so that the checksum of their
+    record can be compared. They go nowhere."""
+    if not tensor.copies or tensor.copies[0].source not in VOCABULARY:
+        return []
+    out, rows = [], model.tensors[tensor.sources[0]].shape[0]
+    for copy in tensor.copies:
+        left = shapes[copy.source][0] - rows
+        if 0 < left * _LITTLE <= copy.source_box.shape[0] and copy.source_box.stop[0] == rows:
+            box = Box((rows, *copy.source_box.start[1:]), (left, *copy.source_box.shape[1:]))
+            out.append(Copy(copy.source, box, "", box))
+    return out
+
+
+class _Peers(dict[tuple[str, Box], list[int]]):
+    """The ranks that make each copy of a rank, by its source and box.
+
+    Ranks at the same place in the model hold the same. Others of the pipeline stage share what is not divided between them,
+    as norms, and the first stage and the last may share an embedding. Optimizer state is where its parameter is.
+    """
+
+    def __init__(self, model: LocalModel, at: Coordinates, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        stages = {at.pp}
+        if _EMBEDDING in shapes:  # that of the first stage is on others, too, if it is tied
+            shared = {pp for pp, _, _ in model.places(_EMBEDDING)}
+            stages |= shared if at.pp in shared else set()
+        homes: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
+        for rank in range(model.layout.world_size):
+            other = model.layout.coordinates(rank)
+            if other.pp in stages:
+                homes[other.pp, other.tp, other.etp, other.ep].append(rank)
+        for (pp, tp, etp, ep), ranks in homes.items():
+            here = (model.chunk(pp=pp, chunk=n, tp=tp, ep=ep, etp=etp) for n in range(model.layout.chunks))
+            for key in {key for held in here for tensor in held for key in _keys(model, tensor, shapes)}:
+                self.setdefault(key, []).extend(ranks)
+
+    def __missing__(self, key: tuple[str, Box]) -> list[int]:
+        return self[key[0].removeprefix(_STATE).partition(".")[2], key[1]] if key[0].startswith(_STATE) else []
+
+
+def _keys(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Box]]:
+    yield from ((copy.source, copy.source_box) for copy in (*tensor.copies, *_padding(model, tensor, shapes)))
+
+
+_SPLIT = ("linear_", "eh_proj", "output_layer", "in_proj", "out_proj")
+
+
+def _extra_states(
+    catalog: Catalog, model: LocalModel, at: Coordinates, order: Order, wanted: Mapping[str, Wanted]
+) -> list[str]:
+    """Keys of `_extra_state` that modules expect in a state dict, where their values are None.
+
+    TransformerEngine's: what the checkpoint has, which depends on its version. It takes None for "nothing known"
+    (pytorch/module/base.py, set_extra_state). What the checkpoint holds of FP8 is never handed on: that is a pickle, which
+    set_extra_state executes. Megatron's own parallel linear layers ask
+    for one, too, and ignore what it is (tensor_parallel/layers.py, set_extra_state).
+    """
+    found: dict[str, None] = {}
+
+    def name(chunk: int, module: str) -> str:
+        return f"model{chunk}.{module}" if model.layout.chunks > 1 else module
+
+    if order.fused_norms:
+        for item in catalog.objects.values():
+            parsed = parse_key(item.name)
+            if not item.name.endswith("._extra_state") or ".experts." in item.name:
+                continue
+            canonical = parsed.template.format(*item.offset[: len(parsed.axes)])
+            for pp, chunk, module in model.places(canonical):
+                if pp == at.pp:
+                    found[name(chunk, module)] = None
+        return list(found)
+    for key in wanted:
+        module, _, leaf = key.rpartition(".")
+        if leaf == "weight" and module.rpartition(".")[2].startswith(_SPLIT) and not key.startswith("optimizer."):
+            found[f"{module}._extra_state"] = None
+    if at.pp == model.layout.pp - 1:  # also without a weight of its own
+        found[name(model.layout.chunks - 1, "output_layer._extra_state")] = None
+    return list(found)
