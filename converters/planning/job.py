@@ -20,7 +20,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 from converters.box import Box
-from converters.errors import RequestError
+from converters.errors import IntegrityError, RequestError
+from converters.names import printable
 from converters.planning.plan import Copy, Op, Target
 from converters.planning.tasks import Task, Tasks, TaskTable, Tile
 
@@ -276,7 +277,15 @@ class Job:
 
         Raises:
             RequestError: `max_memory` is too small to hold a tile for one worker.
+            IntegrityError: A tensor is needed that the checkpoint lacks, though it has its like: one moment of two.
         """
+        absent = next((name for name in routes.sources() if name not in sources), None) if known_tasks is None else None
+        if absent is not None:
+            raise IntegrityError(
+                f"{printable(absent)} is missing",
+                hint="distckpt verify says what else is; --optimizer none keeps the weights",
+                tensor=absent,
+            )
         kinds = routes.kinds(sources)
         # the tile, and a scratch that holds it in its widest form
         buffers = 1 + max((-(-new.itemsize // old.itemsize) for old, new, _ in kinds), default=1)
