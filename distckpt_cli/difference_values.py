@@ -49,6 +49,8 @@ def show_values(console: Console, report: DiffReport, *, flat: bool) -> None:
         text = f"{number - len(near):,} of {number:,} tensors identical, {len(near):,} within tolerance"
     else:
         text = f"of all {number:,} tensors identical" if number > 1 else "identical"
+    if not bad and tolerance is None and any(t.status == "type" for t in report.tensors):
+        how = "as numbers; not bit for bit, the types differ"
     console.fact("values", f"{text} ({how})", style="error" if bad else None)
     if bad or near:
         _table(console, bad or near, flat=flat)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.comparison.pairs import Side
 from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
-from converters.names import any_of, fold, matcher
+from converters.names import any_of, fold, matcher, printable
 from distckpt_cli.difference_document import fact_document
 from distckpt_cli.difference_values import show_lines, show_values
 from distckpt_cli.exits import ExitCode
@@ -66,6 +66,7 @@ def _what(side: Side) -> str:
     layout = describe_layout(identify(catalog).layout)
     parts += [" ".join(layout.split())] if layout != "unknown" and not side.is_hf else []
     parts += [catalog.producer[0]] if catalog.producer else []
+    parts += [f"Hugging Face {printable(str(catalog.config.get('model_type', 'names')))[:40]}"] if side.is_hf else []
     return ", ".join(parts)
 
 
@@ -226,12 +227,14 @@ def _uncounted(report: DiffReport) -> bool:
 
 def _verdict(report: DiffReport) -> str:
     matching, plan = report.plan.matching, report.plan
-    bad = sum(t.differs for t in report.tensors)
+    typed = sum(t.status == "type" for t in report.tensors)
+    bad = sum(t.differs for t in report.tensors) - typed
     only = sum(map(len, matching.only))
     facts = sum(f.counts for f in plan.facts.found)
     arguments = sum(f.counts for f in plan.arguments) + len(matching.config)
     parts = [
         _several(bad, "tensor"),
+        f"the type of {_several(typed, 'tensor')}" if typed else "",
         _several(len(matching.shapes), "shape"),
         f"{only:,} only on one side" if only else "",
         _several(arguments, "argument"),

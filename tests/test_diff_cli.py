@@ -86,6 +86,23 @@ def test_the_same_is_0_and_silent_when_asked(capsys, monkeypatch):
     assert run(capsys, A, B, "-q")[2] == ""
 
 
+def test_other_types_with_the_same_values_are_told_apart(tmp_path, capsys):
+    """An export in bf16 beside one in fp32, as a newcomer reads it: same numbers, other types, and how to let that pass."""
+    for name, dtype in (("bf16", "bf16"), ("fp32", "fp32")):
+        words = ["export-hf", str(GOLDEN / WEIGHTS), str(tmp_path / name), "--dtype", dtype, "--quiet"]
+        assert app.main([*words, "--progress", "off"]) == 0
+    capsys.readouterr()
+    code, out, err = run(capsys, str(tmp_path / "bf16"), str(tmp_path / "fp32"))
+    assert code == ExitCode.NO
+    assert "safetensors, Hugging Face llama\n" in out
+    assert "types     bf16 in A, fp32 in B (21 tensors); the values are the same\n" in out
+    assert "of all 21 tensors identical (as numbers; not bit for bit, the types differ)\n" in out
+    assert out.splitlines()[-1] == "different the type of 21 tensors"
+    assert "--rtol 0 compares values instead of bits and types" in err
+    code, out, _ = run(capsys, str(tmp_path / "bf16"), str(tmp_path / "fp32"), "--rtol", "0")
+    assert (code, "of all 21 tensors identical (rtol 0, atol 0)" in out) == (ExitCode.OK, True)
+
+
 def test_hints_say_what_to_leave_out(capsys, monkeypatch):
     monkeypatch.chdir(GOLDEN)
     code, out, err = run(capsys, WEIGHTS, A)
