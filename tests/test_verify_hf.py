@@ -393,3 +393,35 @@ def test_flips_in_safetensors_need_a_manifest(exported, tmp_path):
     code, out, _ = cli(copy)
     assert code == 0
     assert "not checkable" in out
+
+
+# ---------------------------------------------------------------------- tensors in each other's places
+
+
+def exchanged(one: str, other: str):
+    def change(held):
+        if one in held and other in held:
+            held[one], held[other] = held[other].clone(), held[one].clone()
+        return held
+
+    return change
+
+
+def test_q_and_k_exchanged(exported, tmp_path):
+    """Of different widths, as with query groups, the shapes tell; of one width nothing does."""
+    copy = tmp_path / "hf"
+    shutil.copytree(exported(LLAMA), copy)
+    layer = "model.layers.0.self_attn."
+    held = {n: v for path in copy.glob("*.safetensors") for n, v in load_file(path).items()}
+    for path in copy.glob("*.safetensors"):
+        path.unlink()
+    (copy / "model.safetensors.index.json").unlink()
+    save_file(exchanged(f"{layer}q_proj.weight", f"{layer}k_proj.weight")(dict(held)), copy / "model.safetensors")
+    assert f"{layer}q_proj.weight is [16, 32], by config.json [32, 32]" in text_of(found(copy))
+    save_file(exchanged(f"{layer}k_proj.weight", f"{layer}v_proj.weight")(dict(held)), copy / "model.safetensors")
+    assert found(copy, values=True).good
+    save_file(
+        exchanged("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.down_proj.weight")(dict(held)),
+        copy / "model.safetensors",
+    )
+    assert "model.layers.0.mlp.gate_proj.weight is [32, 48], by config.json [48, 32]" in text_of(found(copy))

@@ -5,17 +5,17 @@
     if not report.good:
         print(report.affected, [finding.message for check in report.checks for finding in check.findings])
 
-What it finds is in tests/test_verify_swaps.py, damage by damage. What it cannot find without a manifest is in principle
-nothing but another file's or another iteration's true bytes in the right place:
+tests/test_verify_swaps.py and tests/test_verify_hf.py have what production systems do to checkpoints, damage by damage, and
+the check that finds it. Without a list of the files (`write_manifest=True`, or Megatron's own `integrity.json`), made when
+the checkpoint was right, these are not found, as nothing else depends on them:
 
-- weights of another run or iteration, of the same shapes, with all files that describe them, where there is no optimizer
-  whose master weights tell; and whole tensors that were exchanged (two experts, q and k of one size) in such a checkpoint;
-- both moments of a parameter exchanged with those of another one of the same shape: nothing else depends on them;
-- a flipped bit where the format stores no checksum (zarr, safetensors, ByteCheckpoint), unless a master weight or `--values`
-  shows it;
-- an option that no tensor shows: learning rate, seed, rotary base, an activation.
-
-A manifest (`write_manifest=True`, or Megatron's own `integrity.json`) made when the checkpoint was right finds all of these.
+- where no master weights are stored beside weights: values of another run or iteration, or exchanged between places of one
+  shape (two layers, two experts, k and v), with their checksums;
+- both moments of a parameter in place of both of another one of its shape; one of them is found by `values`;
+- weights, masters and moments exchanged all together: two experts, or the files of two tensor-parallel ranks of torch_dist,
+  if their shapes allow it (legacy files say whose they are);
+- a flipped bit where the format has no checksums (zarr, safetensors, ByteCheckpoint) and no master weight tells;
+- arguments that no tensor shows: learning rate, seed, rotary base, number of heads where the width of all is the same.
 """
 
 from __future__ import annotations
