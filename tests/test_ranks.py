@@ -311,6 +311,28 @@ def test_a_signal_to_one_rank_stops_all(llama, tmp_path):
     assert tree(tmp_path / "out") == llama[3]
 
 
+@pytest.mark.parametrize("state", ["over", "left"])
+def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state):
+    """Nor with tidying up: the work is done, and all ranks say so."""
+    original, failed = Board.write, []
+
+    def write(board, name, document):
+        if document.get("state") == state and len(failed) < 2:
+            failed.append(name)
+            raise DestinationError("passing trouble")
+        original(board, name, document)
+
+    def trouble(*_, **__):
+        raise OSError(errno.ESTALE, "stale")
+
+    monkeypatch.setattr(Board, "write", write)
+    monkeypatch.setattr("converters.engine.disk.shutil.rmtree", trouble)
+    outcome = together(llama[0], tmp_path / "out", 2)
+    assert len(failed) == 2
+    assert not outcome.errors
+    assert tree(tmp_path / "out") == llama[3]
+
+
 def test_what_an_earlier_run_left_fools_nobody(llama, tmp_path):
     """Same launch, so the same folder: old words of every kind, also one that says that all is over."""
     board = Board(beside(tmp_path / "out", f"ranks-{crc32(b'threads'):08x}"), 0)

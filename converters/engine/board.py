@@ -8,13 +8,12 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.engine.destination import os_trouble
-from converters.engine.disk import make_folders
+from converters.engine.disk import make_folders, remove_folder
 from converters.errors import DestinationError
 
 if TYPE_CHECKING:
@@ -114,7 +113,7 @@ class Board:
 
     def remove(self) -> None:
         """Removes the folder, as far as that is possible."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder)
 
 
 def machine() -> str:
@@ -186,7 +185,7 @@ def dismiss_earlier(folders: Iterable[Path]) -> None:
                     hint="end that process (it may be on another machine), then run the same command again",
                 )
             time.sleep(0.1)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def _held(folder: Path) -> Iterator[Path]:

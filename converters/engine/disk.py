@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["exchange", "make_folders", "reserve", "sync_folder", "write_all", "write_at"]
+__all__ = ["exchange", "make_folders", "remove_folder", "reserve", "sync_folder", "write_all", "write_at"]
 
 _EXCHANGE = 2
 
@@ -68,6 +70,12 @@ def make_folders(folder: Path) -> list[Path]:
     folder.mkdir(exist_ok=True)
     sync_folder(folder.parent)
     return [folder, *above]
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all in it, as far as that is possible."""
+    with contextlib.suppress(OSError):  # of looking at it, or of closing it, rmtree does not ignore errors
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def exchange(one: Path, other: Path) -> bool:

@@ -5,6 +5,7 @@
             model-00001-of-00002.safetensors ...
             .journal               one JSON line per safe point: which tasks are on disk, for good
             .journal-2             the same of rank 2, if several processes write
+        .NAME.distckpt-old/        for a moment, what is replaced, where two folders cannot be exchanged in one step
         NAME/                      appears by one rename, when everything in it has been synced
 
 A destination that is one file is staged in such a folder, too, and appears by one link or rename of that file.

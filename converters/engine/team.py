@@ -135,8 +135,7 @@ class Team:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            with contextlib.suppress(DestinationError):
-                self.end(error)
+            self.end(error)
         finally:
             self._ended.set()
             self._thread.join()
@@ -151,7 +150,7 @@ class Team:
             return
         self._told = True
         if self.leads:
-            self.say(state="over" if error is None else "failed", error=packed(error))
+            self._insist(state="over" if error is None else "failed", error=packed(error))
             # who is still planning shall hear it, too, unless all were told to stop, or have been waited for already
             all_came = self._late or (self._stop is not None and self._stop.is_set())
             self._wait_quietly(_GRACE, lambda: all(self._has_left(r, p, all_came) for r, p in self._peers.items()))
@@ -164,11 +163,19 @@ class Team:
             lost = self._late or (error is self.trouble and not self._peers[0].said.get("error"))
             # what rank 0 knows, rank 0 shows; if it is lost, one of the others has to
             error.shown_here = self.ranks.rank == 1 if lost else (False if heard else None)  # type: ignore[attr-defined]
-            self.say(state="failed", error=packed(error))
+            self._insist(state="failed", error=packed(error))
             if error is not self.trouble and heard:
                 # let rank 0 learn of it before a launcher sees this process end and stops all
                 self._wait_quietly(3.0, lambda: bool(self.trouble or self._peers[0].said.get("state") == "over"))
-        self.say(state="left")
+        self._insist(state="left")
+
+    def _insist(self, **news: Any) -> None:
+        """Says something last, for which there will be no other beat if a disk is in passing trouble."""
+        for wait in (self._interval, self._interval, 0.0):
+            with contextlib.suppress(DestinationError):
+                self.say(**news)
+                return
+            time.sleep(wait)
 
     def _wait_quietly(self, seconds: float, ready: Callable[[], bool]) -> None:
         deadline = time.monotonic() + seconds
