@@ -147,20 +147,30 @@ class _Comparison:
     def _shapes(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> None:
         if not wrong:
             return
-        hint = self._explained(wrong, args)
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
         for name, shapes in wrong.items():
             groups[shapes].append(name)
-        for (have, want), names in groups.items():
-            for text, members in fold(names):
-                self._check.error(
-                    f"{printable(text)} is {list(have)}, by config.json {list(want)}{hint}",
-                    tensors=tuple(members),
-                    needed=str(list(want)),
-                    found=str(list(have)),
-                )
+        found = [
+            (
+                f"{printable(text)} is {list(have)}, by config.json {list(want)}",
+                members,
+                str(list(want)),
+                str(list(have)),
+            )
+            for (have, want), names in groups.items()
+            for text, members in fold(names)
+        ]
+        reason = self._explained(wrong, args)
+        if reason is not None:
+            key, stated, other = reason
+            text = f"config.json says {key} {stated:,}, the shapes are those of {other:,}: {found[0][0]}"
+            found = [(text, list(wrong), f"{key} {other}", f"{key} {stated}")]
+        for text, members, needed, there in found:
+            self._check.error(text, tensors=tuple(members), needed=needed, found=there)
 
-    def _explained(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> str:
+    def _explained(
+        self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs
+    ) -> tuple[str, int, int] | None:
         """The one number of config.json with another value for which all shapes would fit, if there is one."""
         have, want = next(iter(wrong.values()))
         ratios = {(h, w) for h, w in zip(have, want, strict=False) if h != w and w}
@@ -180,8 +190,8 @@ class _Comparison:
                 continue
             shapes = expected_shapes(self._model, replace(facts, **counted))
             if all(self._tensors[name] == shapes.get(name) for name in wrong):
-                return f"; with {key} {other:,} instead of {self._config[key]:,} all would fit"
-        return ""
+                return key, self._config[key], other
+        return None
 
     def _list(self, names: Iterable[str], one: str, many: str, needed: str = "absent") -> None:
         folded = fold(names)
