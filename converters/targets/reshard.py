@@ -94,7 +94,6 @@ def plan_reshard(
     made = draft.blueprint
     options = replace(options, optimizer=made.optimizer)
     masters = {n: t for n, t in draft.sources.items() if n.startswith("optimizer.")} if made.doubt else {}
-    dropped = _unused(catalog, options)
     state = target_state(reader, layout, made.outline, options, stacked=made.stacked, padded_vocab=made.padded_vocab)
     output = TorchDistOutput(made.columns, draft.flats, [*draft.objects, *state.objects])
     if any(problem.severity == "error" for problem in catalog.problems):
@@ -122,7 +121,7 @@ def plan_reshard(
             f"{folder}/metadata.json": _metadata_json(options.mcore),
             **({TRACKER: tracker(folder)} if around.tracker else {}),
         },
-        dropped=(*dropped, *state.dropped, *around.dropped),
+        dropped=(*_unused(catalog, options), *state.dropped, *around.dropped),
         notes=(*made.notes, *state.notes, *around.notes),
         summary=summary,
         facts={**facts, "objects": len(state.objects)},

@@ -37,13 +37,12 @@ from converters.targets.target_state import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from converters.catalog import Catalog, ObjectInfo
+    from converters.catalog import ObjectInfo
     from converters.formats.base import Reader
     from converters.parallel.layout import Layout
-    from converters.parallel.pipeline import Pipeline
     from converters.parallel.split import Outline
 
 __all__ = ["ReshardOptions", "State", "target_state", "target_wrapper"]
@@ -109,49 +108,135 @@ def target_state(
     Raises:
         RequestError: The random state was to be kept and cannot be.
     """
-    catalog = reader.catalog
-    objects: list[ObjectOut] = []
-    dropped: list[tuple[str, str]] = []
-    keep_rng = rng_fits(catalog, layout, options.rng, dropped)
-    pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
-    for info in catalog.objects.values():
-        base = info.name.rpartition("/")[2]
-        content = _record(reader, info)
-        if info.name == "common_state" or ".dp_group_idx_" in info.name:
-            continue
-        if base == "rng_state":
-            if keep_rng:
-                rank = layout.rank(pp=info.offset[0], tp=info.offset[1])
-                objects.append(ObjectOut(info.key, rank, content))
-        elif base == "rerun_state_machine_state":
-            dropped.append((info.key, "belongs to one rank of the job that saved"))
-        elif base.endswith("._extra_state"):
-            if options.extra_state == "drop":
-                dropped.append((info.key, "extra state is not wanted"))
-            else:
-                key, layer = _extra_state_key(info, stacked, outline, options)
-                home = pipeline.homes(layer or "output_layer.weight", tied=outline.tied)[0]
-                objects.append(ObjectOut(key, layout.rank(pp=home.pp), content))
-        else:
-            objects.append(ObjectOut(info.key, 0, content))
-    if options.extra_state == "fill":
-        wrapper = target_wrapper(_wrapper(catalog), options)
-        objects += _missing_extra_state(catalog, layout, outline, pipeline, stacked, {o.key for o in objects}, wrapper)
-    archive, tree = open_common(reader)
-    notes: list[str] = []
-    if options.framework == "megatron-lm":
-        tree, lost, notes = as_megatron_lm(catalog, tree)
-        dropped += lost
-    archive, tree, changed = _common(
-        archive, tree, reader, layout, options, outline, keep_rng=keep_rng, padded_vocab=padded_vocab
-    )
-    if options.mcore == "0.19":
-        # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
-        objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
+    return _Maker(reader, layout, outline, options, stacked, padded_vocab).make()
+
+
+_NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
+_PROJECTION = "self_attention.linear_proj"
+
+
+class _Maker:
+    def __init__(
+        self,
+        reader: Reader,
+        layout: Layout,
+        outline: Outline,
+        options: ReshardOptions,
+        stacked: bool,
+        padded_vocab: int | None,
+    ) -> None:
+        self._reader, self._layout, self._outline, self._options = reader, layout, outline, options
+        self._stacked, self._padded_vocab = stacked, padded_vocab
+        self._catalog = reader.catalog
+        self._pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
+        self._dropped: list[tuple[str, str]] = []
+        self._keep_rng = rng_fits(self._catalog, layout, options.rng, self._dropped)
+
+    def make(self) -> State:
+        objects = list(self._carried())
+        if self._options.extra_state == "fill":
+            objects += self._missing_extra_state({o.key for o in objects})
+        archive, tree = open_common(self._reader)
+        notes: list[str] = []
+        if self._options.framework == "megatron-lm":
+            tree, lost, notes = as_megatron_lm(self._catalog, tree)
+            self._dropped += lost
+        changed = self._adapt(archive, tree)
         common = None
-    else:
-        common = archive.dump(tree, "common")
-    return State(objects, common, changed, tuple(dropped), tuple(notes), keep_rng)
+        if self._options.mcore == "0.19":
+            # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
+            objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
+        else:
+            common = archive.dump(tree, "common")
+        return State(objects, common, changed, tuple(self._dropped), tuple(notes), self._keep_rng)
+
+    def _carried(self) -> Iterator[ObjectOut]:
+        """The source's objects, each by its rule."""
+        for info in self._catalog.objects.values():
+            base = info.name.rpartition("/")[2]
+            if info.name == "common_state" or ".dp_group_idx_" in info.name:
+                continue
+            if base == "rng_state":
+                if self._keep_rng:
+                    rank = self._layout.rank(pp=info.offset[0], tp=info.offset[1])
+                    yield ObjectOut(info.key, rank, _record(self._reader, info))
+            elif base == "rerun_state_machine_state":
+                self._dropped.append((info.key, "belongs to one rank of the job that saved"))
+            elif base.endswith("._extra_state"):
+                if self._options.extra_state == "drop":
+                    self._dropped.append((info.key, "extra state is not wanted"))
+                else:
+                    key, layer = self._extra_state_key(info)
+                    yield ObjectOut(key, self._home(layer or "output_layer.weight"), _record(self._reader, info))
+            else:
+                yield ObjectOut(info.key, 0, _record(self._reader, info))
+
+    def _home(self, name: str) -> int:
+        """The rank that saves what belongs to a tensor's module."""
+        return self._layout.rank(pp=self._pipeline.homes(name, tied=self._outline.tied)[0].pp)
+
+    def _extra_state_key(self, info: ObjectInfo) -> tuple[str, str | None]:
+        """The key of an extra state in the target's style, and a name that says where it lives."""
+        parsed = parse_key(info.name)
+        if parsed.kind == "other":
+            return info.key, None
+        name = parsed.template.format(*info.offset[: len(parsed.axes)])
+        return target_wrapper(_wrapper(info.name), self._options) + self._object_key(name), name
+
+    def _missing_extra_state(self, have: set[str]) -> Iterator[ObjectOut]:
+        """Empty extra states for modules that have none: which modules have one changed with every Megatron-Core.
+
+        A loader asks for those of its own version and ignores the others; without FP8 all of them are empty.
+        """
+        stored = next((o.name for o in self._catalog.objects.values() if o.name.endswith("._extra_state")), None)
+        if stored is None and not self._catalog.masters:  # Megatron-FSDP drops those that there were
+            return
+        wrapper, empty = target_wrapper(_wrapper(stored or ""), self._options), empty_object()
+        weights = (name for name in self._catalog.weights if name.endswith(".weight"))
+        modules = dict.fromkeys(n.rpartition(".")[0] for n in weights if not _NO_EXTRA_STATE.match(n))
+        attention = [n.replace(".linear_proj", ".core_attention") for n in modules if n.endswith(_PROJECTION)]
+        for module in (*modules, *attention):
+            key = self._object_key(f"{module}._extra_state")
+            wrapped = key if key in have else f"{wrapper}{key}"
+            if wrapped not in have:
+                yield ObjectOut(wrapped, self._home(f"{module}.weight"), empty)
+
+    def _object_key(self, name: str) -> str:
+        """The key of an object of a canonical module, with its place in the grid of layers and experts."""
+        stored = stored_key(name, stacked=self._stacked)
+        count = {"layer": self._outline.num_layers, "expert": self._outline.num_experts or 1}
+        offset = stored.prefix or (0,)
+        grid = tuple(count[axis] for axis in stored.axes) or (1,)
+        return f"{stored.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
+
+    def _adapt(self, archive: Archive, tree: dict[Any, Any]) -> dict[str, tuple[Any, Any]]:
+        """Changes the common state for the target; returns the training arguments that differ."""
+        changed: dict[str, tuple[Any, Any]] = {}
+        options, args = self._options, tree.get("args")
+        if isinstance(args, Obj):
+            known = fields(args)
+            values = layout_arguments(known, self._layout, self._padded_vocab) | _own_arguments(known, options)
+            if not self._keep_rng:
+                # load_checkpoint asks for rng_state unless the checkpoint says that it has none
+                values["no_save_rng"] = True
+            changed = change_arguments(args, values, newer=options.mcore == "0.19")
+        tree.pop("rerun_state_machine", None)
+        if options.optimizer == "none":
+            tree.pop("optimizer", None)
+        elif "optimizer" in tree:
+            tree["optimizer"] = param_groups(self._reader, self._layout, options.optimizer)
+            archive.add(read_param_groups(self._reader).storages)
+            content = tree.setdefault("content_metadata", {})
+            content["distrib_optim_sharding_type"] = options.optimizer
+            content.setdefault("singleton_local_shards", False)
+            content["chained_optim_avoid_prefix"] = True
+            if options.optimizer == "fully_reshardable":
+                content.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
+            else:
+                content.pop("distrib_optim_fully_reshardable_mem_efficient", None)
+        if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
+            tree["content_metadata"]["singleton_local_shards"] = False
+        return changed
 
 
 def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
@@ -165,118 +250,15 @@ def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
     return bare.dump([bare.tree], "archive")
 
 
-def _extra_state_key(
-    info: ObjectInfo, stacked: bool, outline: Outline, options: ReshardOptions
-) -> tuple[str, str | None]:
-    """The key of an extra state in the target's style, and a name that says where it lives."""
-    parsed = parse_key(info.name)
-    if parsed.kind == "other":
-        return info.key, None
-    indices = iter(info.offset)
-    name = parsed.template.format(*(next(indices) for _ in parsed.axes))
-    wrapper = info.name[: -len(_bare(info.name))] if _bare(info.name) else ""
-    return target_wrapper(wrapper, options) + _object_key(name, stacked, outline), name
-
-
-_NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
-
-
-def _missing_extra_state(
-    catalog: Catalog,
-    layout: Layout,
-    outline: Outline,
-    pipeline: Pipeline,
-    stacked: bool,
-    have: set[str],
-    wrapper: str,
-) -> list[ObjectOut]:
-    """Empty extra states for modules that have none: which modules have one changed with every Megatron-Core.
-
-    A loader asks for those of its own version and ignores the others; without FP8 all of them are empty.
-    """
-    stored = any(info.name.endswith("._extra_state") for info in catalog.objects.values())
-    if not stored and not catalog.masters:  # Megatron-FSDP drops those that there were
-        return []
-    empty, out = empty_object(), []
-    modules = dict.fromkeys(
-        name.rpartition(".")[0]
-        for name in catalog.weights
-        if name.endswith(".weight") and not _NO_EXTRA_STATE.match(name)
-    )
-    attention = dict.fromkeys(
-        name.replace(".linear_proj", ".core_attention")
-        for name in modules
-        if name.endswith("self_attention.linear_proj")
-    )
-    for module in (*modules, *attention):
-        key = _object_key(f"{module}._extra_state", stacked, outline)
-        wrapped = key if key in have else f"{wrapper}{key}"
-        if wrapped not in have:
-            home = pipeline.homes(f"{module}.weight", tied=outline.tied)[0]
-            out.append(ObjectOut(wrapped, layout.rank(pp=home.pp), empty))
-    return out
-
-
-def _wrapper(catalog: Catalog) -> str:
-    key = next((o.name for o in catalog.objects.values() if o.name.endswith("._extra_state")), "")
-    return key[: -len(_bare(key))] if _bare(key) else ""
+def _wrapper(key: str) -> str:
+    """What stands before the model's own name in a key."""
+    found = re.search(r"(?:embedding|decoder|encoder|mtp|output_layer|lm_head)\..*", key)
+    return key[: found.start()] if found else ""
 
 
 def target_wrapper(wrapper: str, options: ReshardOptions) -> str:
     """What stands before the names in the target's keys, given what does in the source's: Megatron-LM has no `module.`."""
     return re.sub(r"^(?:module|model)\.", "", wrapper) if options.framework == "megatron-lm" else wrapper
-
-
-def _object_key(name: str, stacked: bool, outline: Outline) -> str:
-    """The key of an object of a canonical module, with its place in the grid of layers and experts."""
-    stored = stored_key(name, stacked=stacked)
-    count = {"layer": outline.num_layers, "expert": outline.num_experts or 1}
-    offset = stored.prefix or (0,)
-    grid = tuple(count[axis] for axis in stored.axes) or (1,)
-    return f"{stored.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
-
-
-def _bare(key: str) -> str:
-    found = re.search(r"(?:embedding|decoder|encoder|mtp|output_layer|lm_head)\..*", key)
-    return found[0] if found else ""
-
-
-def _common(
-    archive: Archive,
-    tree: dict[Any, Any],
-    reader: Reader,
-    layout: Layout,
-    options: ReshardOptions,
-    outline: Outline,
-    *,
-    keep_rng: bool,
-    padded_vocab: int | None,
-) -> tuple[Archive, dict[Any, Any], dict[str, tuple[Any, Any]]]:
-    changed: dict[str, tuple[Any, Any]] = {}
-    args = tree.get("args")
-    if isinstance(args, Obj):
-        values = layout_arguments(fields(args), layout, padded_vocab) | _own_arguments(fields(args), options)
-        if not keep_rng:
-            # load_checkpoint asks for rng_state unless the checkpoint says that it has none
-            values["no_save_rng"] = True
-        changed = change_arguments(args, values, newer=options.mcore == "0.19")
-    tree.pop("rerun_state_machine", None)
-    if options.optimizer == "none":
-        tree.pop("optimizer", None)
-    elif "optimizer" in tree:
-        tree["optimizer"] = param_groups(reader, layout, options.optimizer)
-        archive.add(read_param_groups(reader).storages)
-        content = tree.setdefault("content_metadata", {})
-        content["distrib_optim_sharding_type"] = options.optimizer
-        content.setdefault("singleton_local_shards", False)
-        content["chained_optim_avoid_prefix"] = True
-        if options.optimizer == "fully_reshardable":
-            content.setdefault("distrib_optim_fully_reshardable_mem_efficient", False)
-        else:
-            content.pop("distrib_optim_fully_reshardable_mem_efficient", None)
-    if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
-        tree["content_metadata"]["singleton_local_shards"] = False
-    return archive, tree, changed
 
 
 def _own_arguments(known: Mapping[str, Any], options: ReshardOptions) -> dict[str, Any]:
