@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from converters.formats.torch_dist.output import FlatOut, ObjectOut
     from converters.optimizer.state import OptimizerState
     from converters.parallel.layout import Layout
+    from converters.targets.companions import Companions
+    from converters.targets.conversion import ExtraFile
     from converters.targets.plan_cache import PlanCache
 
 __all__ = ["ReshardOptions", "ReshardPlan", "TorchDistOptions", "plan_reshard", "run_reshard"]
@@ -114,13 +116,7 @@ def plan_reshard(
         destination=destination,
         job=job,
         folder=folder,
-        extra_files={
-            f"{folder}/.metadata": lambda: output.metadata(folder),
-            **({f"{folder}/common.pt": state.common} if state.common else {}),
-            **around.files,
-            f"{folder}/metadata.json": _metadata_json(options.mcore),
-            **({TRACKER: tracker(folder)} if around.tracker else {}),
-        },
+        extra_files=_extra_files(output, state, around, options),
         dropped=(*_unused(catalog, options), *state.dropped, *around.dropped),
         notes=(*made.notes, *state.notes, *around.notes),
         summary=summary,
@@ -201,12 +197,20 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     return _Draft(blueprint, sources | found.tensors, flats, objects, lasting)
 
 
-def _metadata_json(mcore: str | None) -> bytes:
-    """What Megatron writes last. All versions read the form with four fields; those before 0.19 read no other."""
-    document: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    if mcore != "0.19":
-        document |= {"common_backend": "torch", "common_backend_version": 1}
-    return json.dumps(document).encode()
+def _extra_files(
+    output: TorchDistOutput, state: State, around: Companions, options: ReshardOptions
+) -> dict[str, ExtraFile]:
+    """What lies beside the data files, in Megatron's order: `metadata.json` comes last, then the tracker."""
+    folder = around.folder
+    files: dict[str, ExtraFile] = {f"{folder}/.metadata": lambda: output.metadata(folder)}
+    if state.common:
+        files[f"{folder}/common.pt"] = state.common
+    # all versions read the form with four fields; those before 0.19 read no other
+    backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    if options.mcore != "0.19":
+        backends |= {"common_backend": "torch", "common_backend_version": 1}
+    files |= {**around.files, f"{folder}/metadata.json": json.dumps(backends).encode()}
+    return files | ({TRACKER: tracker(folder)} if around.tracker else {})
 
 
 def _kept(found: OptimizerState) -> str:
