@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 __all__ = ["find_twins", "fingerprint"]
 
 _SMALLEST = 64  # bytes: a bias of a few elements may well be equal
-_MOST = 10_000  # records that are read again
+_MOST = 10_000  # records that are looked at again
 _BLOCK = 1 << 20
+_WIDEST = 16  # bytes of an element
 
 
 def fingerprint(payload: Payload) -> int:
@@ -57,7 +58,10 @@ def find_twins(
         tensors: The tensors to be named.
         seen: `(record, fingerprint)` of each.
     """
-    groups = list(_equal(seen))[:_MOST]
+    groups: list[list[int]] = []
+    for group in _equal(seen):
+        if sum(map(len, groups)) < _MOST and _varied(reader, group[0]):
+            groups.append(group)
     owners = index.tensors({record for group in groups for record in group}, tensors)
     found: dict[str, tuple[int, int]] = {}
     for group in groups:
@@ -65,11 +69,10 @@ def find_twins(
         for record in group:
             for name in owners[record]:
                 by_tensor.setdefault(name, []).append(record)
-        twice = {name: records for name, records in by_tensor.items() if len(records) > 1 and name not in found}
-        if twice:
-            first, second = next(iter(twice.values()))[:2]
-            if _same_and_varied(reader, first, second, tensors[next(iter(twice))].dtype.itemsize):
-                found.update(dict.fromkeys(twice, (first, second)))
+        for name, (first, *others) in by_tensor.items():
+            twin = next((other for other in others if _same(reader, first, other)), None)
+            if twin is not None:
+                found.setdefault(name, (first, twin))
     for text, names in fold(found):
         one, other = (_place(reader, record) for record in found[names[0]])
         verb = "has" if len(names) == 1 else "have each"
@@ -97,18 +100,24 @@ def _place(reader: Reader, record: int) -> str:
     return printable(str(path.relative_to(base)) if path.is_relative_to(base) else path.name)
 
 
-def _same_and_varied(reader: Reader, first: int, second: int, itemsize: int) -> bool:
-    """Whether two records hold the same elements, and not one element again and again."""
-    varied, start = False, b""
+def _varied(reader: Reader, record: int) -> bool:
+    """Whether a record holds more than one element again and again."""
+    start = b""
     try:
-        for one, other in zip(_blocks(reader, first), _blocks(reader, second), strict=True):
-            if one != other:
-                return False
-            start = start or one[:itemsize]
-            varied = varied or one != start * (len(one) // len(start))
-    except (FormatError, ValueError):
+        for block in _blocks(reader, record):
+            start = start or block[:_WIDEST]
+            if block != start * (len(block) // len(start)) + start[: len(block) % len(start)]:
+                return True
+    except FormatError:
+        pass
+    return False
+
+
+def _same(reader: Reader, one: int, other: int) -> bool:
+    try:
+        return all(a == b for a, b in zip(_blocks(reader, one), _blocks(reader, other), strict=True))
+    except (FormatError, ValueError):  # ends early
         return False
-    return varied
 
 
 def _blocks(reader: Reader, record: int) -> Iterator[bytes]:
