@@ -47,7 +47,6 @@ __all__ = [
     "optimizer_state",
     "param_groups",
     "prove_masters",
-    "unflatten",
 ]
 
 
@@ -106,7 +105,7 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
     catalog = reader.catalog
     groups = stored_groups(reader) if isinstance(reader, FlatReader) else {}
     if groups and isinstance(reader, FlatReader):
-        return unflatten(reader, groups, layout or Layout.saved(catalog), proved=proved)
+        return _unflatten(reader, groups, layout or Layout.saved(catalog), proved=proved)
     tensors: dict[str, TensorInfo] = {}
     for info in catalog.tensors.values():
         if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
@@ -164,15 +163,10 @@ def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
         yield Candidate(Order(norm, kind, conv), align, count)
 
 
-def unflatten(
+def _unflatten(
     reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout, *, proved: bool = True
 ) -> OptimizerState:
-    """Names and boxes for the elements of flat buckets.
-
-    Raises:
-        IntegrityError: Orders that fill the buckets exist, but with none do master weights round to the weights.
-        FormatError: The buckets are incomplete or no order of parameters fills them.
-    """
+    """Names and boxes for the elements of flat buckets: the first order of parameters that the values confirm."""
     catalog = reader.catalog
     reason: Misfit | None = None
     refused: list[str] = []
