@@ -21,7 +21,7 @@ from fuzz.parts import PARTS
 from fuzz.trial import Fault, tried
 from hostile.server import warm
 
-_ROUND, _WHOLE = 100, 10
+_ROUND, _WHOLE = 200, 5
 """Mutants of a target in a round, and how many of these are built and given to commands."""
 
 
