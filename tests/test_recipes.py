@@ -60,6 +60,20 @@ def test_each_complete_iteration_is_converted_once(training, tmp_path):
     assert not (out / "iter_0000030").exists()
 
 
+def test_a_damaged_iteration_does_not_keep_the_others_waiting(training, tmp_path):
+    out = tmp_path / "out"
+    (out / "iter_0000020").mkdir(parents=True)  # somebody made it: nothing is in it
+    next((training / "iter_0000010").glob("*.distcp")).unlink()
+    done = convert_new(training, out, "export-hf", "--progress", "off")
+    assert done.returncode == 1, done.stderr
+    assert "1 new of 1" in done.stderr
+    assert "failed: iter_0000010 (" in done.stderr
+    assert (out / "iter_0000020" / "config.json").exists()
+    # what fails for all of them fails once
+    refused = convert_new(training, tmp_path / "other", "reshard", "--tp", 3)
+    assert (refused.returncode, refused.stderr.count("error:")) == (4, 1)
+
+
 def test_the_plan_of_the_first_serves_the_second(training, tmp_path):
     plans = tmp_path / "plans"
     done = convert_new(training, tmp_path / "out", "reshard", "--tp", 4, "-v", DISTCKPT_PLAN_CACHE=str(plans))
