@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from converters.errors import RequestError
 from converters.facts.identity import is_optimizer, writer_of
-from converters.names import fold, match_glob, matcher, natural_key
+from converters.names import fold, matcher, natural_key
 from converters.pickles import describe
 from distckpt_cli.console import format_size
 
@@ -68,13 +69,8 @@ def chosen_tensors(catalog: Catalog, pattern: str) -> list[TensorInfo]:
     Raises:
         RequestError: None does.
     """
-    names = set(_choose(catalog.tensors, pattern))
-    keys: dict[str, bool] = {}
-
-    def by_key(tensor: TensorInfo) -> bool:
-        return any(keys.setdefault(key, match_glob(key, pattern)) for key in tensor.keys)
-
-    chosen = [t for name, t in catalog.tensors.items() if name in names or by_key(t)]
+    matches = functools.cache(matcher(pattern))  # layers share keys
+    chosen = [t for name, t in catalog.tensors.items() if matches(name) or any(map(matches, t.keys))]
     if not chosen:
         raise _nothing("tensor", pattern, list(catalog.tensors))
     return chosen
@@ -237,8 +233,8 @@ def chosen_objects(catalog: Catalog, pattern: str) -> list[ObjectInfo]:
     Raises:
         RequestError: None does, though there are some.
     """
-    names = set(_choose([o.name for o in catalog.objects.values()], pattern)) | set(_choose(catalog.objects, pattern))
-    chosen = [o for key, o in catalog.objects.items() if o.name in names or key in names]
+    matches = functools.cache(matcher(pattern))
+    chosen = [o for key, o in catalog.objects.items() if matches(o.name) or matches(key)]
     if not chosen and catalog.objects:
         raise _nothing("object", pattern, sorted({o.name for o in catalog.objects.values()}))
     return sorted(chosen, key=lambda o: (natural_key(o.name), o.offset))
