@@ -21,6 +21,7 @@ from converters import verify
 from converters.engine.manifest import listed_files, write_manifest
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
+from distckpt_cli.app import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -451,6 +452,23 @@ def test_two_ranks_files_exchanged_in_legacy(copy):
     found, text = checks(place)
     assert found == {"structure"}
     assert f"{names[0]}/model_optim_rng.pt is of tensor-parallel rank 1, not 0: files were exchanged" in text
+    words = ["convert", str(place), str(place.parent / "out"), "--to", "torch_dist", "--progress", "off"]
+    assert main(words) == 1
+    assert not (place.parent / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.load imports megatron-core's classes
+def test_files_of_two_saves_in_legacy(copy):
+    """The answer is no, not that nobody can say."""
+    import torch
+
+    place = copy(LEGACY)
+    path = sorted(place.iterdir())[1] / "model_optim_rng.pt"
+    tree = torch.load(path, weights_only=False)
+    torch.save(tree | {"iteration": 9}, path)
+    found, text = checks(place)
+    assert found == {"structure"}
+    assert "two iterations are mixed: " in text
 
 
 def test_one_ranks_file_in_place_of_anothers(copy):

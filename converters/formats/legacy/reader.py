@@ -24,7 +24,7 @@ from converters.archive.records import tensor_ref
 from converters.archive.records_out import object_record
 from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
-from converters.errors import FormatError, RequestError
+from converters.errors import DamagedFileError, FormatError, RequestError
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.containers.unread import storages, unread_tensors
@@ -81,7 +81,7 @@ class LegacyReader(StorageReader):
             files[rank] = first if name == names[0] else _read_model(folder, name)
             if exists(folder / name / OPTIMIZER):
                 flat[rank] = PtFile.read(folder, f"{name}/{OPTIMIZER}")
-        _refuse_mixture(files)
+        _refuse_mixture(folder, files)
         try:
             return cls(folder, grid, files, flat)
         except RequestError as error:  # what a layout cannot be is a request elsewhere; here a file says it
@@ -257,21 +257,18 @@ def _refuse_old_files(folder: Path, names: list[str]) -> None:
             )
 
 
-def _refuse_mixture(files: Mapping[Rank, PtFile]) -> None:
+def _refuse_mixture(folder: Path, files: Mapping[Rank, PtFile]) -> None:
     """All files must be of one iteration and one job."""
     facts = {file.name: (_iteration(file.tree), _sizes(file.tree)) for file in files.values()}
     (first, known), *rest = facts.items()
     for name, found in rest:
         if found[0] != known[0]:
-            raise FormatError(
-                f"two iterations are mixed: {first} is of iteration {known[0]}, {name} of {found[0]}",
-                hint="one of two saves was interrupted, or copied in part; use an earlier iteration",
-            )
+            text = f"two iterations are mixed: {first} is of iteration {known[0]}, {name} of {found[0]}"
+            hint = "one of two saves was interrupted, or copied in part; use an earlier iteration"
+            raise DamagedFileError(str(folder), {name: text}, hint=hint)
         if found[1] != known[1]:
-            raise FormatError(
-                f"two jobs are mixed: {first} is of one with tp, pp, ep {known[1]}, {name} of one with {found[1]}",
-                hint="copy the folders of one save only",
-            )
+            text = f"two jobs are mixed: {first} is of one with tp, pp, ep {known[1]}, {name} of one with {found[1]}"
+            raise DamagedFileError(str(folder), {name: text}, hint="copy the folders of one save only")
 
 
 def _sizes(tree: Mapping[Any, Node]) -> tuple[Node, ...]:
