@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from converters.facts.model_args import ModelArgs
 
 __all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "KEYS", "LLAMA", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
-__all__ += ["attention", "decoder", "dense_layers", "llama", "mixture", "rope"]
+__all__ += ["LAYER_NORM", "attention", "decoder", "dense_layers", "llama", "mixture", "rope"]
 
 # field of `ModelArgs` -> its names in config.json
 KEYS: dict[str, tuple[str, ...]] = {
@@ -65,6 +65,8 @@ ROPE: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (UNSET, "linear", "llama3", "yarn"),
 }
 LLAMA: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **RMS, **SWIGLU, **ROPE}
+LAYER_NORM: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **ROPE, **DENSE}
+LAYER_NORM |= {"normalization": ("LayerNorm",), "gated": (False,)}
 # top-k over a softmax, nothing else
 PLAIN_ROUTER: dict[str, tuple[Any, ...]] = {
     "num_experts": (SET,),
