@@ -121,7 +121,8 @@ def _show_plan(console: Console, schema: str, plan: Conversion) -> None:
     from converters.engine.destination import beside, free_bytes
     from converters.reading.cast import choose_device
 
-    choose_device(plan.options.device, computes=plan.job.computes)  # what the real run would refuse
+    # what the real run would refuse
+    choose_device(plan.options.device, computes=plan.job.computes, buffers=plan.job.peak_memory)
     job, free = plan.job, free_bytes(beside(plan.destination, "partial").parent)
     notes = list(plan.remarks)
     if plan.proof is not None:

@@ -25,7 +25,7 @@ class Simulated(Staged):
         now: The host's time.
     """
 
-    name = "cpu"
+    name = "simulated:0"
 
     def __init__(self, serial="simulated", cost=0.0):
         self.log, self.now, self.cost = [], 0.0, cost

@@ -5,11 +5,18 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import golden, run_cli, tree
+from simulated import Event, Simulated
 
 from converters.dtypes import dtype
 from converters.errors import RequestError
+from converters.events import Note
+from converters.formats import open_checkpoint
 from converters.planning.plan import Op
 from converters.reading.cast import Caster, apply, choose_device
+from converters.reading.device import Host
+from converters.reading.platforms import Cuda
+from converters.targets.conversion import run_conversion
+from converters.targets.export import ExportOptions, plan_export
 
 SPECIAL = [0.0, -0.0, 1.0, 1e-45, 1e-40, 65504.0, 65520.0, 1e38, 3.4e38, np.inf, -np.inf, 1.00390625, 1.01171875]
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -88,27 +95,60 @@ def test_a_missing_gpu_is_refused_before_anything_is_written(more, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-class TestGpu:
-    @pytest.mark.parametrize("op", [Op.COPY, Op.ADD_ONE, Op.SUBTRACT_ONE])
-    @pytest.mark.parametrize("target", SHORT)
-    @pytest.mark.parametrize("source", SHORT)
-    def test_bits_are_those_of_the_cpu(self, source, target, op):
-        with np.errstate(over="ignore", invalid="ignore"):
-            given = values().astype(SHORT[source])
-        bits = given.view(f"u{given.itemsize}")
-        assert (cast(bits, source, target, op, "cuda:0") == cast(bits, source, target, op)).all()
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request, monkeypatch):
+    """The name of a device that casts."""
+    if request.param == "cuda":
+        return "cuda:0"
+    device = Simulated()
+    find = lambda name, local=0: Host() if name == "cpu" else device  # noqa: E731
+    monkeypatch.setattr("converters.reading.cast.find_device", find)
+    return device.name
 
-    def test_an_export_has_the_same_bytes(self, tmp_path):
-        source = golden("llama_adam_tp2pp2")
-        for device in ("cpu", "cuda"):
-            done = run_cli("export-hf", source, tmp_path / device, "--dtype", "fp16", "--device", device)
-            assert done.returncode == 0, done.stderr
-        assert "cast on cuda:0" in done.stderr
-        assert tree(tmp_path / "cpu") == tree(tmp_path / "cuda")
 
-    def test_a_reshard_has_nothing_for_it_to_do(self, tmp_path):
-        done = run_cli("reshard", golden("llama_adam_tp2pp2"), tmp_path / "out", "--device", "cuda")
-        assert done.returncode == 0
-        assert "nothing to do" in done.stderr
+@pytest.mark.parametrize("op", [Op.COPY, Op.ADD_ONE, Op.SUBTRACT_ONE])
+@pytest.mark.parametrize("target", SHORT)
+@pytest.mark.parametrize("source", SHORT)
+def test_bits_are_those_of_the_cpu(source, target, op, gpu):
+    with np.errstate(over="ignore", invalid="ignore"):
+        given = values()[:5000].astype(SHORT[source]).reshape(50, 100).T
+    bits = given.view(f"u{given.itemsize}")
+    want = cast(bits, source, target, op)
+    result = np.zeros(want.nbytes, np.uint8)
+    caster = Caster(gpu)
+    for _ in range(3):
+        found = caster.cast(bits, dtype(source), dtype(target), op, result)
+        assert (found == want).all()
+        result[:] = 0
+
+
+def test_an_export_has_the_same_bytes(gpu, tmp_path):
+    def export(device):
+        notes, options = [], ExportOptions(dtype=dtype("float16"), device=device)
+        plan = plan_export(open_checkpoint(golden("llama_adam_tp2pp2")), tmp_path / device[:3], options)
+        run_conversion(plan, listener=lambda event: notes.append(event.text) if isinstance(event, Note) else None)
+        return tree(tmp_path / device[:3]), notes
+
+    (host, _), (there, said) = export("cpu"), export(gpu)
+    assert f"elements are cast on {gpu}" in said
+    assert there == host
+
+
+def test_what_needs_no_device_or_does_not_fit(gpu, monkeypatch):
+    name, said = choose_device(gpu, computes=False)
+    assert name == "cpu"
+    assert "nothing to do" in said
+    monkeypatch.setattr(Simulated if gpu.startswith("sim") else Cuda, "room", lambda self: 100 << 20)
+    assert choose_device(gpu, computes=True, buffers=25 << 20)[0] == gpu
+    with pytest.raises(RequestError, match="has 100 MiB free, 104 MiB are needed"):
+        choose_device(gpu, computes=True, buffers=26 << 20)
+    monkeypatch.setattr("converters.reading.cast.gpu_of", lambda local: gpu)
+    assert choose_device("auto", computes=True, buffers=26 << 20)[0] == "cpu"
+
+
+def test_a_cast_that_does_not_wait_is_found(gpu, monkeypatch):
+    """The negative control, on the simulation alone."""
+    if gpu.startswith("sim"):
+        monkeypatch.setattr(Event, "synchronize", lambda self: None)
+        given = values().view(np.uint32)
+        assert not np.array_equal(cast(given, "float32", "bfloat16", device=gpu), cast(given, "float32", "bfloat16"))

@@ -23,6 +23,7 @@ from converters.errors import DistckptError
 from converters.loading.job_ranks import Elsewhere, lost
 from converters.loading.rounds import rounds
 from converters.reading.gather import Gatherer, Sources
+from converters.reading.memory import memory_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +109,6 @@ class Exchange:
                 schedule = rounds(plan.groups[members], len(members), plan.tile_bytes)
                 groups.append(_Group(members, made, schedule))
         self._steps = [_Step(group, parts, _length(parts)) for group in groups for parts in group.rounds]
-        self._where = torch.empty(0).device if self.backend == "gloo" else torch.device(device.name)
         self._send: list[torch.Tensor] = []
         self._receive = torch.empty(0)
         self._filled: list[_Latch | None] = [None, None]
@@ -181,13 +181,14 @@ class Exchange:
             self._lane.close()
         self._send, self._lane = [], None
 
-    def _allocate(self) -> None:
-        import torch
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        return self._device.empty("uint8", (nbytes,)) if self.on_device else memory_for("uint8", (nbytes,), "cpu")
 
+    def _allocate(self) -> None:
         largest = max(step.length for step in self._steps)
-        self._send = [torch.zeros(largest, dtype=torch.uint8, device=self._where) for _ in range(2)]
+        self._send = [self._buffer(largest) for _ in range(2)]
         gathered = max(step.length * len(step.group.members) for step in self._steps)
-        self._receive = torch.zeros(gathered, dtype=torch.uint8, device=self._where)
+        self._receive = self._buffer(gathered)
 
     def _fill(self, loading: Loading, number: int) -> None:
         """Has threads read this rank's part of a round."""
@@ -272,18 +273,16 @@ class Exchange:
 
     def _gathering_rate(self, group: _Group) -> float:
         """Bytes a second that a member of a group gets."""
-        import torch
 
         members = len(group.members)
         each = max(1, _SAMPLE // members)
-        send = torch.zeros(each, dtype=torch.uint8, device=self._where)
-        receive = torch.empty(each * members, dtype=torch.uint8, device=self._where)
+        send, receive = self._buffer(each), self._buffer(each * members)
         seconds = 0.0
         for _ in range(2):  # the first time connections are made
             begin = time.monotonic()
             with lost():
-                _all_gather(receive, send, group.group)
-            receive[0].item()
+                self._device.do(lambda: _all_gather(receive, send, group.group))
+                self._device.wait()
             seconds = time.monotonic() - begin
         return receive.numel() / max(seconds, 1e-6)
 

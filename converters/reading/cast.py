@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from converters.errors import RequestError
 from converters.planning.plan import Op
+from converters.reading.device import Staged
 from converters.reading.gather import UNSIGNED
 from converters.reading.platforms import find_device, gpu_of
 
@@ -29,6 +31,7 @@ __all__ = ["Caster", "apply", "choose_device", "pinned"]
 # what torch takes from numpy without a copy
 _SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
 _BLOCK = 1 << 18  # elements looked at in one go, so that what is compared needs little memory
+_BESIDE = 4  # what a device holds of an element: as it came, in fp32, as it goes, and whether it is a NaN
 _QUIET = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -61,20 +64,17 @@ def _quieten(out: torch.Tensor) -> None:
 
 
 class Caster:
-    """Changes elements for one thread.
+    """Changes elements for one thread, which makes it.
 
     Args:
         device: `cpu` or `cuda:N`.
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        self._device = device
-        if device != "cpu":
-            import torch
-
-            cuda: Any = torch.cuda
-            cuda.set_device(device)  # of this thread: a new one stands at device 0, and would take memory on it
-            self._stream = cuda.Stream(device)  # of its own, so that what threads copy and compute overlaps
+        self._device = find_device(device)
+        self._device.enter()
+        if isinstance(self._device, Staged):  # a stream of its own, so that what threads copy and compute overlaps
+            self._stream, self._event = self._device.stream(), self._device.event()
 
     def cast(self, values: NDArray[Any], source: DType, target: DType, op: Op, result: Bytes) -> NDArray[Any]:
         """Elements as they are at their target.
@@ -94,43 +94,54 @@ class Caster:
         if values.size:
             taken = torch.from_numpy(values.view(_SIGNED[source.itemsize])).view(getattr(torch, source.name))
             out = torch.frombuffer(result.data, dtype=getattr(torch, target.name)).reshape(values.shape)
-            if self._device == "cpu":
-                apply(taken, out, op)
+            if isinstance(self._device, Staged):
+                self._there(self._device, taken, out, op, (source, target))
             else:
-                with torch.cuda.stream(self._stream):
-                    there = torch.empty(out.shape, dtype=out.dtype, device=self._device)
-                    apply(taken.to(self._device, non_blocking=True), there, op)
-                    out.copy_(there, non_blocking=True)
-                self._stream.synchronize()
+                apply(taken, out, op)
         converted: NDArray[Any] = result.view(UNSIGNED[target.itemsize]).reshape(values.shape)
         return converted
+
+    def _there(
+        self, device: Staged, taken: torch.Tensor, out: torch.Tensor, op: Op, kinds: tuple[DType, DType]
+    ) -> None:
+        given, made = (device.empty(kind.name, taken.shape) for kind in kinds)
+
+        def work() -> None:
+            given.copy_(taken, non_blocking=True)
+            apply(given, made, op)
+            out.copy_(made, non_blocking=True)
+
+        device.submit(self._stream, work, self._event, after=[device.mark()])
+        self._event.synchronize()
 
 
 def pinned(device: str) -> Callable[[int], Bytes] | None:
     """What allocates buffers that a device copies without a detour; None where ordinary memory is as good."""
-    if device == "cpu":
+    found = find_device(device)
+    if not isinstance(found, Staged):
         return None
+    staged = found
 
     def allocate(nbytes: int) -> Bytes:
-        import torch
-
-        buffer: Bytes = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        buffer: Bytes = staged.pinned(nbytes).numpy()
         return buffer
 
     return allocate
 
 
-def choose_device(asked: str, *, computes: bool, local_rank: int = 0) -> tuple[str, str | None]:
+def choose_device(asked: str, *, computes: bool, local_rank: int = 0, buffers: int = 0) -> tuple[str, str | None]:
     """Where elements are changed, and a sentence about it if a person should know.
 
     Args:
         asked: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one and it has something to do.
         computes: Some elements change their type or value; moving bytes from file to file needs no GPU.
         local_rank: Number of this process on its machine, which has the GPU of that number.
+        buffers: Bytes of host memory for what is changed at a time; a device needs a few times as much.
 
     Raises:
-        RequestError: There is no such device.
+        RequestError: There is no such device, or too little memory on it.
     """
+    given = asked
     if asked == "cpu":
         return "cpu", None
     if asked == "auto":
@@ -138,7 +149,13 @@ def choose_device(asked: str, *, computes: bool, local_rank: int = 0) -> tuple[s
         if found is None:
             return "cpu", None
         asked = found
-    name = find_device(asked, local_rank).name
-    if not computes or name == "cpu":
-        return "cpu", f"--device {asked}: no element changes, bytes go from file to file; the device has nothing to do"
-    return name, f"elements are cast on {name}"
+    device = find_device(asked, local_rank)
+    if not computes or device.unified:
+        return "cpu", f"--device {given}: no element changes, bytes go from file to file; the device has nothing to do"
+    room, needed = device.room(), _BESIDE * buffers
+    if needed > room:
+        numbers = f"{device.name} has {room >> 20:,} MiB free, {needed >> 20:,} MiB are needed"
+        if given == "auto":
+            return "cpu", f"{numbers}: elements are cast on the cpu"
+        raise RequestError(numbers, hint="a smaller --max-memory needs less, --device cpu nothing of it")
+    return device.name, f"elements are cast on {device.name}"

@@ -176,7 +176,9 @@ def run_conversion(
         _prove(plan, plan.proof, tell, stop, ranks)
     team = Team(ranks, destination, job.fingerprint, tell, stop) if ranks.world > 1 else None
     with team or contextlib.nullcontext():
-        device, said = choose_device(plan.options.device, computes=job.computes, local_rank=ranks.local)
+        device, said = choose_device(
+            plan.options.device, computes=job.computes, local_rank=ranks.local, buffers=job.peak_memory
+        )
         if team is not None and not team.leads:
             return _follow(job, plan.reader, destination, stop, team, device)
         _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
