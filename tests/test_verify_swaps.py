@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from checkpoints import payloads, write_llama
-from support import read_tensor
-from test_verify_damage import golden_folder, opened
+from support import GOLDEN, read_tensor
+from test_verify_damage import cli, golden_folder, opened
 
 from converters import verify
 from converters.engine.manifest import listed_files, write_manifest
@@ -426,6 +426,16 @@ def test_distributed_optimizer_of_another_rank(copy):
 
 
 # ---------------------------------------------------------------------- files of elsewhere
+
+
+@pytest.mark.parametrize("damage", [file_empty, file_zeroed, last_file_cut])
+def test_the_file_with_an_embedded_common_state(damage, copy):
+    """Megatron-Core 0.19: without it the checkpoint cannot be opened; that is an answer."""
+    place = copy(EMBEDDED)
+    damage(place)
+    code, out, _ = cli(place)
+    assert code == 1
+    assert data_files(GOLDEN / EMBEDDED)[0].name in out
 
 
 @pytest.mark.parametrize("pages", [0, 1])
