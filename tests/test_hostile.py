@@ -15,7 +15,7 @@ from hostile.runs import COMMANDS, Server, Tally, attack
 
 CASES = cases()
 READING = [name for name in COMMANDS if name.startswith(("inspect", "verify", "diff"))]
-SHARES = 4
+SHARES = 2
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def server():
 
 
 def test_there_are_enough():
-    groups = {case.group for case in CASES}
-    assert len(CASES) >= 500
-    assert groups == {"pickle", "bomb", "zip", "tensor", "dcp", "safetensors", "tar", "zarr", "text", "tree", "name"}
+    assert len(CASES) >= 700
+    wanted = "pickle bomb zip tensor dcp safetensors tar zarr text tree crowd name"
+    assert {case.group for case in CASES} == set(wanted.split())
     assert len(COMMANDS) >= 20
 
 
@@ -40,13 +40,13 @@ def chosen(case: Case) -> list[str]:
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_a_part_of_them(share, server, tmp_path):
-    """Every fourth input, so that no group is left out; the whole is `test_everything`."""
+    """Every sixth input, so that no group is left out; the whole is `test_everything`."""
     tally = Tally()
     for number, case in enumerate(CASES):
-        if case.group != "bomb" and number % 4 == 0 and number // 4 % SHARES == share:
+        if case.group not in ("bomb", "crowd") and number % 6 == 0 and number // 6 % SHARES == share:
             attack(server, case, chosen(case), tmp_path / str(number), tally)
     assert tally.wrong == []
-    assert tally.runs > 30
+    assert tally.runs > 40
     assert tally.codes.get(3, 0) > tally.runs // 4  # they are refused, not overlooked
 
 
@@ -57,6 +57,8 @@ FOUND = {
     "tree: a file of torch_dist is a link to outside": "convert to torch",
     "tree: a rank's folder is a link to outside": "inspect",
     "tree: an iteration is a link to outside": "load",
+    "crowd: chunks in steps": "inspect",
+    "crowd: lists in run_config.yaml": "inspect",
 }
 """What the whole has found: these run every time."""
 
