@@ -27,7 +27,8 @@ from converters.facts.optimizer_layout import optimizer_layout
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.optimizer.groups import read_param_groups
-from converters.optimizer.state import optimizer_state, prove_masters
+from converters.optimizer.proof import prove_masters
+from converters.optimizer.state import optimizer_state
 from converters.parallel.layout import Layout
 from converters.pickles import fields, set_field
 from converters.targets.conversion import run_conversion

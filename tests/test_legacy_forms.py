@@ -32,7 +32,8 @@ from converters.errors import IntegrityError
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.optimizer.groups import read_param_groups
-from converters.optimizer.state import optimizer_state, prove_masters
+from converters.optimizer.proof import prove_masters
+from converters.optimizer.state import optimizer_state
 from converters.pickles import pairs
 from converters.targets.export import plan_export, run_export
 

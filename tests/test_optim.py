@@ -16,8 +16,9 @@ from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.optimizer.buckets import flatten
-from converters.optimizer.groups import ParamGroups, read_param_groups
-from converters.optimizer.state import optimizer_state, param_groups, prove_masters
+from converters.optimizer.groups import ParamGroups, param_groups, read_param_groups
+from converters.optimizer.proof import prove_masters
+from converters.optimizer.state import optimizer_state
 from converters.parallel.layout import Layout
 from converters.parallel.split import Outline
 from converters.planning.plan import Target

@@ -18,7 +18,8 @@ from converters.errors import FormatError, RequestError
 from converters.formats.common_state import Archive
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import ParamGroups
-from converters.optimizer.state import candidates, optimizer_state, prove_masters
+from converters.optimizer.proof import prove_masters
+from converters.optimizer.state import candidates, optimizer_state
 from converters.parallel.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
 from converters.parallel.layout import Layout
 from converters.parallel.local import LocalModel

@@ -17,7 +17,8 @@ from support import GOLDEN
 from converters.errors import DestinationError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Resumed, StopFlag
 from converters.formats import open_checkpoint
-from converters.optimizer.state import optimizer_state, prove_masters
+from converters.optimizer.proof import prove_masters
+from converters.optimizer.state import optimizer_state
 from converters.parallel.layout import Layout
 from converters.targets.reshard import ReshardOptions, plan_reshard, run_reshard
 from converters.targets.target_state import open_common

@@ -21,8 +21,7 @@ from converters.errors import FormatError
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import CommonReader
 from converters.optimizer.flat import MASTERS, FlatReader, place, stored_groups
-from converters.optimizer.groups import param_groups
-from converters.optimizer.proof import Masters, mismatches, prove_masters, refusal
+from converters.optimizer.proof import mismatches, refusal
 from converters.parallel.buffers import Misfit, Rules
 from converters.parallel.collected import Collected
 from converters.parallel.layout import Layout
@@ -38,16 +37,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.optimizer.flat import StoredGroup
 
-__all__ = [
-    "Candidate",
-    "Masters",
-    "OptimizerState",
-    "candidates",
-    "has_optimizer",
-    "optimizer_state",
-    "param_groups",
-    "prove_masters",
-]
+__all__ = ["Candidate", "OptimizerState", "candidates", "has_optimizer", "optimizer_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,9 +232,8 @@ class _Unflattener:
         expert = [] if self.layout.ep == 1 else [(numbers[-1], every, True)]
         dense = numbers[: len(numbers) - len(expert)]
         kind = False if expert else None
-        if (
-            len(dense) == 2
-        ):  # overlap_param_gather_with_optimizer_step: the first model chunk has an optimizer of its own
+        if len(dense) == 2:
+            # overlap_param_gather_with_optimizer_step: the first model chunk has an optimizer of its own
             return [(dense[0], range(1), kind), (dense[1], every[1:], kind), *expert]
         if len(dense) != 1:
             raise Misfit(f"{len(numbers)} chained optimizers are not known to Megatron with ep {self.layout.ep}")

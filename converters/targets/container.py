@@ -25,13 +25,14 @@ from typing import TYPE_CHECKING
 from converters.archive.records_out import tensor_node
 from converters.box import Box
 from converters.engine.destination import check_destination
-from converters.facts.damage import refuse_damage
+from converters.facts.damage import refuse_damage, refuse_damaged
 from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput, Region
 from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
 from converters.formats.folder import read_small
 from converters.names import printable, quoted
 from converters.optimizer.groups import read_param_groups
-from converters.optimizer.state import Masters, OptimizerState
+from converters.optimizer.proof import Masters
+from converters.optimizer.state import OptimizerState
 from converters.planning.job import CopyRoutes
 from converters.planning.plan import Target
 from converters.targets.container_content import (
@@ -97,6 +98,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
     options = options or TorchOptions()
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite, file=True)
+    refuse_damaged(catalog, "weight", *([] if options.weights_only or options.names == "hf" else ["optimizer"]))
     content = choose_content(catalog, options.names, options.vocab_size)
     file = ArchiveFile(destination.name)
     file.tree = {tensor.name: _archived(file, tensor) for tensor in content.tensors}
@@ -112,7 +114,6 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         used = state_tensors(content, state.tensors)
         sources |= state.tensors
         file.tree["optimizer"] = _archived_optimizer(file, reader, used)
-    refuse_damage(catalog, set(sources))
     output = ArchiveOutput([file])
     code = f"import torch; print(torch.load({json.dumps(str(destination))}, weights_only=True, mmap=True).keys())"
     hint = "transformers wants it as pytorch_model.bin with a config.json beside it; export-hf makes a whole folder"

@@ -27,7 +27,7 @@ from converters.box import Box, uncovered
 from converters.dtypes import dtype
 from converters.engine.destination import check_destination
 from converters.errors import RequestError
-from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.facts.damage import refuse_contradictions, refuse_damaged, refuse_damaged_object, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
@@ -37,7 +37,7 @@ from converters.formats.legacy.grid import MODEL, OPTIMIZER, rank_folder
 from converters.formats.legacy.output import flat_optimizer, model_state, plain_optimizer
 from converters.formats.legacy.reader import LegacyReader
 from converters.names import fold, parse_key, quoted
-from converters.optimizer.state import Masters, OptimizerState
+from converters.optimizer.proof import Masters
 from converters.parallel.layout_check import check as check_layout
 from converters.parallel.local import LocalModel, likely_order, with_extra_states
 from converters.parallel.vocabulary import VOCABULARY
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.base import Reader
     from converters.formats.legacy.output import Chain
+    from converters.optimizer.state import OptimizerState
     from converters.parallel.layout import Layout
     from converters.parallel.local import LocalTensor
     from converters.pickles import Node
@@ -111,6 +112,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     options = (options or LegacyOptions()).resolved()
     catalog = reader.catalog
     check_destination(catalog.root, destination, overwrite=options.overwrite)
+    refuse_damaged(catalog, "weight", *(["optimizer"] if options.optimizer != "none" else []))
     args = ModelArgs.from_catalog(catalog)
     refuse_foreign_names(catalog)
     refuse_contradictions(args, catalog)
@@ -122,7 +124,6 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     files = list(writer.files())
     sources = dict(catalog.weights) | found.tensors
     writer.account(sources)
-    refuse_damage(catalog, set(sources))
     output = ArchiveOutput(files)
     summary, facts = describe(catalog, layout, options.optimizer, writer.changed)
     return Conversion(
@@ -300,6 +301,7 @@ class _Writer:
 
     def _adopted(self, file: ArchiveFile, info: ObjectInfo) -> Node:
         """The value of a stored object, with its tensors in the file."""
+        refuse_damaged_object(self._catalog, info.key)
         if isinstance(self._reader, CommonReader):
             stored, wrapped = Archive.parse(self._reader.object_record(info.key), info.key), True
         else:

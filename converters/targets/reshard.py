@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.engine.destination import check_destination
-from converters.facts.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.facts.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
 from converters.facts.model_args import ModelArgs
 from converters.formats.torch_dist.output import TorchDistOutput
 from converters.names import quoted
-from converters.optimizer.state import Masters
+from converters.optimizer.proof import Masters
 from converters.parallel.layout_check import check as check_layout
 from converters.parallel.split import Outline
 from converters.targets.blueprint import Blueprint, LazySources, blueprint_key, keep, recall
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
-    from converters.formats.torch_dist.output import FlatOut, ObjectOut
+    from converters.formats.torch_dist.parts import FlatOut, ObjectOut
     from converters.optimizer.state import OptimizerState
     from converters.parallel.layout import Layout
     from converters.targets.companions import Companions
@@ -90,6 +90,7 @@ def plan_reshard(
     if not keeps_framework(catalog):
         options = replace(options, framework="megatron-lm")
     check_destination(catalog.root, destination, overwrite=options.overwrite)
+    refuse_damaged(catalog, "weight", "other", *(["optimizer"] if options.optimizer != "none" else []))
     key = blueprint_key(reader, layout, options) if cache else None
     known = recall(cache, key) if cache and key else None
     draft = _draw(reader, layout, options) if known is None else _Draft(known, LazySources(reader, known.columns))
@@ -98,9 +99,6 @@ def plan_reshard(
     masters = {n: t for n, t in draft.sources.items() if n.startswith("optimizer.")} if made.doubt else {}
     state = target_state(reader, layout, made.outline, options, stacked=made.stacked, padded_vocab=made.padded_vocab)
     output = TorchDistOutput(made.columns, draft.flats, [*draft.objects, *state.objects])
-    if any(problem.severity == "error" for problem in catalog.problems):
-        wanted = {name for name, t in catalog.tensors.items() if t.kind != "optimizer" or options.optimizer != "none"}
-        refuse_damage(catalog, wanted)
     around = companions(
         catalog, layout, framework=options.framework, rng=state.rng, optimizer=options.optimizer != "none"
     )

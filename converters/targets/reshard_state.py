@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.archive.records_out import empty_object
+from converters.facts.damage import refuse_damaged_object
 from converters.formats.base import CommonReader
 from converters.formats.common_state import Archive
-from converters.formats.torch_dist.output import ObjectOut
+from converters.formats.torch_dist.parts import ObjectOut
 from converters.names import parse_key, stored_key
-from converters.optimizer.groups import read_param_groups
-from converters.optimizer.state import param_groups
+from converters.optimizer.groups import param_groups, read_param_groups
 from converters.pickles import Obj, fields
 from converters.targets.target_state import (
     JobOptions,
@@ -241,6 +241,7 @@ class _Maker:
 
 def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
     """An object's record as torch_dist has it: a list of one."""
+    refuse_damaged_object(reader.catalog, info.key)
     if isinstance(reader, CommonReader):
         return reader.object_record(info.key)
     path = reader.catalog.path / info.file

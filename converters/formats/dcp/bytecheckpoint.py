@@ -152,9 +152,8 @@ def _split(
             raise FormatError(
                 f"{printable(info.name)} has {info.shape[0]} elements, {printable(name)} ends beyond them"
             )
-        overlap = next(
-            k for k in range(len(name), -1, -1) if prefix.endswith(name[:k])
-        )  # given with or without the prefix
+        # given with or without the prefix
+        overlap = next(k for k in range(len(name), -1, -1) if prefix.endswith(name[:k]))
         full = f"{state}{prefix}{name[overlap:]}"
         yield (
             full,

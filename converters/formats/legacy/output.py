@@ -144,9 +144,8 @@ def buffers(chain: Chain) -> Iterator[tuple[int, DType, list[LocalTensor]]]:
 def flat_places(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[tuple[LocalTensor, int]], int]:
     """The first element of each parameter in a buffer whose buckets lie end to end, and the elements of all."""
     known = {parameter.name: parameter for parameter in parameters}
-    flat = [
-        Local(name, p.dtype, (), math.prod(p.shape), shared=p.shared) for name, p in known.items()
-    ]  # what fills them is not asked here
+    # what fills them is not asked here
+    flat = [Local(name, p.dtype, (), math.prod(p.shape), shared=p.shared) for name, p in known.items()]
     places, base = [], 0
     for bucket in arrange(flat, rules):
         places += [(known[local.name], base + start) for local, start in bucket.placed]

@@ -24,7 +24,6 @@ from converters import __version__
 from converters.formats.dcp.metadata_out import write_metadata
 from converters.formats.dcp.stored import StoredTensor
 from converters.formats.torch_dist.columns import Columns, stack
-from converters.formats.torch_dist.parts import ArrayOut, Cut, FlatOut, ObjectOut
 from converters.planning.job import Move, OutputFile, Slice, total
 from converters.planning.plan import Op
 
@@ -36,9 +35,10 @@ if TYPE_CHECKING:
     from converters.archive.records_out import RecordLayout
     from converters.box import Box
     from converters.catalog import TensorInfo
+    from converters.formats.torch_dist.parts import ArrayOut, FlatOut, ObjectOut
     from converters.planning.job import Kind
 
-__all__ = ["ArrayOut", "Columns", "Cut", "FlatOut", "ObjectOut", "TorchDistOutput"]
+__all__ = ["TorchDistOutput"]
 
 
 class TorchDistOutput:
