@@ -26,8 +26,8 @@ from converters.planning.plan import Op
 from converters.reading import device as device_module
 from converters.reading.device import Host
 from converters.reading.gather import Gatherer
-from converters.reading.memory import free_memory
-from converters.reading.platforms import Cuda
+from converters.reading.memory import enough, free_memory
+from converters.reading.platforms import Cuda, find_device
 
 torch = pytest.importorskip("torch")
 WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]
@@ -600,6 +600,42 @@ def test_too_little_memory_is_an_error_with_the_numbers(big, monkeypatch):
     monkeypatch.setattr(device_module, "free_memory", lambda: 1 << 30)
     with pytest.raises(pytest.fail.Exception):
         load(big, Layout(), 0)
+
+
+def test_memory_that_runs_out_later_is_an_error_in_our_words():
+    with pytest.raises(RequestError, match=r"cpu is out of memory: \(1125899906842624,\) elements of float32"):
+        Host().empty("float32", (1 << 50,))
+    texts = {
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."): "cuda:0 is out of memory: CUDA out",
+        RuntimeError("CUDA error: out of memory\nCompile with"): "cuda:0 is out of memory: CUDA error: out of memory",
+        MemoryError(): "cuda:0 is out of memory",
+    }
+    for error, text in texts.items():
+        with pytest.raises(RequestError, match=text), enough("cuda:0"):
+            raise error
+    with pytest.raises(RuntimeError, match="misaligned"), enough("cuda:0"):
+        raise RuntimeError("CUDA error: misaligned address")
+
+
+def test_which_gpu(monkeypatch):
+    """Two GPUs, as far as torch says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("converters.reading.platforms.Cuda", lambda index: index)
+    assert [find_device("cuda", rank) for rank in (0, 1)] == [0, 1]
+    assert find_device("cuda:1", 7) == 1
+    for name, rank, message, hint in (
+        ("cuda", 2, "no device cuda:2: this machine has 2", "one process for each GPU"),
+        ("cuda:2", 0, "no device cuda:2: this machine has 2", "cuda:0 to cuda:1"),
+        ("cuda:", 0, "unknown device 'cuda:'", "cuda:N"),
+        ("cuda:\u00b2", 0, "unknown device", "cuda:N"),
+        ("mps", 0, "unknown device 'mps'", "cuda:N"),
+    ):
+        with pytest.raises(RequestError, match=message) as caught:
+            find_device(name, rank)
+        assert hint in caught.value.hint
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher that shows each process its own
+    assert find_device("cuda", 5) == 0
 
 
 def test_the_kernel_says_how_much_is_free():

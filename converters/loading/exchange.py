@@ -6,7 +6,8 @@
 Tensor data travels as raw bytes in one collective for each round: every member of a group of replicas gives the fetches
 that it has read and gets those of all others (`all_gather`, over NCCL or gloo). In front of each part stands whether its
 rank is well, so nobody waits for one that has failed: it says so in its next round, and the members of each group that
-hears it say so in theirs. Messages of errors travel over gloo when all rounds are over.
+hears it say so in theirs. Messages of errors travel over gloo when all rounds are over. A rank that dies breaks gloo's
+connections at once, which is an error; of NCCL's, torch's watchdog takes notice, which ends the processes that wait.
 
     round    | ok | fetches of rank 0 ... | ok | fetches of rank 2 ...     rank 0 reads the next round meanwhile
 """

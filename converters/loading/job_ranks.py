@@ -15,15 +15,16 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters import errors
-from converters.engine.ranks import Ranks
+from converters.engine.ranks import Ranks, listed
 from converters.errors import DistckptError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = ["Elsewhere", "JobRanks", "job", "lost"]
 
 _Any = TypeVar("_Any")
+_SHOWN = 8
 
 
 @contextlib.contextmanager
@@ -131,10 +132,15 @@ class JobRanks:
         heard: _Any = box[0]
         return heard
 
-    def agree(self, error: BaseException | None) -> None:
+    def agree(self, error: BaseException | None, asked: Mapping[str, tuple[str, str]] | None = None) -> None:
         """Raises on every rank if there was an error on any: the own one where there was one, else that of the first.
 
+        Args:
+            error: What went wrong here.
+            asked: What must be the same on all ranks, by name: what is compared, and how it is shown.
+
         Raises:
+            RequestError: On all ranks: something in `asked` is not the same.
             BaseException: See above; of another rank's the message, and of the library's own errors all of it.
         """
         said = None
@@ -142,14 +148,16 @@ class JobRanks:
             said = type(error).__name__, error.message, error.details, error.hint, error.tensor
         elif error is not None and not isinstance(error, Elsewhere):
             said = type(error).__name__, str(error), [], None, None
-        heard = self.gathered(said)
+        heard = self.gathered((said, asked))
         if said is not None and error is not None:
             raise error
-        for rank, message in enumerate(heard):
+        for rank, (message, _) in enumerate(heard):
             if message is not None:
                 raise _retold(rank, *message)
         if error is not None:
             raise error
+        if asked is not None:
+            _refuse_differences([other for _, other in heard])
 
     def close(self) -> None:
         """Destroys the groups."""
@@ -169,6 +177,30 @@ def _retold(rank: int, kind: str, message: str, details: list[str], hint: str | 
     if isinstance(found, type) and issubclass(found, DistckptError) and found is not errors.Interrupted:
         return found(f"rank {rank} failed: {message}", details=details, hint=hint, tensor=tensor)
     return DistckptError(f"rank {rank} failed: {kind}: {message}" if message else f"rank {rank} failed: {kind}")
+
+
+def _refuse_differences(asked: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    details, differing = [], []
+    for name in asked[0]:
+        said: dict[str, list[int]] = {}
+        for rank, answers in enumerate(asked):
+            said.setdefault(answers[name][0], []).append(rank)
+        if len(said) > 1:
+            differing.append(name)
+            for ranks in list(said.values())[:_SHOWN]:
+                scattered = len(ranks) > _SHOWN and ranks[-1] - ranks[0] >= len(ranks)
+                who = f"{len(ranks)} ranks, the first of them {ranks[0]}" if scattered else listed(ranks)
+                details.append(f"{who}: {asked[ranks[0]][name][1]}")
+            if len(said) > _SHOWN:
+                details.append(f"and {len(said) - _SHOWN} more")
+    if differing:
+        raise RequestError(
+            f"the ranks of this job do not load the same: {', '.join(differing)} differ{'s' * (len(differing) == 1)}",
+            details=details,
+            hint="copies of a checkpoint count as the same if their files have the same times (cp -p, rsync -t)"
+            if differing == ["checkpoint"]
+            else "call load with the same arguments on all ranks",
+        )
 
 
 @contextlib.contextmanager

@@ -26,14 +26,19 @@ What is promised:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
 
 from converters.dtypes import from_option
 from converters.engine.ranks import Ranks
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
+from converters.formats.base import fingerprint_of
 from converters.loading.rank_plan import plan_load
 from converters.loading.run import LoadOptions, LoadReport, LoadRun
+from converters.names import printable
+from converters.parallel.layout import Layout
 from converters.reading.platforms import find_device
 
 if TYPE_CHECKING:
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.loading.plan import LoadPlan
-    from converters.parallel.layout import Layout
     from converters.reading.device import Device
     from converters.registration import Order
 
@@ -172,9 +176,11 @@ def load(
 
     Args:
         path: The checkpoint, as for every command: a training root, an iteration, a file inside.
-        layout: The job that the tensors are for. Its `dp` counts: optimizer state is given whole on every replica.
+        layout: The job that the tensors are for, `Layout(tp=2, dp=4)`. Its `dp` counts: optimizer state is given whole on
+            every replica.
         rank: Which of its ranks. None: that of this process, from torch.distributed or from the environment of torchrun or
-            srun. Where several processes were started, they load together: all of them call this. With a rank and
+            srun. Where several processes were started, they load together: all of them call this, for the same checkpoint
+            with the same layout and options; where they do not, all get an error that names the ranks. With a rank and
             broadcast=False this process loads alone, whatever else was started.
         device: "cpu", "cuda:N", or "cuda": the GPU of this process's number on its machine.
         names: "megatron": as modules of Megatron-Core's GPTModel call them, on this rank and its pipeline stage. "hf": as in
@@ -184,7 +190,8 @@ def load(
         broadcast: Whether replicas are read once and exchanged: True, False, or "auto", which measures both with a few MiB.
         stream: Return an iterator of `(key, tensor)` in place of a dictionary; no more than `max_memory` bytes of tensors,
             or one tensor, are made ahead of what was taken. In a job the rounds of an exchange come on top.
-        verify: "read" or "all"; see the top of this file.
+        verify: What is compared with its checksum. "read": each record that is read whole, in a job by all ranks together.
+            "all": also those of which only a part is needed; the rest of them is read for it, in a job by one rank each.
         dtype: "bf16", "fp16" or "fp32": type of floating weights. None keeps what is stored. Optimizer state stays.
         modules: How the job's modules are made: TransformerEngine's or Megatron's own, and the kind of experts. None
             infers it from the checkpoint's arguments.
@@ -197,11 +204,14 @@ def load(
         stop: Polled; ends the load.
 
     Returns:
-        A `LoadedState`, or with `stream` a `LoadStream`.
+        A `LoadedState`, or with `stream` a `LoadStream`. What the checkpoint holds beside tensors is not in it: see
+        `load_common` (arguments, iteration, scheduler). `load_metadata` tells which tensors there are; `iter_tensors` and
+        `load_plain_tensors` read whole ones under the names stored, of models of any kind.
 
     Raises:
-        RequestError: The layout does not fit the model or the number of processes, there is no such rank or device, or too
-            little memory: all before anything is read.
+        TypeError: An argument is of another type than it should be.
+        RequestError: The layout does not fit the model or the number of processes, there is no such rank or device, too
+            little memory, or ranks were asked for different things: all before anything is read.
         FormatError: The checkpoint is missing, unreadable, or of no known format.
         IntegrityError: Something needed is damaged.
         DistckptError: Another rank has failed; with its message.
@@ -209,6 +219,16 @@ def load(
     settings = LoadOptions(
         broadcast, stream, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
     )
+    whole = (int, Integral)
+    for name, value, kinds in (
+        ("layout", layout, (Layout,)),
+        ("rank", rank, (*whole, None)),
+        ("device", device, (str,)),
+        ("dtype", dtype, (str, None)),
+        ("max_memory", max_memory, whole),
+        ("threads", threads, (*whole, None)),
+    ):
+        pass
     if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
         raise RequestError(
             f"broadcast is {broadcast!r}, verify is {verify!r}", hint="True, False, 'auto'; 'read', 'all'"

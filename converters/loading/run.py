@@ -95,15 +95,19 @@ class LoadRun:
         self._counted = self._joint = 0
 
     def tensors(
-        self, prepare: Callable[[], tuple[Reader, LoadPlan, Device]], *, together: bool
+        self,
+        prepare: Callable[[], tuple[Reader, LoadPlan, Device]],
+        *,
+        together: bool,
+        asked: Mapping[str, tuple[str, str]] | None = None,
     ) -> Iterator[tuple[str, Any]]:
-        """Nothing, when all is prepared; then every tensor."""
+        """Nothing, when all is prepared, and all ranks are `asked` for the same; then every tensor."""
         with contextlib.ExitStack() as stack:
             if together:
                 from converters.loading.job_ranks import job
 
                 self._ranks = stack.enter_context(job(self.options.timeout))
-            reader, plan, device = self._together(prepare)
+            reader, plan, device = self._together(prepare, asked)
             self.names = [*plan.wanted, *plan.empty]
             self._choose(plan, reader, device)
             threads = self._together(lambda: self._room(plan, device))
@@ -111,7 +115,7 @@ class LoadRun:
             self._tell(plan)
             yield from self._read(plan, reader, loading)
 
-    def _together(self, step: Callable[[], _Made]) -> _Made:
+    def _together(self, step: Callable[[], _Made], asked: Mapping[str, tuple[str, str]] | None = None) -> _Made:
         """Does something that may fail, on all ranks; if one fails, all do."""
         if self._ranks is None:
             return step()
@@ -120,7 +124,7 @@ class LoadRun:
             made = step()
         except Exception as error:  # noqa: BLE001 - raised again below, here and on all ranks
             failure = error
-        self._ranks.agree(failure)
+        self._ranks.agree(failure, asked)
         return made  # where there was a failure, `agree` has raised
 
     # ------------------------------------------------------------------ before anything is read

@@ -165,7 +165,7 @@ class OnDevice(OnHost):
     def values(self, bits: Array, kind: DType, number: int = 0) -> Array:
         """See `OnHost`."""
         if kind.name.startswith("float8"):
-            return self.xp.from_numpy(_float8(kind.name)).to(bits.device)[bits.int()]
+            return self.xp.from_numpy(_float8(kind.name)).to(bits.device, non_blocking=True)[bits.int()]
         values = bits.view(getattr(self.xp, kind.name))
         return values if kind.itemsize > 2 else values.float()
 

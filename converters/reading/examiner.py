@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["Examiner", "looking_device"]
 
 _ALIGNMENT = 64
-_FLOATS_BESIDE = 12  # fp64 values that a device keeps for an element while it is looked at
+_FLOATS_BESIDE = 16  # fp64 values that a device keeps for an element while it is looked at
 _WORTH = 32 << 30  # bytes for which starting CUDA pays: it takes seconds, in which a few cores look at as much
 
 

@@ -40,9 +40,9 @@ def enough(where: str, what: str = "") -> Iterator[None]:
         known = isinstance(error, torch.OutOfMemoryError | MemoryError)
         if not known and not any(text in str(error) for text in ("out of memory", "allocate memory")):
             raise
-        detail = what or str(error).splitlines()[0]
         text = where if " " in where else f"{where} is out of memory"
-        raise RequestError(f"{text}: {detail}", hint="fewer threads or a smaller max_memory need less") from error
+        text += f": {what or str(error).partition(chr(10))[0]}" if what or str(error) else ""
+        raise RequestError(text, hint="fewer threads or a smaller max_memory need less") from error
 
 
 def free_memory() -> int:
