@@ -25,7 +25,7 @@ from converters.names import printable
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup
-from distckpt_cli.signals import Signalled, raise_on_signals
+from distckpt_cli.signals import STOPS, Signalled, raise_on_signals
 from distckpt_cli.streams import careful_streams
 
 if TYPE_CHECKING:
@@ -114,6 +114,7 @@ def _main(args: list[str]) -> int:
 def _run(args: list[str]) -> int:
     asked = _Asked.of(args)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # see `__main__`, and `launch`
         result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False, obj=args)
         if not args:
             return ExitCode.USAGE  # help was shown, but nothing was asked

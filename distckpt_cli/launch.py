@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ import uuid
 from typing import TYPE_CHECKING
 
 from converters.engine.ranks import listed
+from converters.engine.relay import AGAIN
 from converters.errors import Interrupted
 from distckpt_cli.console import Console
 from distckpt_cli.exits import ExitCode
+from distckpt_cli.signals import STOPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +32,7 @@ __all__ = ["launch"]
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 10.0  # seconds that ranks get to learn from each other that one has failed
+_PATIENCE = 5.0  # seconds that they get to end when told to; one that is suspended does not hear it
 
 
 def launch(workers: int, args: Sequence[str]) -> int:
@@ -39,8 +43,20 @@ def launch(workers: int, args: Sequence[str]) -> int:
         args: What follows the program's name, without `--workers`.
 
     Returns:
-        The exit code on which the ranks agreed; that of a rank that died, if the others could not say more.
+        That of the first rank that failed and could say why; if none could, that a signal ended it.
     """
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        with _forwarded(ranks):
+            _start(workers, args, ranks)
+            return _verdict(_watch(ranks))
+    finally:
+        for process in ranks:
+            process.kill()  # nothing to one that has ended
+        _await(ranks)
+
+
+def _start(workers: int, args: Sequence[str], ranks: list[subprocess.Popen[bytes]]) -> None:
     run = uuid.uuid4().hex
     command = [sys.executable, "-m", "distckpt_cli", *args]
     libc = ctypes.CDLL(None)  # loaded here: the new process may only call, not load
@@ -48,58 +64,61 @@ def launch(workers: int, args: Sequence[str]) -> int:
     def follow_the_parent() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # if this launcher is killed, its ranks stop where they can go on
 
-    ranks: list[subprocess.Popen[bytes]] = []
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # in the ranks, too, until they can end with a word
     try:
-        with _forwarded(ranks):
-            for rank in range(workers):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": run}
-                world = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
-                ranks.append(
-                    subprocess.Popen(command, env={**os.environ, **own, **world}, preexec_fn=follow_the_parent)  # noqa: PLW1509
-                )
-            failed = _watch(ranks)
+        for rank in range(workers):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": run}
+            world = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+            env = {**os.environ, **own, **world}
+            ranks.append(subprocess.Popen(command, env=env, preexec_fn=follow_the_parent))  # noqa: PLW1509
     finally:
-        for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                if process.poll() is None:
-                    process.kill()
-    return _verdict([process.returncode for process in ([ranks[rank] for rank in failed] or ranks)])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Waits for all. Where some fail and the others do not hear of it, these are stopped; returns who failed then.
+    """Waits for all. Where some fail and the others do not hear of it, these are stopped.
 
     Ranks that have met tell each other. One that is killed before, while it plans, is known only here.
+
+    Returns:
+        How those ended that failed by themselves, in the order in which they did.
     """
-    deadline = None
-    while None in (codes := [process.poll() for process in ranks]):
-        failed = [rank for rank, code in enumerate(codes) if code]
-        if failed and deadline is None:
-            deadline = time.monotonic() + _GRACE
-        if deadline is not None and time.monotonic() > deadline:
-            what = f"{listed(failed)} ended with {', '.join(_ending(ranks[rank].returncode) for rank in failed)}"
-            message = f"{what}, and the others had not met {'it' if len(failed) == 1 else 'them'}"
-            Console().error(Interrupted(signal.SIGTERM, message), word="stopped")
-            for process in ranks:
-                if process.poll() is None:
-                    process.terminate()
-            for process in ranks:
-                process.wait()
-            return failed
+    failed: dict[int, int] = {}
+    deadline = math.inf
+    while None in (codes := [process.poll() for process in ranks]) and time.monotonic() < deadline:
+        failed |= {rank: code for rank, code in enumerate(codes) if code}
+        if failed:
+            deadline = min(deadline, time.monotonic() + _GRACE)
         time.sleep(0.02)
-    return []
+    failed |= {rank: code for rank, code in enumerate(codes) if code}
+    if living := [rank for rank, code in enumerate(codes) if code is None]:
+        what = f"{listed(failed)} ended with {', '.join(map(_ending, failed.values()))}"
+        message = f"{what}; ending {listed(living)}, where it was not noticed"
+        Console().error(Interrupted(signal.SIGTERM, message, hint=AGAIN), word="stopped")
+        for rank in living:
+            ranks[rank].terminate()
+        _await(ranks)
+    return list(failed.values())
+
+
+def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits for those that have been told to end, but not for ever: some may be suspended, or hang in the kernel."""
+    deadline = time.monotonic() + _PATIENCE
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _verdict(codes: Sequence[int]) -> int:
-    """Rank 0 speaks for all, unless it was killed; then those that noticed do."""
-    said = [code for code in codes if code > 0]
-    if codes[0] >= 0:
-        return codes[0] or (said[0] if said else ExitCode.OK if not any(codes) else 128 - min(codes))
-    return said[0] if said else 128 - codes[0]
+def _verdict(failed: Sequence[int]) -> int:
+    """The first word of a rank counts; where all were killed, it is what a rank says of another one that was."""
+    if not failed:
+        return ExitCode.OK
+    signum = -failed[0] if -failed[0] in (signal.SIGHUP, *STOPS) else signal.SIGTERM
+    return next((code for code in failed if code > 0), 128 + signum)
 
 
 @contextlib.contextmanager
@@ -108,10 +127,9 @@ def _forwarded(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
         for process in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signum)
+            process.send_signal(signum)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in STOPS}
     try:
         yield
     finally:

@@ -60,7 +60,7 @@ RankTimeout = Annotated[
         metavar="SECONDS",
         envvar="DISTCKPT_RANK_TIMEOUT",
         min=0.1,
-        help="Under torchrun or srun: a rank silent for so long is lost.",
+        help="Of several ranks one that is silent for so long is lost; at the start, for five times as long.",
     ),
 ]
 

@@ -22,9 +22,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["Signalled", "raise_on_signals", "stop_on_signals"]
+__all__ = ["STOPS", "Signalled", "raise_on_signals", "stop_on_signals"]
 
+STOPS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = "\x1b[?25h"
+_ECHO = 2.0
+
+
+def _echoes(since: float) -> bool:
+    return Ranks.from_environment().world > 1 and time.monotonic() - since < _ECHO
 
 
 class Signalled(BaseException):
@@ -38,14 +44,19 @@ class Signalled(BaseException):
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
     """Lets SIGINT and SIGTERM raise `Signalled` while the block runs, where they would end the process without a word."""
+    since: float | None = None
     usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     in_main = threading.current_thread() is threading.main_thread()
     taken = [number for number, handler in usual.items() if in_main and signal.getsignal(number) == handler]
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)  # the second one ends it at once
-        raise Signalled(signum)
+        nonlocal since
+        if since is None:
+            since = time.monotonic()
+            raise Signalled(signum)
+        if not _echoes(since):
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)  # the second one ends it at once
 
     for number in taken:
         signal.signal(number, on_signal)
@@ -63,7 +74,6 @@ def stop_on_signals() -> Iterator[StopFlag]:
     Outside the main thread, where Python allows no handlers, the flag is simply never set.
     """
     flag = StopFlag()
-    ranks = Ranks.from_environment()
     since = 0.0
     if threading.current_thread() is not threading.main_thread():
         yield flag
@@ -73,19 +83,21 @@ def stop_on_signals() -> Iterator[StopFlag]:
         nonlocal since
         # os.write, not print: the handler may interrupt a print that holds the stream's lock
         if flag.is_set():
-            if ranks.world > 1 and time.monotonic() - since < 2.0:
+            if _echoes(since):
                 return
             if sys.stderr.isatty():
                 os.write(2, _SHOW_CURSOR.encode())
             os._exit(128 + signum)
         flag.set(signum)
         since = time.monotonic()
+        ranks = Ranks.from_environment()
         if ranks.rank:
             return
-        again = "Ctrl-C again" if signum == signal.SIGINT else "once more"
-        os.write(2, f"\nstopping after the current tiles ({again} to abort)\n".encode())
+        how = "" if ranks.world > 1 else " (once more to abort)"  # a launcher stops ranks; nobody has typed anything
+        how = " (Ctrl-C again to abort)" if signum == signal.SIGINT else how
+        os.write(2, f"\nstopping after the current tiles{how}\n".encode())
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in STOPS}
     try:
         yield flag
     finally:

@@ -16,12 +16,12 @@ from distckpt_cli.app import main
 SOURCE = golden("llama_adam_tp2pp2")
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 RESHARD = ("--tp", 4, "--max-memory", "256KiB", "--threads", 1)
-# loaded by every process of a run: each write waits, and says who it is; one may end before it does anything
+# loaded by every process of a run: each write waits, and says who it is; one may get a signal before it does anything
 SLOW = """
 import os, sys, time, pathlib
 if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
-    if os.environ.get("DIES") == os.environ["RANK"]:
-        os.kill(os.getpid(), 9)
+    if os.environ.get("VICTIM") == os.environ["RANK"]:
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
     from converters.engine.worker import Worker
     original = Worker._scatter
     def scatter(self, *arguments):
@@ -123,23 +123,56 @@ def test_a_signal_stops_all_ranks_and_the_same_command_continues(slow, tmp_path,
     assert tree(tmp_path / "out") == expected
 
 
-def test_a_rank_that_the_others_never_meet(tmp_path, path, expected, monkeypatch, capfd):
-    """It is killed while it plans: only the launcher knows, and need not wait for five times the timeout."""
-    monkeypatch.setattr(launch, "_GRACE", 1.0)
+@pytest.mark.parametrize(
+    ("number", "timeout", "told"),
+    [  # killed: only the launcher knows, and need not wait for five times the timeout; suspended: rank 0 finds out
+        (signal.SIGKILL, 60, "stopped rank 1 ended with SIGKILL; ending rank 0, where it was not noticed"),
+        (signal.SIGSTOP, 0.4, "stopped rank 0 ended with exit code 143; ending rank 1, where it was not noticed"),
+    ],
+)
+def test_a_rank_that_the_others_never_meet(number, timeout, told, tmp_path, path, expected, monkeypatch, capfd):
+    monkeypatch.setattr(launch, "_GRACE", 2.0)
+    monkeypatch.setattr(launch, "_PATIENCE", 2.0 if number == signal.SIGSTOP else 20.0)
     for name in HIDDEN:
         monkeypatch.delenv(name, raising=False)
-    for name, value in (("PYTHONPATH", path), ("DIES", "1")):
+    for name, value in (("PYTHONPATH", path), ("VICTIM", "1"), ("SIGNAL", str(int(number)))):
         monkeypatch.setenv(name, value)
     begin = time.monotonic()
-    command = [*map(str, ("reshard", SOURCE, tmp_path / "out", *RESHARD))]
-    assert launch.launch(2, command) == 128 + signal.SIGKILL
+    command = [*map(str, ("reshard", SOURCE, tmp_path / "out", *RESHARD, "--rank-timeout", timeout))]
+    assert launch.launch(2, command) == 143
     assert time.monotonic() - begin < 30
-    assert "stopped rank 1 ended with SIGKILL, and the others had not met it" in capfd.readouterr().err
+    _, err = capfd.readouterr()
+    assert f"{told}\nhint:  run the same command again" in err
+    assert "to abort" not in err  # nobody asked for it
+    assert "file system" not in err  # there is one machine only
     assert not (tmp_path / "out").exists()
-    monkeypatch.delenv("DIES")
+    monkeypatch.delenv("VICTIM")
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     assert launch.launch(2, command) == 0
     assert tree(tmp_path / "out") == expected
+
+
+EARLY = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "distckpt_cli.app" and ("RANK" in os.environ) == (os.environ["WHO"] == "ranks"):
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+sys.meta_path.insert(0, Finder())
+if os.environ["WHO"] == "ranks" and "RANK" in os.environ:
+    os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("who", ["launcher", "ranks"])
+def test_a_signal_before_anything_is_imported(who, number, tmp_path):
+    """Ctrl-C a moment after the command was typed: no traceback of Python's, whichever process it finds."""
+    (tmp_path / "sitecustomize.py").write_text(EARLY)
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    command = ("--workers", 2, "reshard", SOURCE, tmp_path / "out", *RESHARD)
+    code, out, err = finish(distckpt(*command, PYTHONPATH=path, WHO=who, SIGNAL=str(int(number))))
+    assert (code, out, err) == (128 + number, "", f"stopped by {number.name}\n")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

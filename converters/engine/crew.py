@@ -15,7 +15,6 @@ Results travel as JSON, so workers return plain data.
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 import threading
 from dataclasses import replace
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from converters.engine.pool import Pool
-from converters.engine.ranks import Ranks
+from converters.engine.ranks import Ranks, on_one_machine
 from converters.engine.team import Team
 
 if TYPE_CHECKING:
@@ -67,12 +66,9 @@ def scratch_folder(asked: str | None, env: Mapping[str, str] | None = None) -> P
         asked: A folder that all machines of the job share, or None.
         env: The environment.
     """
-    env = os.environ if env is None else env
     if asked:
         return Path(asked).expanduser().absolute()
-    one_machine = env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE", "-")
-    one_machine |= env.get("SLURM_STEP_NUM_NODES", "") == "1"
-    return Path(tempfile.gettempdir()) if one_machine else Path.cwd()
+    return Path(tempfile.gettempdir()) if on_one_machine(env) else Path.cwd()
 
 
 class Crew:

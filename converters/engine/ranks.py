@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from converters.planning.job import Task
 
-__all__ = ["Ranks", "listed", "shares", "spans"]
+__all__ = ["Ranks", "listed", "on_one_machine", "shares", "spans"]
 
 _TIMEOUT = 60.0
 
@@ -60,6 +60,13 @@ class Ranks:
             return cls(timeout=timeout)
         rank, world, local_rank = (int(value or 0) for value in found)
         return cls(rank, world, local_rank, launch, timeout) if 0 <= rank < world > 1 else cls(timeout=timeout)
+
+
+def on_one_machine(env: Mapping[str, str] | None = None) -> bool:
+    """Whether torchrun or srun says that all processes of this launch are on this machine."""
+    env = os.environ if env is None else env
+    local = env.get("LOCAL_WORLD_SIZE", "") == env.get("WORLD_SIZE", "-")
+    return local or env.get("SLURM_STEP_NUM_NODES", "") == "1"
 
 
 def _whole(text: str) -> int | None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.engine.board import Board, machine
 from converters.engine.destination import beside
-from converters.engine.ranks import listed, shares, spans
+from converters.engine.ranks import listed, on_one_machine, shares, spans
 from converters.engine.relay import AGAIN, Stopped, packed, unpacked
 from converters.errors import DestinationError, DistckptError, Interrupted, RequestError
 from converters.events import Moved, Note
@@ -316,7 +316,7 @@ class Team:
                 raise Interrupted(
                     signal.SIGTERM,
                     f"{listed(missing)} did not come within {limit:g} s",
-                    hint="is the destination on a file system that all machines share?",
+                    hint=AGAIN if on_one_machine() else "is the destination on a file system that all machines share?",
                 )
             return not missing
 
