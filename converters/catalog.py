@@ -306,12 +306,14 @@ class Problem:
         message: One sentence with the numbers.
         file: The file concerned, if it is one.
         tensors: Canonical names concerned.
+        objects: Keys of stored objects concerned.
     """
 
     severity: str
     message: str
     file: str | None = None
     tensors: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def test_a_file_instead_of_a_folder(place, capsys):
 def test_an_unfinished_save(place, capsys):
     source = place / "src" / "iter_0000010"
     (source / ".metadata").unlink()
-    refused(capsys, 3, r"no \.metadata: the save was not finished", source, place / "dst" / "o")
+    refused(capsys, 3, r"\.metadata is missing: the save was not finished", source, place / "dst" / "o")
     shutil.copytree(GOLDEN / "nemo2_llama4_weights_tp2pp2", place / "nemo")
     outer = next((place / "nemo").iterdir())
     outer.with_name(outer.name + "-unfinished").touch()

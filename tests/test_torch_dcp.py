@@ -211,7 +211,7 @@ def test_a_folder_for_the_model_and_one_for_the_optimizer(tmp_path):
 def test_no_metadata(tmp_path):
     shutil.copytree(GOLDEN / "fsdp2_llama_dp2", tmp_path / "ckpt")
     (tmp_path / "ckpt" / ".metadata").unlink()
-    with pytest.raises(FormatError, match=r"no \.metadata: the save was not finished"):
+    with pytest.raises(FormatError, match=r"\.metadata is missing: the save was not finished"):
         open_checkpoint(tmp_path / "ckpt")
 
 

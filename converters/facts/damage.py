@@ -8,17 +8,45 @@ import numpy as np
 
 from converters.box import tiling_fault
 from converters.errors import IntegrityError, RequestError
-from converters.names import fold, printable
+from converters.names import fold, printable, quoted
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.facts.model_args import ModelArgs
 
-__all__ = ["check_stored", "refuse_contradictions", "refuse_damage", "refuse_foreign_names"]
+__all__ = [
+    "check_stored",
+    "refuse_contradictions",
+    "refuse_damage",
+    "refuse_damaged",
+    "refuse_damaged_object",
+    "refuse_foreign_names",
+]
+
+
+def refuse_damaged(catalog: Catalog, *kinds: str) -> None:
+    """`refuse_damage` of all tensors of these kinds: before planning reads the first of them."""
+    named = {name for problem in catalog.problems for name in problem.tensors}
+    refuse_damage(catalog, {name for name in named & catalog.tensors.keys() if catalog.tensors[name].kind in kinds})
+
+
+def refuse_damaged_object(catalog: Catalog, key: str) -> None:
+    """`refuse_damage` of a stored object."""
+    found = next((p for p in catalog.problems if p.severity == "error" and key in p.objects), None)
+    if found is not None:
+        raise IntegrityError(found.message, details=["needed for", printable(key)], hint=_hint(catalog))
+
+
+def _hint(catalog: Catalog) -> str:
+    return f"distckpt verify {quoted(catalog.root)} says what else is; restore it from a copy, or use another iteration"
 
 
 def refuse_damage(catalog: Catalog, used: set[str]) -> None:
-    """What was noticed when the checkpoint was opened: better now than after hours."""
+    """What was noticed when the checkpoint was opened: better now than after hours.
+
+    Raises:
+        IntegrityError: Some of the tensors cannot be read as they are.
+    """
     found = [p for p in catalog.problems if p.severity == "error" and not used.isdisjoint(p.tensors)]
     if not found:
         return
@@ -27,9 +55,9 @@ def refuse_damage(catalog: Catalog, used: set[str]) -> None:
     shown = [text for text, _ in fold(affected)]
     more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
     raise IntegrityError(
-        f"the checkpoint is damaged: {found[0].message}",
+        found[0].message,
         details=[*(p.message for p in found[1:8]), "needed for", *(printable(text) for text in shown[:8]), *more],
-        hint="restore the file from a copy, or use another iteration",
+        hint=_hint(catalog),
         tensor=affected[0],
     )
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
+from converters.formats.broken import damaged_file
 from converters.formats.folder import read_small
 from converters.names import printable
 
@@ -21,9 +22,15 @@ def read_json(path: Path, limit: int = _LIMIT) -> Any:
     """The document in a file.
 
     Raises:
-        FormatError: Not JSON, a key twice in one object, or more than `limit` bytes.
+        DamagedFileError: Not JSON, or a key twice in one object.
+        FormatError: More than `limit` bytes.
     """
-    return parse_json(read_small(path, limit), printable(path.name))
+    raw = read_small(path, limit)
+    try:
+        return parse_json(raw, printable(path.name))
+    except FormatError as error:
+        text = error.message if raw else f"{printable(path.name)} is empty (0 bytes)"
+        raise damaged_file(path.parent, {path.name: text}, *error.details) from error
 
 
 def parse_json(raw: bytes, what: str) -> Any:

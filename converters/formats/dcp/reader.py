@@ -24,6 +24,7 @@ from converters.catalog import FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.base import StoredArchive
+from converters.formats.broken import damaged_file, read_part
 from converters.formats.canonical import KeyedArray, TensorsInside, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.dcp.geometry import geometry_digest, tiling_problem
@@ -54,11 +55,9 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
         FormatError: There is none, or it is unsafe or damaged.
     """
     if not exists(folder / ".metadata"):
-        raise FormatError(
-            f"{printable(str(folder))} has no .metadata: the save was not finished, or the file was not copied",
-            details=["without it nobody knows which bytes belong to which tensor"],
-            hint="use the previous iteration, or copy the hidden file .metadata too (cp -a, rsync -a)",
-        )
+        text = "is missing: the save was not finished, or the hidden file was not copied (cp -a and rsync -a do)"
+        why = "without it nobody knows which bytes belong to which tensor"
+        raise damaged_file(folder, {".metadata": f"{prefix}.metadata {text}"}, why)
     raw = read_small(folder / ".metadata", limit=METADATA_LIMIT)
     return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
 
@@ -139,7 +138,8 @@ class DcpReader(ABC):
         if stored is None or stored.file < 0 or not exists(self.files[stored.file]):
             return None
         what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
-        return read_tree(self.files[stored.file], what, stored.offset, stored.length)
+        path, name = self.files[stored.file], self.metadata.files[stored.file]
+        return read_part(lambda *_: read_tree(path, what, stored.offset, stored.length), self.folder, name)
 
     def object_array(self, key: str, ref: TensorRef) -> StoredArray:
         """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
@@ -244,8 +244,10 @@ class DcpReader(ABC):
         out = []
         for position, (name, size, needed) in bad.items():
             found = "is missing" if size is None else f"is {size:,} bytes"
-            text = f"{printable(name)} {found}, the metadata needs {needed:,}"
-            out.append(Problem("error", text, file=name, tensors=tuple(hit[position])))
+            text = f"{printable(name)} {found}, the metadata needs {needed:,} bytes"
+            held = (o for o in self.metadata.objects.values() if o.file == position)
+            lost = tuple(o.key for o in held if size is None or o.offset + o.length > size)
+            out.append(Problem("error", text, name, tuple(hit[position]), lost))
         return out
 
 
