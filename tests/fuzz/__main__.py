@@ -19,7 +19,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 from fuzz.mutants import TARGETS, mutant
 from fuzz.parts import PARTS
 from fuzz.trial import Fault, tried
-from hostile.server import warm
+from hostile.server import keep_parsers, warm
 
 _ROUND, _WHOLE = 200, 5
 """Mutants of a target in a round, and how many of these are built and given to commands."""
@@ -33,6 +33,7 @@ def main() -> int:
     asked = parser.parse_args()
     begin, whole, alone, found, number = time.monotonic(), 0, 0, 0, asked.first
     kinds: set[str] = set()
+    keep_parsers()
     warm()
     with tempfile.TemporaryDirectory() as folder:
         while time.monotonic() < begin + asked.seconds:

@@ -35,6 +35,7 @@ import converters
 import distckpt_cli
 from converters.errors import DistckptError
 from distckpt_cli.app import main as distckpt
+from distckpt_cli.help import LazyGroup
 
 CPU_SECONDS = 5
 WALL_SECONDS = 90  # the machine may be busy with other things
@@ -204,7 +205,20 @@ def warm(*, torch: bool = True) -> None:
         os.dup2(keep[1], 2)
 
 
+def keep_parsers() -> None:
+    """Typer makes the parser of a command again for every command line, a fifth of a run; from now on it is kept."""
+    make, kept = LazyGroup.get_command, {}
+
+    def get_command(self, ctx, name):
+        if name not in kept:
+            kept[name] = make(self, ctx, name)
+        return kept[name]
+
+    LazyGroup.get_command = get_command
+
+
 def main() -> None:
+    keep_parsers()
     warm(torch="--torch" in sys.argv[1:])
     gc.collect()
     gc.freeze()
