@@ -210,6 +210,7 @@ def test_files(name, copy):
     for damage in FILES:
         damage(folder)
         found, text = checks(folder)
+        assert "opening" not in found or folder.suffix == ".pt", (damage.__name__, text)  # it is an answer, exit code 1
         if damage in (grown, bytes_behind) and not found:  # nothing that is read is wrong: worth a look
             assert "bytes behind its last record" in text, damage.__name__
         else:

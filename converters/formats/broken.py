@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from converters.errors import DamagedFileError, FormatError
 from converters.formats.folder import is_file, open_source, read_at
 from converters.names import printable, quoted
+from converters.pickles import PickleFormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["damaged_file", "plainly"]
+__all__ = ["damaged_file", "plainly", "read_part"]
 
+_T = TypeVar("_T")
+_P = ParamSpec("_P")
 _DESCRIBING = (".metadata", "metadata.json", "common.pt")
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 
@@ -21,6 +25,31 @@ def damaged_file(folder: Path, files: dict[str, str], *details: str) -> DamagedF
     """The error that says so, with what to type next."""
     hint = f"distckpt verify {quoted(folder)} compares with integrity.json, if there is one; restore it from a copy"
     return DamagedFileError(str(folder), files, details=details, hint=hint)
+
+
+def read_part(
+    read: Callable[Concatenate[Path, str, _P], _T], folder: Path, name: str, /, *args: _P.args, **more: _P.kwargs
+) -> _T:
+    """What a function reads of a file that is a part of a checkpoint; that it is missing, cut or no such file is damage.
+
+    Args:
+        read: Takes folder and name.
+        folder: The checkpoint.
+        name: The file.
+        args: For `read`.
+        more: For `read`.
+
+    Raises:
+        DamagedFileError: It is; hostile files, and those that may not be read, keep the error that they have.
+    """
+    try:
+        return read(folder, name, *args, **more)
+    except (PickleFormatError, DamagedFileError):
+        raise
+    except FormatError as error:
+        if error.hint or isinstance(error.__cause__, PermissionError):
+            raise
+        raise damaged_file(folder, {name: error.message}, *error.details) from error
 
 
 def plainly(place: Path, error: FormatError) -> FormatError:

@@ -17,6 +17,7 @@ from converters.archive.records_out import storage_node, tensor_node
 from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
+from converters.formats.broken import read_part
 from converters.formats.containers.archive import PtFile
 from converters.formats.containers.index import promised, read_index
 from converters.formats.containers.reader import Shards, WholeReader
@@ -61,7 +62,7 @@ class SafetensorsReader(WholeReader):
         """
         folder, wanted = (place, _shards(place)) if is_folder(place) else (place.parent, {place.name: None})
         problems: list[Problem] = []
-        files = [_read(folder, name, problems) for name in wanted]
+        files = [read_part(_read, folder, name, problems) for name in wanted]
         storages = _Plain(folder, files, INDEX if len(files) > 1 else files[0].name)
         tensors: dict[str, Any] = {}
         for file in files:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.archive.records import tensor_ref
 from converters.errors import FormatError
+from converters.formats.broken import read_part
 from converters.formats.containers.archive import PtFile
 from converters.formats.containers.index import promised, read_index
 from converters.formats.containers.reader import Shards, WholeReader, distinct, entries
@@ -59,7 +60,7 @@ class TorchFileReader(WholeReader):
             _number(file)
             return cls(place, storages, *_split(file.tree, file.name))
         wanted = read_index(place, INDEX, ".bin")
-        files = [PtFile.read(place, name) for name in wanted]
+        files = [read_part(PtFile.read, place, name) for name in wanted]
         storages = Shards(place, files, INDEX)
         tensors: dict[str, Node] = {}
         problems: list[Problem] = []

@@ -25,6 +25,7 @@ from converters.archive.records_out import object_record
 from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
 from converters.errors import DamagedFileError, FormatError, RequestError
+from converters.formats.broken import read_part
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.containers.unread import storages, unread_tensors
@@ -80,7 +81,7 @@ class LegacyReader(StorageReader):
         for rank, name in grid.folders.items():
             files[rank] = first if name == names[0] else _read_model(folder, name)
             if exists(folder / name / OPTIMIZER):
-                flat[rank] = PtFile.read(folder, f"{name}/{OPTIMIZER}")
+                flat[rank] = read_part(PtFile.read, folder, f"{name}/{OPTIMIZER}")
         _refuse_mixture(folder, files)
         try:
             return cls(folder, grid, files, flat)
@@ -241,7 +242,7 @@ class LegacyReader(StorageReader):
 
 
 def _read_model(folder: Path, name: str) -> PtFile:
-    file = PtFile.read(folder, f"{name}/{MODEL}")
+    file = read_part(PtFile.read, folder, f"{name}/{MODEL}")
     if not isinstance(file.tree, dict):
         raise FormatError(f"{file.name} does not hold a dictionary, so it is not what Megatron-LM saves")
     return file

@@ -14,14 +14,11 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from converters.catalog import Catalog, Problem
-from converters.errors import FormatError
-from converters.formats.broken import damaged_file
 from converters.formats.canonical import canonical_tensors
 from converters.formats.common_state import read_tree
 from converters.formats.dcp.reader import DcpReader, save_id
 from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, find_producer, megatron_catalog
-from converters.pickles import PickleFormatError
 
 __all__ = ["TorchDistReader"]
 
@@ -72,10 +69,4 @@ class TorchDistReader(DcpReader):
         path = self.folder / "common.pt"
         if exists(path):
             return read_tree(path, "common.pt")
-        try:
-            return self.object_value(_COMMON_OBJECT)
-        except PickleFormatError:
-            raise
-        except FormatError as error:  # the data file is cut or overwritten: damage, and which
-            name = self.files[self.metadata.objects[_COMMON_OBJECT].file].name
-            raise damaged_file(self.folder, {name: error.message}) from error
+        return self.object_value(_COMMON_OBJECT)
