@@ -1,0 +1,337 @@
+"""What the readers of torch DCP folders share: records and files, and what can be said of them without reading a tensor.
+
+    .metadata              a pickle: every key, its shape, its chunks, and where each record lies
+    __{rank}_{n}.distcp    records, one after the other: file n of that rank
+
+A format adds what its keys mean, and where it keeps what is not a tensor. Several such folders may make up one checkpoint
+(model/, optimizer/): `merged` puts their metadata together.
+
+Source: torch/distributed/checkpoint/{metadata,filesystem}.py, torch 2.1 to 2.13.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from converters.archive.records import Payload, TensorLocator, TensorRef, locate_tensor
+from converters.catalog import FileInfo, Problem, StoredArray
+from converters.dtypes import dtype
+from converters.errors import FormatError
+from converters.formats.base import StoredArchive
+from converters.formats.broken import damaged_file, read_part
+from converters.formats.canonical import KeyedArray, TensorsInside, object_info
+from converters.formats.common_state import read_tree
+from converters.formats.dcp.geometry import geometry_digest, tiling_problem
+from converters.formats.dcp.metadata import read_metadata
+from converters.formats.folder import exists, is_folder, read_small, scan, status
+from converters.formats.registry import METADATA_LIMIT, dcp_folders
+from converters.names import printable
+from converters.pickles import Obj, fields
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from converters.catalog import Catalog, ObjectInfo, TensorInfo
+    from converters.formats.base import Read
+    from converters.formats.dcp.stored import DcpMetadata, StoredObject, StoredTensor
+
+__all__ = ["DcpReader", "merged", "read_folder", "save_id"]
+
+
+def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
+    """What the `.metadata` of a folder says, and a digest of it.
+
+    Args:
+        prefix: Its path in the checkpoint, with a slash at the end: `model/`.
+
+    Raises:
+        FormatError: There is none, or it is unsafe or damaged.
+    """
+    if not exists(folder / ".metadata"):
+        text = "is missing: the save was not finished, or the hidden file was not copied (cp -a and rsync -a do)"
+        why = "without it nobody knows which bytes belong to which tensor"
+        raise damaged_file(folder, {".metadata": f"{prefix}.metadata {text}"}, why)
+    raw = read_small(folder / ".metadata", limit=METADATA_LIMIT)
+    return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
+
+
+class DcpReader(ABC):
+    """An open folder of torch DCP files; a format makes the catalog.
+
+    Args:
+        folder: The checkpoint's folder; names of files are relative to it.
+        metadata: What its `.metadata` says, or those of its inner folders together.
+        digest: Of the bytes of these files.
+    """
+
+    name: ClassVar[str]
+    BESIDE: ClassVar[tuple[str, ...]] = ()
+    """Inner folders that belong to the checkpoint and hold no records, each with a slash at its end."""
+
+    catalog: Catalog
+
+    def __init__(self, folder: Path, metadata: DcpMetadata, digest: str) -> None:
+        self.folder, self.metadata = folder, metadata
+        self.files = [folder / name for name in metadata.files]
+        self._digest = digest
+        self._locator = TensorLocator()
+        self._sizes = _file_sizes(folder, [*metadata.files, *self.BESIDE])
+        self._number_records()
+        self._inside = TensorsInside(len(self._record_file))
+        self.catalog = self._catalog()
+
+    @abstractmethod
+    def _catalog(self) -> Catalog:
+        """What the folder holds, in the names of its format."""
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Reads `.metadata`, or those of the inner folders, and what else is needed to know the catalog."""
+        inner = [] if (folder / ".metadata").exists() else dcp_folders(folder)
+        if not inner:
+            return cls(folder, *read_folder(folder))
+        parts = {prefix: read_folder(folder / prefix, prefix) for prefix in inner}
+        digest = "".join(digest for _, digest in parts.values())
+        return cls(folder, merged({prefix: metadata for prefix, (metadata, _) in parts.items()}), digest)
+
+    def file_of(self, record: int) -> int:
+        """Position in `files` of the file that holds a record."""
+        inside = self._inside.find(record)
+        return self.metadata.objects[inside[0]].file if inside else int(self._record_file[record])
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """Where in its file the elements of a record lie; the record is checked against the metadata."""
+        if (inside := self._inside.find(record)) is not None:
+            key, ref = inside
+            stored = self.metadata.objects[key]
+            what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+            return locate_tensor(read, stored.offset, stored.length, ref, what)
+        tensor = self._owner(record)
+        row = record - self._first[tensor.key]
+        start, length = int(self._record_start[record]), int(self._record_length[record])
+        what = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
+        shape = tuple(tensor.sizes[row].tolist())
+        return self._locator.locate(read, start, length, what, expect=dtype(tensor.dtype), shape=shape)
+
+    def archives(self, file: int) -> Iterator[StoredArchive]:
+        """The records of a file, tensors and objects, in the order in which they lie in it."""
+        rows = np.flatnonzero(self._record_file == file)
+        found = [
+            (start, length, record, self._owner(record).key)
+            for start, length, record in zip(
+                self._record_start[rows].tolist(), self._record_length[rows].tolist(), rows.tolist(), strict=True
+            )
+        ]
+        found += [(o.offset, o.length, -1, o.key) for o in self.metadata.objects.values() if o.file == file]
+        return (StoredArchive(*archive) for archive in sorted(found))
+
+    def object_value(self, key: str) -> Any:
+        """The inert tree of a stored object, None if there is none."""
+        stored = self.metadata.objects.get(key)
+        if stored is None or stored.file < 0 or not exists(self.files[stored.file]):
+            return None
+        what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+        path, name = self.files[stored.file], self.metadata.files[stored.file]
+        return read_part(lambda *_: read_tree(path, what, stored.offset, stored.length), self.folder, name)
+
+    def object_array(self, key: str, ref: TensorRef) -> StoredArray:
+        """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
+        return self._inside.array(key, ref)
+
+    @cached_property
+    def geometry(self) -> tuple[str, int]:
+        """Digest of keys, types, shapes, chunks and record lengths, and the number of records."""
+        return geometry_digest(self._numbered, self.metadata.objects), len(self._record_file)
+
+    def fingerprint(self) -> str:
+        """Digest of `.metadata` and of the size and time of every data file."""
+        digest = hashlib.sha256(self._digest.encode())
+        for path in self.files:
+            found = status(path)
+            if found is not None:
+                digest.update(f"{path.relative_to(self.folder)}:{found.size}:{found.mtime_ns};".encode())
+        return digest.hexdigest()
+
+    def _number_records(self) -> None:
+        """Gives every tensor chunk a number: keys in file order, chunks in the order of `StoredTensor`."""
+        tensors = list(self.metadata.tensors.values())
+        counts = [len(t.file) for t in tensors]
+        firsts = np.cumsum([0, *counts])
+        self._first = {t.key: int(first) for t, first in zip(tensors, firsts, strict=False)}
+        self._firsts, self._numbered = firsts, tensors
+        empty = np.zeros(0, np.int64)
+        self._record_file = np.concatenate([empty, *(t.file for t in tensors)])
+        self._record_start = np.concatenate([empty, *(t.offset for t in tensors)])
+        self._record_length = np.concatenate([empty, *(t.length for t in tensors)])
+
+    def _owner(self, record: int) -> StoredTensor:
+        return self._numbered[int(np.searchsorted(self._firsts, record, side="right")) - 1]
+
+    def _array(self, tensor: StoredTensor) -> StoredArray:
+        numbers = np.arange(len(tensor.file), dtype=np.int64) + self._first[tensor.key]
+        records = np.where(tensor.file >= 0, numbers, -1)
+        return StoredArray(tensor.key, tensor.shape, tensor.starts, tensor.sizes, records)
+
+    def _keyed(self, tensor: StoredTensor) -> KeyedArray:
+        return KeyedArray(self._array(tensor), dtype(tensor.dtype), tensor.original_shape, tiling_problem(tensor))
+
+    def _object_infos(self, *, wrapped: bool) -> dict[str, ObjectInfo]:
+        files = self.metadata.files
+        return {
+            key: object_info(key, files[o.file] if o.file >= 0 else "", o.offset, o.length, wrapped=wrapped)
+            for key, o in self.metadata.objects.items()
+        }
+
+    def _check_files(self, tensors: Mapping[str, TensorInfo], problems: list[Problem]) -> tuple[FileInfo, ...]:
+        """Compares what the metadata places in each file with what is on disk."""
+        metadata = self.metadata
+        objects = [o for o in metadata.objects.values() if o.file >= 0]
+        held = self._record_file >= 0
+        file = np.concatenate([self._record_file[held], np.array([o.file for o in objects], np.int64)]).astype(np.int64)
+        start = np.concatenate([self._record_start[held], np.array([o.offset for o in objects], np.int64)])
+        length = np.concatenate([self._record_length[held], np.array([o.length for o in objects], np.int64)])
+        order = np.lexsort((start, file))
+        file, start, length = file[order], start[order], length[order]
+        clash = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
+        needed = np.zeros(len(metadata.files), np.int64)
+        np.maximum.at(needed, file, start + length)
+        counts, used = np.bincount(file, minlength=len(needed)), np.bincount(file, length, minlength=len(needed))
+        for row in np.flatnonzero(clash)[:8].tolist():
+            name = metadata.files[int(file[row])]
+            problems.append(
+                Problem("error", f"two records overlap in {name}, at {start[row]} and {start[row + 1]}", file=name)
+            )
+        infos, bad = [], {}
+        for position, name in enumerate(metadata.files):
+            size = self._sizes.get(name)
+            if size is None or size < needed[position]:
+                bad[position] = (name, size, int(needed[position]))
+            infos.append(FileInfo(name, size, int(counts[position]), int(needed[position]), int(used[position])))
+        problems += self._file_problems(bad, tensors)
+        known = {info.name for info in infos}
+        for name, size in sorted(self._sizes.items()):
+            if name not in known:
+                role = _role(name)
+                infos.append(FileInfo(name, size, role=role))
+                if role == "unreferenced":
+                    text = f"{printable(name)} ({size} bytes) belongs to no record; left over from another save?"
+                    problems.append(Problem("warning", text, file=name))
+        return tuple(infos)
+
+    def _file_problems(
+        self, bad: Mapping[int, tuple[str, int | None, int]], tensors: Mapping[str, TensorInfo]
+    ) -> list[Problem]:
+        if not bad:
+            return []
+        hit: dict[int, list[str]] = {position: [] for position in bad}
+        ends = self._record_start + self._record_length
+        for name, tensor in tensors.items():
+            for part in tensor.parts:
+                rows = part.array.records[part.rows()]
+                for position in {int(p) for p in np.unique(self._record_file[rows[rows >= 0]])} & bad.keys():
+                    size = bad[position][1]
+                    mine = rows[(rows >= 0)]
+                    mine = mine[self._record_file[mine] == position]
+                    if (size is None or (ends[mine] > size).any()) and name not in hit[position]:
+                        hit[position].append(name)
+        out = []
+        for position, (name, size, needed) in bad.items():
+            found = "is missing" if size is None else f"is {size:,} bytes"
+            text = f"{printable(name)} {found}, the metadata needs {needed:,} bytes"
+            held = (o for o in self.metadata.objects.values() if o.file == position)
+            lost = tuple(o.key for o in held if size is None or o.offset + o.length > size)
+            out.append(Problem("error", text, name, tuple(hit[position]), lost))
+        return out
+
+
+def _file_sizes(folder: Path, names: list[str]) -> dict[str, int]:
+    """Sizes of all files in the folder and in the inner folders that hold data, by path in the folder."""
+    out = {}
+    for inner in sorted({"", *(name.rpartition("/")[0] for name in names)}):
+        if not is_folder(folder / inner):
+            continue
+        with scan(folder / inner) as entries:
+            found = {f"{inner}/{e.name}".lstrip("/"): e.stat().st_size for e in entries if e.is_file()}
+        out.update(found)
+    return out
+
+
+_ROLES = {
+    ".metadata": "metadata",
+    "metadata.json": "metadata",
+    "integrity.json": "metadata",
+    "common.pt": "common state",
+    "run_config.yaml": "configuration",
+    "train_state.pt": "configuration",
+}
+
+
+def _role(name: str) -> str:
+    return "unreferenced" if name.endswith(".distcp") else _ROLES.get(name.rpartition("/")[2], "other")
+
+
+def save_id(metadata: DcpMetadata) -> str:
+    """What the writer noted as the save's id: ours is `distckpt 0.1.0`, torch's a random one."""
+    meta = metadata.attributes.get("storage_meta")
+    found = fields(meta).get("save_id") if isinstance(meta, Obj) else None
+    return found if isinstance(found, str) else ""
+
+
+def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
+    """One metadata for a checkpoint that lies in several folders.
+
+    Args:
+        parts: By the folder's path in the checkpoint, with a slash at the end.
+
+    Raises:
+        FormatError: Two folders have the same tensor, with different pieces or shapes.
+    """
+    files: list[str] = []
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    stray: list[str] = []
+    for prefix, part in parts.items():
+        base = len(files)
+        files += [f"{prefix}{name}" for name in part.files]
+        for key, tensor in part.tensors.items():
+            moved = replace(tensor, file=np.where(tensor.file >= 0, tensor.file + base, -1).astype(np.int32))
+            known = tensors.setdefault(key, moved)
+            if not _same_geometry(known, moved):
+                raise FormatError(
+                    f"{printable(prefix)} has another {printable(key)} than a folder before it", tensor=key
+                )
+        for key, stored in part.objects.items():
+            objects.setdefault(key, replace(stored, file=stored.file + base if stored.file >= 0 else -1))
+        stray += [f"{prefix}: {text}" for text in part.stray]
+    first = next(iter(parts.values()))
+    planner = {
+        k: v for part in parts.values() if isinstance(part.planner_data, dict) for k, v in part.planner_data.items()
+    }
+    attributes = dict(first.attributes)
+    for part in list(parts.values())[1:]:  # ByteCheckpoint describes every tensor's record in one of them
+        for name, value in part.attributes.items():
+            before = attributes.setdefault(name, value)
+            if isinstance(before, dict) and isinstance(value, dict):
+                attributes[name] = {**before, **value}
+    return replace(
+        first,
+        files=files,
+        tensors=tensors,
+        objects=objects,
+        stray=stray,
+        planner_data=planner or None,
+        attributes=attributes,
+    )
+
+
+def _same_geometry(one: StoredTensor, other: StoredTensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("starts", "sizes")
+    )
