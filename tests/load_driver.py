@@ -5,7 +5,8 @@
 A case is a dictionary: `path`, `layout` and `options` of the load; `existing`: the caller has made a process group; `worth`:
 from how many shared bytes an exchange is considered; `rates`: of reading and exchanging, in place of measured ones; `break`:
 `{"rank": R, "how": "raise" | "exit" | "refuse" | "leave"}`; `staged`: through a simulated device, that is `"shared"` by the
-ranks or their `"own"`. An answer has `report` and `digest` of all tensors, or `error`.
+ranks or their `"own"`; `ranks`: what is different in the case of some, by rank. An answer has `report` and `digest` of all
+tensors, or `error`.
 """
 
 import dataclasses
@@ -101,6 +102,7 @@ def main(cases, answers):
     faulthandler.dump_traceback_later(90, exit=True)  # all threads, if somebody waits for ever
     out = []
     for case in json.loads(Path(cases).read_text()):
+        case |= case.get("ranks", {}).get(str(RANK), {})
         if case.get("existing"):
             dist.init_process_group("gloo")
         try:

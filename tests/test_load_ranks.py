@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from converters import Layout, load
 from converters.box import Box
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
+from converters.loading.job_ranks import refuse_differences
 from converters.loading.plan import Fetch
 from converters.loading.rank_plan import plan_load
 from converters.loading.rounds import rounds
@@ -99,6 +101,9 @@ def four(big, damaged, tmp_path_factory):
     """Cases for four ranks, all in one launch."""
     adam, moe = str(golden("llama_adam_tp2pp2")), str(golden("mixtral_adam_ep2tp2"))
     once = {"broadcast": True}
+    copy, other = (str(tmp_path_factory.mktemp(name) / name) for name in ("copy", "other"))
+    shutil.copytree(adam, copy)  # times and all
+    shutil.copytree(adam, other, copy_function=shutil.copyfile)  # as another run, or iteration, of the same job
     cases = {
         "dp2 tp2": {"path": adam, "layout": DP2, "options": once | {"optimizer": True}},
         "dp4": {"path": str(big), "layout": {"dp": 4}, "options": once},
@@ -137,6 +142,25 @@ def four(big, damaged, tmp_path_factory):
         "world": {"path": str(big), "layout": {"tp": 2}},
         "other rank": {"path": str(big), "layout": {"tp": 4}, "options": {"rank": 0}},
         "alone": {"path": str(big), "layout": {"tp": 2}, "options": {"rank": 1, "broadcast": False}},
+        "other checkpoint": {"path": adam, "layout": {"dp": 4}, "options": once, "ranks": {"2": {"path": other}}},
+        "other checkpoint, auto": {"path": adam, "layout": {"dp": 4}, "ranks": {"2": {"path": other}}},
+        "a copy": {"path": adam, "layout": {"dp": 4}, "options": once, "ranks": {"2": {"path": copy}}},
+        "other layout": {
+            "path": adam,
+            "layout": {"dp": 4},
+            "options": once,
+            "ranks": {"0": {"layout": {"tp": 2, "dp": 2}}},
+        },
+        "other world": {"path": adam, "layout": {"dp": 4}, "options": once, "ranks": {"3": {"layout": {"dp": 2}}}},
+        "other options": {
+            "path": adam,
+            "layout": {"dp": 4},
+            "options": once,
+            "ranks": {
+                "1": {"options": {"dtype": "fp32", "broadcast": False}},
+                "3": {"options": once | {"stream": True}},
+            },
+        },
         "again": {"path": str(big), "layout": DP2, "options": once},
     }
     answers = run(list(cases.values()), 4, tmp_path_factory.mktemp("four"))
@@ -243,7 +267,53 @@ def test_the_rest_of_records_is_read_by_one_rank_each(four):
     assert sum(row["bytes_read"] for row in rows) <= 1.02 * sum(row["bytes_needed"] for row in rows)  # nothing was left
 
 
+def test_ranks_that_are_asked_for_different_things_say_so(four):
+    """All with one error, before anything is exchanged: else tensors of two checkpoints come together, or gloo aborts."""
+    said = {}
+    for name in ("other checkpoint", "other checkpoint, auto", "other layout", "other options"):
+        rows = four[name][1]
+        assert {row["kind"] for row in rows} == {"RequestError"}, rows
+        assert len({(row["error"], row["hint"]) for row in rows}) == 1, rows
+        assert not any(row["threads"] or row["group"] for row in rows)
+        said[name] = rows[0]["error"].splitlines()
+    assert said["other checkpoint"] == said["other checkpoint, auto"]
+    what, first, second = said["other checkpoint"]
+    assert what == "the ranks of this job do not load the same: checkpoint differs"
+    assert re.fullmatch(r"ranks 0..1, 3: .*/llama_adam_tp2pp2/iter_0000010, iteration 10, fingerprint \w{16}", first)
+    assert re.fullmatch(r"rank 2: .*/other, iteration 10, fingerprint \w{16}", second)
+    assert first[-16:] != second[-16:]
+    assert "cp -p" in four["other checkpoint"][1][0]["hint"]
+    what, *facts = said["other layout"]
+    assert what.endswith(": layout differs")
+    assert facts == ["rank 0: Layout(tp=2, dp=2)", "ranks 1..3: Layout(dp=4)"]
+    what, *facts = said["other options"]
+    assert what.endswith(": dtype, broadcast differ")  # `stream` is each rank's own affair
+    assert facts[:2] == ["ranks 0, 2..3: dtype=None", "rank 1: dtype='fp32'"]
+    assert facts[2:] == ["ranks 0, 2..3: broadcast=True", "rank 1: broadcast=False"]
+
+
+def test_a_checkpoint_may_lie_elsewhere_on_some_ranks(four):
+    """As where each machine has a copy."""
+    assert {row.get("digest") for row in four["a copy"][1]} == {four["a copy"][1][0]["digest"]}
+    assert {row["report"]["exchange"] for row in four["a copy"][1]} == {"gloo"}
+
+
+def test_differences_between_a_thousand_ranks_are_told_in_a_few_lines():
+    asked = [{"layout": (str(r % 2), f"layout {r % 2}"), "dtype": (str(r), f"dtype={r}")} for r in range(1000)]
+    with pytest.raises(RequestError, match="layout, dtype differ") as caught:
+        refuse_differences(asked)
+    assert caught.value.details[:2] == [
+        "500 ranks, the first of them 0: layout 0",
+        "500 ranks, the first of them 1: layout 1",
+    ]
+    assert caught.value.details[2:] == [*(f"rank {r}: dtype={r}" for r in range(8)), "and 992 more"]
+    refuse_differences([asked[0]] * 1000)
+
+
 def test_processes_that_do_not_fit_the_layout(four):
+    alone = four["other world"][1]
+    assert alone[3]["error"].startswith("4 processes were started, the layout has 2 ranks")
+    assert {row["error"] for row in alone[:3]} == {f"rank 3 failed: {alone[3]['error']}"}
     for row in four["world"][1]:
         assert row["kind"] == "RequestError"
         assert "4 processes were started, the layout has 2 ranks" in row["error"]

@@ -21,7 +21,7 @@ from converters.errors import DistckptError, RequestError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Elsewhere", "JobRanks", "job", "lost"]
+__all__ = ["Elsewhere", "JobRanks", "job", "lost", "refuse_differences"]
 
 _Any = TypeVar("_Any")
 _SHOWN = 8
@@ -157,7 +157,7 @@ class JobRanks:
         if error is not None:
             raise error
         if asked is not None:
-            _refuse_differences([other for _, other in heard])
+            refuse_differences([other for _, other in heard if other is not None])
 
     def close(self) -> None:
         """Destroys the groups."""
@@ -179,7 +179,12 @@ def _retold(rank: int, kind: str, message: str, details: list[str], hint: str | 
     return DistckptError(f"rank {rank} failed: {kind}: {message}" if message else f"rank {rank} failed: {kind}")
 
 
-def _refuse_differences(asked: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+def refuse_differences(asked: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    """Compares what each rank was asked for: see `JobRanks.agree`.
+
+    Raises:
+        RequestError: Not all of it is the same; in a few lines, however many ranks there are.
+    """
     details, differing = [], []
     for name in asked[0]:
         said: dict[str, list[int]] = {}

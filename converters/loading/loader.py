@@ -40,6 +40,7 @@ from converters.loading.run import LoadOptions, LoadReport, LoadRun
 from converters.names import printable
 from converters.parallel.layout import Layout
 from converters.reading.platforms import find_device
+from converters.registration import Order
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.loading.plan import LoadPlan
     from converters.reading.device import Device
-    from converters.registration import Order
 
 __all__ = ["LoadReport", "LoadStream", "LoadedState", "load"]
 
@@ -122,12 +122,12 @@ class LoadStream(Iterator[tuple[str, Any]]):
 
 
 class _Options(TypedDict, total=False):
-    device: str
+    device: str | torch.device
     names: Literal["megatron", "hf"]
     optimizer: bool
     broadcast: bool | Literal["auto"]
     verify: Literal["read", "all"]
-    dtype: str | None
+    dtype: str | torch.dtype | None
     modules: Order | None
     vocab_size: int | None
     arch: str | None
@@ -156,13 +156,13 @@ def load(
     layout: Layout,
     rank: int | None = None,
     *,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     names: Literal["megatron", "hf"] = "megatron",
     optimizer: bool = False,
     broadcast: bool | Literal["auto"] = "auto",
     stream: bool = False,
     verify: Literal["read", "all"] = "read",
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     modules: Order | None = None,
     vocab_size: int | None = None,
     arch: str | None = None,
@@ -192,7 +192,7 @@ def load(
             or one tensor, are made ahead of what was taken. In a job the rounds of an exchange come on top.
         verify: What is compared with its checksum. "read": each record that is read whole, in a job by all ranks together.
             "all": also those of which only a part is needed; the rest of them is read for it, in a job by one rank each.
-        dtype: "bf16", "fp16" or "fp32": type of floating weights. None keeps what is stored. Optimizer state stays.
+        dtype: "bf16", "fp16", "fp32" or torch's: type of floating weights. None keeps what is stored. Optimizer state stays.
         modules: How the job's modules are made: TransformerEngine's or Megatron's own, and the kind of experts. None
             infers it from the checkpoint's arguments.
         vocab_size: True rows of the vocabulary, where the checkpoint does not tell.
@@ -219,31 +219,34 @@ def load(
     settings = LoadOptions(
         broadcast, stream, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
     )
-    whole = (int, Integral)
-    for name, value, kinds in (
-        ("layout", layout, (Layout,)),
-        ("rank", rank, (*whole, None)),
-        ("device", device, (str,)),
-        ("dtype", dtype, (str, None)),
-        ("max_memory", max_memory, whole),
-        ("threads", threads, (*whole, None)),
-    ):
-        pass
+    _refuse_types(layout, modules, rank=rank, max_memory=max_memory, threads=threads)
     if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
         raise RequestError(
             f"broadcast is {broadcast!r}, verify is {verify!r}", hint="True, False, 'auto'; 'read', 'all'"
         )
-    wanted, together = _who(layout, rank, broadcast)
+    started = _started()
+    wanted, together = _who(started, layout, rank, broadcast)
     report = LoadReport(wanted)
+    kind = None if dtype is None else str(dtype)
+    options = {"names": names, "optimizer": optimizer, "dtype": kind, "vocab_size": vocab_size, "arch": arch}
+    asked: dict[str, tuple[str, str]] = {}
 
     def prepare() -> tuple[Reader, LoadPlan, Device]:
+        if together and started.world != layout.world_size:
+            raise RequestError(
+                f"{started.world} processes were started, the layout has {layout.world_size} ranks "
+                f"(tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp})",
+                hint=f"torchrun with {layout.world_size} processes, or another dp",
+            )
         if rank not in (None, wanted):  # here, so that all ranks hear of it
             raise RequestError(
                 f"process {wanted} of the job asked for the tensors of rank {rank}",
                 hint="leave rank out, or pass broadcast=False to load any rank's tensors, alone",
             )
-        where = find_device(device, Ranks.from_environment().local)
+        where = find_device(str(device), started.local)
         reader = open_checkpoint(path)
+        if together:
+            asked.update(_asked(reader, layout, **options, modules=modules, broadcast=broadcast, verify=verify))
         plan = plan_load(
             reader,
             layout,
@@ -251,7 +254,7 @@ def load(
             names=names,
             optimizer=optimizer,
             order=modules,
-            dtype=None if dtype is None else from_option(dtype),
+            dtype=None if kind is None else from_option(kind),
             vocab_size=vocab_size,
             arch=arch,
             together=together,
@@ -259,7 +262,7 @@ def load(
         return reader, plan, where
 
     run = LoadRun(settings, report)
-    source = run.tensors(prepare, together=together)
+    source = run.tensors(prepare, together=together, asked=asked)
     next(source)  # everything before the first byte is read happens, and fails, now
     if stream:
         return LoadStream(source, report)
@@ -272,9 +275,29 @@ def load(
     return state
 
 
-def _who(layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) -> tuple[int, bool]:
+def _refuse_types(layout: object, modules: object, **counts: object) -> None:
+    if not isinstance(layout, Layout):
+        raise TypeError(f"load needs a Layout, such as Layout(tp=2, dp=4), in place of {layout!r}")
+    if not (modules is None or isinstance(modules, Order)):
+        raise TypeError(f"modules is {modules!r}, not a converters.registration.Order")
+    for name, value in counts.items():
+        if not (isinstance(value, Integral) or (value is None and name != "max_memory")):
+            raise TypeError(f"{name} is {value!r}, not a whole number")
+
+
+def _asked(reader: Reader, layout: Layout, **options: Any) -> dict[str, tuple[str, str]]:
+    """What all ranks of a job have to be asked for alike: see `JobRanks.agree`. Where a checkpoint lies may differ."""
+    digest, catalog = fingerprint_of(reader), reader.catalog
+    iteration = "" if catalog.iteration is None else f"iteration {catalog.iteration}, "
+    where = f"{printable(str(catalog.path))}, {iteration}fingerprint {digest[:16]}"
+    sizes = {f.name: value for f in fields(layout) if (value := getattr(layout, f.name)) != f.default}
+    shown = f"Layout({', '.join(f'{name}={value!r}' for name, value in sizes.items())})"
+    told = {name: f"{name}={value!r}" for name, value in options.items()}
+    return {"checkpoint": (digest, where), "layout": (shown, shown)} | {n: (text, text) for n, text in told.items()}
+
+
+def _who(started: Ranks, layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) -> tuple[int, bool]:
     """The rank whose tensors are wanted, and whether the processes of the job load together."""
-    started = _started()
     if started.world == 1 or (rank is not None and broadcast is False):
         if rank is None and layout.world_size > 1:
             raise RequestError(
@@ -283,12 +306,6 @@ def _who(layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) ->
             )
         layout.coordinates(rank or 0)
         return rank or 0, False
-    if started.world != layout.world_size:
-        raise RequestError(
-            f"{started.world} processes were started, the layout has {layout.world_size} ranks "
-            f"(tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp})",
-            hint=f"torchrun with {layout.world_size} processes, or another dp",
-        )
     return started.rank, True
 
 
