@@ -201,7 +201,7 @@ def test_problems_are_on_the_card_and_the_card_is_an_answer(tmp_path, capsys):
     folder = damaged(tmp_path)
     code, out, err = run(capsys, str(folder))
     assert code == 0
-    assert "error     __0_1.distcp is 50,000 bytes, the metadata needs 68,345\naffects   decoder.layers.0." in out
+    assert "error     __0_1.distcp is 50,000 bytes, the metadata needs 68,345 bytes\naffects   decoder.layers.0." in out
     assert "error     __3_1.distcp is missing" in out
     assert "warning   __9_0.distcp" in out
     assert err.startswith("next: distckpt ")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
+import shlex
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ import pytest
 from checkpoints import copy_golden, edit_metadata
 from support import GOLDEN
 
+from converters.formats import open_checkpoint
 from converters.pickles import fields, set_field
 from distckpt_cli.app import main
 
@@ -124,3 +127,33 @@ def _cannot_open(source: Path, words: tuple[str, ...], said: str, target: Path) 
     assert code == 1, err
     assert f"structure BAD   {said}" in out
     assert "restore the damaged files from a copy" in err
+
+
+def hinted(err: str) -> list[str]:
+    """The command that a hint names, without `distckpt`."""
+    (found,) = re.findall(r"distckpt (convert \S+ OUT --to safetensors) keeps the weights", err)
+    return shlex.split(found)
+
+
+def test_what_is_hinted_at_for_a_lost_common_state_works(tmp_path):
+    """Every refusal names the one way that is left, and it is one."""
+    source = copy_golden(FLAT, tmp_path / "iter_0000010")
+    (source / "common.pt").unlink()
+    code, _, err = cli("verify", source, "--progress", "off")
+    assert code == 1
+    assert "restore common.pt from a copy" in err
+    assert "--optimizer none" not in err, "a reshard needs the common state, too"
+    named = [hinted(err)]
+    for words in WRITING[:4]:
+        code, err = written(source, tmp_path / "out", words)
+        assert code == 4, err
+        named.append(hinted(err))
+    for words in ((), ("--arch", "llama"), ("--hf-config", str(GOLDEN / "hf_llama_safetensors"))):
+        code, err = written(source, tmp_path / "out", ("export-hf", *words))
+        assert code == 4, err
+        assert "convert --to safetensors keeps the weights" in err
+    assert [words[0] for words in named] == ["convert"] * 5
+    for number, (command, _, _, *options) in enumerate(named[:1] + named[-1:]):
+        assert cli(command, source, tmp_path / f"out{number}", *options)[0] == 0
+        ours = open_checkpoint(tmp_path / f"out{number}").catalog.weights
+        assert ours.keys() == open_checkpoint(source).catalog.weights.keys()

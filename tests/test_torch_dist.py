@@ -218,7 +218,7 @@ def test_no_metadata_json_is_a_warning(copy):
 def test_no_metadata(copy):
     (copy / ".metadata").unlink()
     error = refused(copy)
-    assert "no .metadata" in error.message
+    assert ".metadata is missing" in error.message
     assert error.hint
 
 

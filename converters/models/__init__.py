@@ -26,7 +26,7 @@ from converters.models import (
     starcoder2,
 )
 from converters.models.export import HfMapping, check_hf_config, map_to_hf
-from converters.models.model import Model
+from converters.models.model import Model, not_stated
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog
@@ -84,7 +84,7 @@ def infer(args: ModelArgs, catalog: Catalog) -> Model:
     raise RequestError(
         "no known architecture computes what this model computes",
         details=[f"not {model.name}: {'; '.join(reasons[model.name][:4])}" for model in close],
-        hint=f"known: {', '.join(_names())}",
+        hint=not_stated(reasons[close[0].name]) or f"known: {', '.join(_names())}",
     )
 
 

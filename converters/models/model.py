@@ -9,12 +9,14 @@ from converters.errors import RequestError
 from converters.pickles import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.facts.model_args import ModelArgs
     from converters.models.rules import Rule
 
-__all__ = ["SET", "UNSET", "Model"]
+__all__ = ["SET", "UNSET", "Model", "not_stated"]
+
+_UNKNOWN = "is not known"
 
 
 class _Mark:
@@ -88,7 +90,7 @@ class Model:
             raise RequestError(
                 f"{self.architecture} cannot express this model",
                 details=reasons,
-                hint="without --arch and --hf-config, an architecture that fits is looked for",
+                hint=not_stated(reasons) or "without --arch and --hf-config, an architecture that fits is looked for",
             )
 
     def config(self, args: ModelArgs, *, vocab_size: int, dtype: str) -> dict[str, Any]:
@@ -119,6 +121,16 @@ class Model:
         return {"_from_model_config": True}
 
 
+def not_stated(reasons: Sequence[str]) -> str | None:
+    """What remains if a checkpoint has lost its arguments; None if it states what is needed.
+
+    A config.json in their place would not do: it says nothing of how Megatron stores norms (gamma or gamma - 1).
+    """
+    if not any(reason.endswith(_UNKNOWN) for reason in reasons):
+        return None
+    return "the training job's arguments (common.pt) would say so; convert --to safetensors keeps the weights without"
+
+
 def _misfit(name: str, value: Any, allowed: tuple[Any, ...]) -> str | None:
     for choice in allowed:
         if choice is SET:
@@ -130,5 +142,5 @@ def _misfit(name: str, value: Any, allowed: tuple[Any, ...]) -> str | None:
         elif value == choice and type(value) is type(choice):
             return None
     if value is None:
-        return f"{name} is not known"
+        return f"{name} {_UNKNOWN}"
     return f"{name} is {value}, but it takes {' or '.join(map(str, allowed))}"

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from converters.catalog import TensorInfo
-from converters.errors import FormatError
+from converters.errors import FormatError, RequestError
 from converters.facts.model_args import ModelArgs
 from converters.formats.base import CommonReader
+from converters.names import quoted
 from converters.optimizer.flat import MASTERS, FlatReader, place, stored_groups
 from converters.optimizer.proof import mismatches, refusal
 from converters.parallel.buffers import Misfit, Rules
@@ -91,10 +92,16 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
     Raises:
         IntegrityError: No known order of parameters turns the stored master weights into the stored weights.
         FormatError: The buckets are incomplete or no order of parameters fills them.
+        RequestError: Nothing says which job saved them.
     """
     catalog = reader.catalog
     groups = stored_groups(reader) if isinstance(reader, FlatReader) else {}
     if groups and isinstance(reader, FlatReader):
+        if layout is None and not catalog.args:
+            raise RequestError(
+                "what lies where in the optimizer's flat buckets follows from the job's arguments, which are missing",
+                hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
+            )
         return _unflatten(reader, groups, layout or Layout.saved(catalog), proved=proved)
     tensors: dict[str, TensorInfo] = {}
     for info in catalog.tensors.values():

@@ -103,7 +103,7 @@ def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
     if archive is None:
         raise RequestError(
             "the checkpoint has no common state (neither common.pt nor common_state), so no job could resume from it",
-            hint="export-hf needs none",
+            hint=f"distckpt convert {quoted(reader.catalog.root)} OUT --to safetensors keeps the weights",
         )
     tree = archive.tree[0] if isinstance(archive.tree, list) and len(archive.tree) == 1 else archive.tree
     if not isinstance(tree, dict):

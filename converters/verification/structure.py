@@ -27,6 +27,7 @@ __all__ = ["check_structure", "is_tied"]
 
 _INDEXED = re.compile(r"(.*?\.?(?:layers|layer|blocks|h))\.(\d+)\.(.*)", re.DOTALL)
 _FATAL = ("metadata.json is missing", "common.pt is missing")  # Megatron opens no checkpoint without them
+_NO_ARGUMENTS = "restore common.pt from a copy; distckpt convert CKPT OUT --to safetensors keeps the weights without it"
 _NUMBER = re.compile(r"\.(\d+)\.")
 _DIGITS = 5
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)", re.DOTALL)
@@ -42,7 +43,8 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     for problem in catalog.problems:
         fatal = problem.severity == "error" or problem.message.startswith(_FATAL)
         tell = check.error if fatal else check.warn
-        tell(problem.message, file=problem.file, tensors=problem.tensors)
+        hint = _NO_ARGUMENTS if problem.message.startswith("common.pt is missing") else None
+        tell(problem.message, file=problem.file, tensors=problem.tensors, hint=hint)
     for info in catalog.files:
         if info.name.endswith((".metadata.tmp", ".partial", ".tmp")):
             check.warn(f"{printable(info.name)} is a temporary file: a save was interrupted here", file=info.name)
