@@ -6,12 +6,17 @@ A part of them here; with `--all` every input with every command, some twenty mi
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import zlib
 
 import pytest
 from hostile.corpus import Case, cases, copied, fired
 from hostile.runs import COMMANDS, Server, Tally, attack
+
+from converters import load_metadata
+from converters.errors import DistckptError
 
 CASES = cases()
 READING = [name for name in COMMANDS if name.startswith(("inspect", "verify", "diff"))]
@@ -57,6 +62,7 @@ FOUND = {
     "tree: a file of torch_dist is a link to outside": "convert to torch",
     "tree: a rank's folder is a link to outside": "inspect",
     "tree: an iteration is a link to outside": "load",
+    "bomb: deep list in metadata of torch_dist": "inspect",
     "crowd: chunks in steps": "inspect",
     "crowd: lists in run_config.yaml": "inspect",
 }
@@ -70,6 +76,21 @@ def test_what_was_found_before(server, tmp_path):
             attack(server, case, [FOUND[case.title]], tmp_path / case.title.replace("/", ""), tally)
     assert tally.wrong == []
     assert tally.runs == len(FOUND)
+
+
+def test_what_was_refused_is_let_go(tmp_path):
+    """A trainer that goes on after a broken checkpoint has its memory back at once: no error holds itself in a circle."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / ".metadata").write_bytes(b"\x80\x04]].")
+    (tmp_path / "ckpt" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(DistckptError):
+            load_metadata(tmp_path / "ckpt")
+        assert not any(issubclass(type(found), DistckptError) for found in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError, RequestError
-from converters.formats.broken import plainly
+from converters.formats.broken import refuse_empty
 from converters.formats.folder import is_folder, listing
 from converters.formats.registry import REGISTRY, backend_of, detect
 from converters.formats.resolve import resolve
@@ -38,7 +38,8 @@ def open_checkpoint(path: str | Path, name: str | None = None) -> Reader:
         try:
             opened = found.load().open(place)
         except FormatError as error:
-            raise plainly(place, error) from error
+            refuse_empty(place, error)
+            raise
         given = Path(path).expanduser()
         outer = is_folder(given) and not given.name.startswith("mp_rank_")
         opened.catalog = replace(opened.catalog, opened=given if outer else place)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["damaged_file", "plainly", "read_part"]
+__all__ = ["damaged_file", "read_part", "refuse_empty"]
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -52,17 +52,21 @@ def read_part(
         raise damaged_file(folder, {name: error.message}, *error.details) from error
 
 
-def plainly(place: Path, error: FormatError) -> FormatError:
-    """The error that opening ended with, or one that says which file is empty or cut.
+def refuse_empty(place: Path, error: FormatError) -> None:
+    """Raises an error that says which file is empty or cut, if one is.
 
     Args:
         place: The folder with the data, or the one file.
-        error: What went wrong.
+        error: What opening it ended with.
+
+    Raises:
+        DamagedFileError: One is.
     """
     alone = is_file(place)
     paths = [place] if alone else [place / name for name in _DESCRIBING]
     files = {path.name: text for path in paths if (text := _trouble(path)) is not None}
-    return damaged_file(place.parent if alone else place, files, error.message) if files else error
+    if files:
+        raise damaged_file(place.parent if alone else place, files, error.message) from error
 
 
 def _trouble(path: Path) -> str | None:
