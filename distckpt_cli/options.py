@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -12,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
+from converters.errors import RequestError
 from distckpt_cli.console import Console, UsageProblem, parse_size
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "Running",
     "Verbose",
     "check_choice",
+    "check_device",
     "given",
+    "known",
     "output",
     "panel",
     "resources",
@@ -32,6 +36,7 @@ __all__ = [
 ]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_Found = TypeVar("_Found")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -118,6 +123,10 @@ class Looking(Running):
         ),
     ] = "auto"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_device(self.device)
+
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
         """See `Running`; and where the ranks meet."""
@@ -169,6 +178,28 @@ def check_choice(option: str, value: str | None, choices: tuple[str, ...]) -> No
     if value is not None and value not in choices:
         listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
         raise UsageProblem(f"{option} {value!r} is not a choice", hint=f"choose {listed}")
+
+
+def check_device(device: str) -> None:
+    """Refuses what no machine has.
+
+    Raises:
+        UsageProblem: It is no name of a device.
+    """
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", device):
+        raise UsageProblem(f"--device {device!r} is not a choice", hint="choose auto, cpu, cuda or cuda:N")
+
+
+def known(find: Callable[[str], _Found], word: str | None) -> _Found | None:
+    """What the library calls something that is chosen by a word; None for an option that was not given.
+
+    Raises:
+        UsageProblem: It knows no such thing.
+    """
+    try:
+        return None if word is None else find(word)
+    except RequestError as error:
+        raise UsageProblem(error.message, hint=error.hint) from None
 
 
 def shard_bytes(text: str) -> int:

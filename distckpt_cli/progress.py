@@ -109,7 +109,7 @@ class Progress:
     Args:
         console: Where notes go.
         mode: "bar", "log" or "off", from `choose_mode`.
-        interval: Seconds between two lines of a log.
+        interval: Seconds between two lines of a log, and before the first: a short run needs none.
         clock: Monotonic seconds; replaced in tests.
         stamp: Time of day for a line of a log; replaced in tests.
     """
@@ -128,6 +128,7 @@ class Progress:
         self._interval = interval
         self._clock = clock
         self._stamp = stamp
+        self._begun = clock()
         self._state = _State()
         self._lock = threading.Lock()
         self._finished = threading.Event()
@@ -173,7 +174,7 @@ class Progress:
                 self._say("note:", event.text)
             elif isinstance(event, Phase):
                 state.phase = event.name
-                if self._mode == "log":
+                if self._mode == "log" and now - self._begun >= self._interval:
                     self._err(f"{self._stamp()} {state.command or 'distckpt'}  {printable(event.name)}")
 
     @property
@@ -183,8 +184,6 @@ class Progress:
             return self._state.done
 
     def _begin(self) -> None:
-        if self._mode == "log":
-            self._log_line()
         if self._thread is not None or self._live is not None:
             return
         if self._mode == "log":

@@ -9,7 +9,7 @@ import typer
 
 from distckpt_cli.console import format_size, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import MaxMemory, Running, output, resources, workers
+from distckpt_cli.options import MaxMemory, Running, check_device, output, resources, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,6 +37,10 @@ class Writing(Running):
             help="Where types are changed: cpu, cuda, cuda:N or auto (a GPU, if there is one).",
         ),
     ] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_device(self.device)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_a_hole_in_the_metadata(place, capsys):
 
 
 def test_an_unknown_architecture(place, capsys):
-    refused(capsys, 4, "unknown architecture 'bert'", place / "src", place / "dst" / "o", "--arch", "bert")
+    refused(capsys, 2, "unknown architecture 'bert'", place / "src", place / "dst" / "o", "--arch", "bert")
     refused(capsys, 4, "gpt2|GPT2", place / "src", place / "dst" / "o", "--arch", "gpt2", hint=False)
     assert nothing_left(place / "dst")
 
@@ -184,14 +184,42 @@ def test_dst_exists(place, capsys):
     out = place / "dst" / "o"
     out.mkdir()
     (out / "theirs").touch()
-    refused(capsys, 5, "already exists and is not empty", place / "src", out, facts=["--overwrite"])
+    text = refused(capsys, 5, "already exists and is not empty", place / "src", out, facts=["choose another directory"])
+    assert "--overwrite" not in text  # it would be refused, too
+    (out / "config.json").touch()
+    refused(capsys, 5, "already exists and is not empty", place / "src", out, facts=["or add --overwrite"])
     (place / "dst" / "file").touch()
     refused(capsys, 5, "exists and is not a directory", place / "src", place / "dst" / "file")
     (place / "dst" / "link").symlink_to(place / "gone")
     refused(capsys, 5, "dangling", place / "src", place / "dst" / "link", hint=False)
     refused(capsys, 5, "is not a directory", place / "src", place / "dst" / "file" / "x", hint=False)
     assert {path.name for path in (place / "dst").iterdir()} == {"o", "file", "link"}
-    assert [path.name for path in out.iterdir()] == ["theirs"]
+    assert {path.name for path in out.iterdir()} == {"theirs", "config.json"}
+
+
+@pytest.mark.parametrize(("where", "named"), [(".", "./NAME"), ("deep", None), ("..", "../NAME")])
+def test_the_working_directory_is_not_pulled_from_under_the_shell(place, capsys, monkeypatch, where, named):
+    here = place / "dst" / "here"
+    (here / "deep").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    if where == ".":
+        (here / "deep").rmdir()
+    (place / "dst" / "config.json").touch()
+    overwrite = ["--overwrite"] if where == ".." else []
+    if named is None:
+        assert export(capsys, place / "src", where)[0] == 0
+        return
+    text = refused(capsys, 5, "the working directory", place / "src", where, *overwrite, facts=[named])
+    assert "mount" not in text
+    assert here.is_dir()
+
+
+def test_at_most_one_folder_above_dst_is_made(place, capsys):
+    """A disk that is not mounted would else go unnoticed until the root disk is full."""
+    into = place / "dst" / "scratch" / "run"
+    refused(capsys, 5, "nor does the directory above it", place / "src", into / "o", facts=[f"mkdir -p {into}"])
+    assert nothing_left(place / "dst")
+    assert export(capsys, place / "src", into)[0] == 0
 
 
 def test_an_empty_dst_is_fine_and_a_link_to_it_too(place, capsys):

@@ -108,6 +108,11 @@ def test_about(command, capsys):
         (["reshard", "a", "b", "--tp", "two"], "--tp takes a whole number"),
         (["diff", "a", "b", "--rtol", "x"], "--rtol takes a number"),
         (["export-hf", "a", "b", "--progress", "fancy"], "--progress 'fancy' is not a mode"),
+        (["export-hf", "a", "b", "--device", "gpu"], "--device 'gpu' is not a choice"),
+        (["verify", "a", "--device", "cuda:x"], "--device 'cuda:x' is not a choice"),
+        (["export-hf", "a", "b", "--arch", "foo"], "unknown architecture 'foo'"),
+        (["diff", "a", "b", "--arch", "foo"], "unknown architecture 'foo'"),
+        (["export-hf", "a", "b", "--dtype", "int8"], "cannot cast to 'int8'"),
     ],
 )
 def test_misuse_is_exit_2_with_one_sentence_and_a_hint(args, sentence, capsys):

@@ -267,11 +267,13 @@ def test_a_file_in_the_way(tmp_path, capsys):
     command = ["convert", source, str(path), "--to", "torch", "--progress", "off"]
     path.write_text("my notes")
     assert main(command) == 5
-    assert "already exists" in capsys.readouterr().err
+    assert re.search("already exists\\nhint:  choose another name\\n", capsys.readouterr().err)
     assert main([*command, "--overwrite"]) == 5
     assert "not a file that torch.save wrote" in capsys.readouterr().err
     assert path.read_text() == "my notes"
     torch.save({"old": torch.zeros(3)}, path)
+    assert main(command) == 5
+    assert "or add --overwrite" in capsys.readouterr().err
     assert main([*command, "--overwrite"]) == 0
     assert "model" in loaded(path)
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from pathlib import Path
 
 from converters.errors import DestinationError
@@ -51,7 +52,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
     if destination.is_symlink() and not destination.exists():
         raise DestinationError(f"{shown} is a dangling symbolic link")
     if destination.exists():
-        if destination.is_mount():
+        if real.is_mount():
             raise DestinationError(
                 f"{shown} is a mount point, which nothing can be renamed onto", hint=f"use a folder in it: {shown}/NAME"
             )
@@ -59,26 +60,27 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
             _check_file(destination, overwrite)
         elif not destination.is_dir():
             raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
-        elif not overwrite and not is_empty(destination):
+        elif not is_empty(destination):
+            refusal = _refusal(destination)
+            if not overwrite:
+                raise DestinationError(f"{shown} already exists and is not empty", hint=_instead("directory", refusal))
+            if refusal is not None:
+                raise refusal
+        if real == (here := Path.cwd()) or real in here.parents:
+            what = "is" if real == here else "contains"
             raise DestinationError(
-                f"{shown} already exists and is not empty",
-                hint="choose another directory, or add --overwrite to replace it after success",
-            )
-        elif overwrite and not is_empty(destination) and not _is_ours(destination):
-            raise DestinationError(
-                f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it",
-                details=[f"it holds {', '.join(printable(e.name) for e in sorted(destination.iterdir())[:4])}"],
-                hint="choose another directory",
-            )
-        elif overwrite and len(several := sorted(path.name for path in destination.glob("iter_*"))) > 1:
-            raise DestinationError(
-                f"{shown} is a training run with {len(several)} iterations: --overwrite does not delete them all",
-                details=[f"it holds {', '.join(printable(name) for name in several[:4])}"],
-                hint="choose another directory",
+                f"{shown} {what} the working directory, and a new directory would take its place",
+                hint=f"name one in it: {shown}/NAME",
             )
     ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
     if not ancestor.is_dir():
         raise DestinationError(f"{printable(str(ancestor))} is not a directory")
+    if ancestor not in (real.parent, real.parent.parent):  # such as where a disk is not mounted
+        raise DestinationError(
+            f"{printable(str(real.parent))} does not exist, nor does the directory above it",
+            details=[f"there is {printable(str(ancestor))}"],
+            hint=f"if it is meant: mkdir -p {printable(shlex.quote(str(real.parent)))}",
+        )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
 
@@ -105,14 +107,34 @@ def _check_file(destination: Path, overwrite: bool) -> None:
     shown = printable(str(destination))
     if destination.is_dir():
         raise DestinationError(f"{shown} is a directory, and the result is one file", hint=f"name it: {shown}/model.pt")
-    if not overwrite:
-        raise DestinationError(
-            f"{shown} already exists", hint="choose another name, or add --overwrite to replace it after success"
-        )
+    refusal = None
     if not destination.is_file() or not _is_archive(destination):
-        raise DestinationError(
+        refusal = DestinationError(
             f"{shown} is not a file that torch.save wrote: --overwrite does not delete it", hint="choose another name"
         )
+    if not overwrite:
+        raise DestinationError(f"{shown} already exists", hint=_instead("name", refusal))
+    if refusal is not None:
+        raise refusal
+
+
+def _refusal(folder: Path) -> DestinationError | None:
+    """Why --overwrite would not delete what is in a folder."""
+    shown, names = printable(str(folder)), sorted(entry.name for entry in folder.iterdir())
+    several = [name for name in names if name.startswith("iter_")]
+    if not _is_ours(folder):
+        message = f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it"
+    elif len(several) > 1:
+        message = f"{shown} is a training run with {len(several)} iterations: --overwrite does not delete them all"
+        names = several
+    else:
+        return None
+    holds = f"it holds {', '.join(printable(name) for name in names[:4])}"
+    return DestinationError(message, details=[holds], hint="choose another directory")
+
+
+def _instead(what: str, refusal: DestinationError | None) -> str:
+    return f"choose another {what}" + ("" if refusal else ", or add --overwrite to replace it after success")
 
 
 def _is_archive(path: Path) -> bool:

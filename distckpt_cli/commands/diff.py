@@ -10,7 +10,7 @@ import typer
 
 from distckpt_cli.console import UsageProblem, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Looking, MaxMemory, spread, workers
+from distckpt_cli.options import Looking, MaxMemory, known, spread, workers
 
 _WHAT = "What to compare"
 
@@ -85,8 +85,10 @@ def diff(
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
     from converters.comparison.values import Tolerance
     from converters.formats import open_checkpoint
+    from converters.models import by_name
     from distckpt_cli import difference_document, differences
 
+    known(by_name, arch)
     options = DiffOptions(
         tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
         tensors=tuple(tensors or ()),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, check_choice, output, panel, shard_bytes, spread
+from distckpt_cli.options import Ckpt, check_choice, known, output, panel, shard_bytes, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
@@ -47,14 +47,16 @@ class Asked:
     def options(self, writing: Writing) -> ExportOptions:
         """What the library calls them."""
         from converters.dtypes import from_option
+        from converters.models import by_name
         from converters.targets.export import ExportOptions
 
         if self.copy_code and not self.hf_config:
             raise UsageProblem("--copy-code copies from --hf-config, which was not given", hint="add --hf-config DIR")
         check_choice("--mtp", self.mtp, ("keep", "drop", "auto"))
+        known(by_name, self.arch)
         return ExportOptions(
             arch=self.arch,
-            dtype=from_option(self.dtype) if self.dtype else None,
+            dtype=known(from_option, self.dtype),
             vocab_size=self.vocab_size,
             mtp=self.mtp,
             hf_config=Path(self.hf_config).expanduser() if self.hf_config else None,
