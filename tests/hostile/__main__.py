@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -25,15 +26,18 @@ def main() -> int:
     parser.add_argument("--case", default="", help="part of a title")
     parser.add_argument("--command", action="append", choices=list(COMMANDS))
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     server, wrong = Server(), 0
     for group in asked.group or dict.fromkeys(case.group for case in everything):
         tally = Tally()
-        for case in everything:
-            if case.group == group and asked.case in case.title:
-                with tempfile.TemporaryDirectory() as folder:
-                    attack(server, case, asked.command or COMMANDS, Path(folder) / "it", tally)
-        if tally.runs:
-            print(f"{group}: {tally}", *tally.wrong, sep="\n  ", flush=True)
+        try:
+            for case in everything:
+                if case.group == group and asked.case in case.title:
+                    with tempfile.TemporaryDirectory() as folder:
+                        attack(server, case, asked.command or COMMANDS, Path(folder) / "it", tally)
+        finally:  # also when it is stopped
+            if tally.runs:
+                print(f"{group}: {tally}", *tally.wrong, sep="\n  ", flush=True)
         wrong += len(tally.wrong)
     server.close()
     return 1 if wrong else 0
