@@ -273,7 +273,7 @@ def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:
 def show_arguments(
     console: Console, a: Reader, b: Reader, pattern: str, ignore: Sequence[str] = (), *, flat: bool
 ) -> int:
-    """Prints which arguments are not the same; 1 if some are not.
+    """Prints which arguments are not the same; 1 if some that count are not.
 
     Args:
         pattern: Of the arguments' names.
@@ -281,9 +281,11 @@ def show_arguments(
         flat: Also those that only one side has.
 
     Raises:
-        RequestError: There is nothing to compare: one side has none, or both have them in words of their own.
+        RequestError: There is nothing to compare: one side has none, both have them in words of their own, or none
+            matches.
     """
-    from converters.comparison.facts import compare_arguments
+    from converters.comparison.facts import argument_names, compare_arguments
+    from distckpt_cli.listing import nothing
 
     wanted, unwanted = matcher(pattern), any_of(ignore)
     sides = (Side("A", a, {}), Side("B", b, {}))
@@ -295,12 +297,16 @@ def show_arguments(
             "--args compares Megatron's arguments with Megatron's, or config.json with config.json",
             hint="without --args, the arguments are compared with config.json through the model's table",
         )
+    names = argument_names(*sides)
+    if not any(map(wanted, names)):
+        raise nothing("argument", pattern, names)
     found = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2]) and not unwanted(f.name)]
     both = [f for f in found if f.a is not ABSENT and f.b is not ABSENT]
+    code = ExitCode.NO if any(f.counts for f in found) else ExitCode.OK
     single = [[f for f in found if f.a is not ABSENT and f.b is ABSENT], [f for f in found if f.a is ABSENT]]
     if console.json_asked:
-        console.document("distckpt.diff/1", {"identical": not both, "arguments": [fact_document(f) for f in found]})
-        return ExitCode.NO if both else ExitCode.OK
+        console.document("distckpt.diff/1", {"identical": not code, "arguments": [fact_document(f) for f in found]})
+        return code
     shown = [*both, *single[0], *single[1]] if flat else both
     most = 10**9 if console.verbose else _CUT if console.width is None or console.width > 120 else 20
     rows = [
@@ -309,7 +315,9 @@ def show_arguments(
     ]
     if rows:
         console.table(["KIND", "A", "B", "ARGUMENT"], rows)
-    console.out(f"{_several(len(both), 'argument') or 'no argument'} differ{'s' if len(both) < 2 else ''}")
+    uncounted = sum(not f.counts for f in both)
+    aside = f", {uncounted:,} of them not counted: how the jobs ran" if uncounted else ""
+    console.out(f"{len(both) or 'no'} argument{' differs' if len(both) < 2 else 's differ'}{aside}")
     if any(single) and not flat:
         console.note(f"{len(single[0]):,} exist only in A, {len(single[1]):,} only in B (--flat lists them)")
-    return ExitCode.NO if both else ExitCode.OK
+    return code

@@ -28,6 +28,7 @@ __all__ = [
     "chosen_args",
     "chosen_objects",
     "chosen_tensors",
+    "nothing",
     "print_args",
     "print_files",
     "print_objects",
@@ -41,8 +42,8 @@ def _choose(names: Iterable[str], pattern: str) -> list[str]:
     return list(filter(matcher(pattern), names))
 
 
-def _nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
-    """No match: the error with the nearest pattern that has some."""
+def nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
+    """No match: the error with the nearest pattern that has some, or with examples of names."""
     folded = [name for name, _ in fold(names)]
     candidates = dict.fromkeys(folded)
     for name in folded:
@@ -50,16 +51,13 @@ def _nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
         candidates.update(
             dict.fromkeys(".".join(parts[:n]) + ".*" for n in range(1, len(parts)) if "{" not in parts[n - 1])
         )
-    near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.5)
-    if near:
-        count = len(_choose(names, near[0]))
-        hint = f"did you mean '{near[0]}'?  ({count:,} {what}{'s' if count > 1 else ''})"
+    near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.6)
+    part = [] if set(pattern) & set("*?[") else [f"*{pattern}*"]
+    count, meant = max(((len(_choose(names, glob)), glob) for glob in near + part), default=(0, ""), key=lambda c: c[0])
+    if count:
+        hint = f"did you mean '{meant}'?  ({count:,} {what}{'s' if count > 1 else ''})"
     else:
-        hint = (
-            f"'*{pattern}*' finds a part of a name"
-            if not set(pattern) & set("*?[")
-            else f"there are {len(names):,} {what}s"
-        )
+        hint = f"there are {len(names):,} {what}s, for example {', '.join(sorted(folded, key=len)[:3])}"
     return RequestError(f"no {what} matches {pattern!r}", hint=hint)
 
 
@@ -72,7 +70,7 @@ def chosen_tensors(catalog: Catalog, pattern: str) -> list[TensorInfo]:
     matches = functools.cache(matcher(pattern))  # layers share keys
     chosen = [t for name, t in catalog.tensors.items() if matches(name) or any(map(matches, t.keys))]
     if not chosen:
-        raise _nothing("tensor", pattern, list(catalog.tensors))
+        raise nothing("tensor", pattern, list(catalog.tensors))
     return chosen
 
 
@@ -209,7 +207,7 @@ def chosen_args(catalog: Catalog, pattern: str) -> dict[str, Any]:
         )
     names = _choose(sorted(given), pattern)
     if not names:
-        raise _nothing("argument", pattern, sorted(given))
+        raise nothing("argument", pattern, sorted(given))
     return {name: describe(given[name]) for name in names}
 
 
@@ -236,7 +234,7 @@ def chosen_objects(catalog: Catalog, pattern: str) -> list[ObjectInfo]:
     matches = functools.cache(matcher(pattern))
     chosen = [o for key, o in catalog.objects.items() if matches(o.name) or matches(key)]
     if not chosen and catalog.objects:
-        raise _nothing("object", pattern, sorted({o.name for o in catalog.objects.values()}))
+        raise nothing("object", pattern, sorted({o.name for o in catalog.objects.values()}))
     return sorted(chosen, key=lambda o: (natural_key(o.name), o.offset))
 
 

@@ -120,8 +120,9 @@ def test_a_glob_may_be_left_out(order, capsys):
     [
         ("--tensors", "decoder.layer.*", "did you mean 'decoder.layers.*'?  (12 tensors)"),
         ("--tensors", "decoder.layers.0.mlp.linear_fc3.weight", "did you mean "),
-        ("--tensors", "[zq]*", "there are 60 tensors"),
-        ("--tensors", "mtp", "'*mtp*' finds a part of a name"),
+        ("--tensors", "[zq]*", "there are 60 tensors, for example output_layer.weight, decoder.final_layernorm.weight, "),
+        ("--tensors", "layernorm", "did you mean '*layernorm*'?  (4 tensors)"),
+        ("--tensors", "mtp", "there are 60 tensors, for example "),
         ("--args", "hiden_size", "did you mean 'hidden_size'?  (1 argument)"),
         ("--objects", "rng_stat", "did you mean 'rng_state'?  (1 object)"),
     ],

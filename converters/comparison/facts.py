@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from converters.comparison.pairs import Side
     from converters.formats.base import Reader
 
-__all__ = ["Fact", "Facts", "compare_arguments", "compare_facts"]
+__all__ = ["Fact", "Facts", "argument_names", "compare_arguments", "compare_facts"]
 
 
 _LARGE = 64 << 20
@@ -157,6 +157,15 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
             out.append(Fact("other arguments", f"args.{name}", one, other, False, "one side does not have it"))
     order = ("model", "training", "other arguments")
     return sorted(out, key=lambda fact: (order.index(fact.group), fact.a is ABSENT or fact.b is ABSENT))
+
+
+def argument_names(a: Side, b: Side) -> list[str]:
+    """What `compare_arguments` compares, or would if both sides had it, without its group: `lr`, `window_size`."""
+    if a.is_hf or b.is_hf:
+        return sorted({*a.catalog.config, *b.catalog.config} - {*_NOT_CONFIG})
+    model = {f.name for f in fields(ModelArgs)} - _NOT_FACTS
+    stated = {name for side in (a, b) for name in model if getattr(side.args, name) is not None}
+    return sorted({*stated, *a.args.extras, *b.args.extras, *a.catalog.args, *b.catalog.args})
 
 
 _NOT_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
