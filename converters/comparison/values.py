@@ -184,19 +184,23 @@ class Pairwise:
             square, _ = squares(on, narrow_a)
             return 0, 0, 0, 0, square, square, square, 0, 0, 0, 0, 1, 1
         a, b = on.wide(0, narrow_a), on.wide(1, narrow_b)
+        pairs, finite = ((a, b), (a, a), (b, b)), None
+        sums = on.sums(*pairs)
+        special = on.needs(~xp.isfinite(sums[1] + sums[2]))
+        if special:
+            finite = xp.isfinite(a) & xp.isfinite(b)
+            sums = on.sums(*pairs, use=finite)
         distance, other = on.distance(a, b), on.row(4, a)
         larger = xp.abs(a, out=on.row(3, a))
         xp.maximum(larger, xp.abs(b, out=other), out=larger)
-        special = on.needs(~xp.isfinite(larger))
-        equal, finite, nans = distance == 0, None, (0, 0)
+        equal, nans = distance == 0, (0, 0)
         if special:
-            nan_a, nan_b, finite = xp.isnan(a), xp.isnan(b), xp.isfinite(a) & xp.isfinite(b)
+            nan_a, nan_b = xp.isnan(a), xp.isnan(b)
             equal, nans = (a == b) | (nan_a & nan_b), (on.count(nan_a & ~nan_b), on.count(nan_b & ~nan_a))
             on.fill(distance, equal | nan_a | nan_b, 0.0)  # a NaN on one side is further than any number: it is counted
         if changed is not None and kind_a.itemsize == 8 and not kind_a.floating and a.dtype.kind == "f":
             equal = ~changed  # of integers beyond 2^53 fp64 does not know the last digits
             on.fill(distance, changed & (distance == 0), 1.0)
-        sums = on.sums((a, b), (a, a), (b, b), use=finite)
         differs = ~equal if changed is None else changed
         if self.tolerance is not None:
             xp.add(xp.multiply(larger, self.tolerance.rtol, out=other), self.tolerance.atol, out=other)

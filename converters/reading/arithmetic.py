@@ -63,7 +63,7 @@ class OnHost:
 
     def __init__(self) -> None:
         self._single = np.empty((2, BLOCK), np.uint32)
-        self._wide = np.empty((8, BLOCK), np.float64)
+        self._wide = np.empty((5, BLOCK), np.float64)
 
     def values(self, bits: Array, kind: DType, number: int = 0) -> Array:
         """Elements, in fp32 if that holds them all, else in fp64; complex ones in complex128."""
@@ -100,7 +100,8 @@ class OnHost:
             use: The elements that count; None for all.
         """
         kind = pairs[0][0].real.dtype
-        products = self._wide[5:].view(kind)[: len(pairs), : pairs[0][0].size]
+        # where `row` gives memory, too
+        products = self._wide[2:].view(kind)[: len(pairs), : pairs[0][0].size]
         for (x, y), out in zip(pairs, products, strict=True):
             if "c" in x.dtype.kind + y.dtype.kind:
                 np.copyto(out, (x * np.conj(y)).real)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes", "tile_elements"]
 
 _TILE = 1 << 20  # elements
-_BLOCKS = 9 * 8 * BLOCK  # what is made of a block
+_BLOCKS = 6 * 8 * BLOCK  # what is made of a block
 
 # thresholds of `judge_values`
 STORM = 0.01  # part of a weight's elements that may be denormal: training leaves none, foreign memory many
