@@ -9,12 +9,44 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
+from converters.engine.destination import os_trouble
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["exchange", "make_folders", "remove_folder", "reserve", "sync_folder", "write_all", "write_at"]
+__all__ = [
+    "exchange",
+    "make_folders",
+    "opened",
+    "remove_folder",
+    "reserve",
+    "sync_folder",
+    "trouble_with",
+    "write_all",
+    "write_at",
+]
 
 _EXCHANGE = 2
+
+
+@contextlib.contextmanager
+def trouble_with(path: Path, doing: str) -> Iterator[None]:
+    """Raises what the file system says meanwhile as a `DestinationError`: what failed, where, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise os_trouble(error, path, doing) from error
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Opens a file, never through a link, and closes it; some file systems say only then that writing failed."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
@@ -48,7 +80,7 @@ def reserve(fd: int, nbytes: int) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Sees to it that a new name in a folder survives a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:

@@ -26,7 +26,16 @@ from converters.archive.records import check_archive
 from converters.engine import journal
 from converters.engine.board import dismiss_earlier
 from converters.engine.destination import beside, is_empty, is_full, os_trouble, resolved
-from converters.engine.disk import exchange, make_folders, reserve, sync_folder, write_all, write_at
+from converters.engine.disk import (
+    exchange,
+    make_folders,
+    opened,
+    reserve,
+    sync_folder,
+    trouble_with,
+    write_all,
+    write_at,
+)
 from converters.engine.journal import JOURNAL
 from converters.errors import DestinationError, FormatError
 from converters.formats.folder import close_source, open_source, read_at
@@ -165,15 +174,12 @@ class Staging:
         for output in files:
             path = self.folder / output.name
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            try:
+            with opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as fd:
                 reserve(fd, output.size)
                 write_all(fd, output.literal)
                 for piece in output.slices:
                     _write_slice(fd, piece)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
         self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
         self.log(journal.header(fingerprint))
         self._sync_folders()  # what the journal will speak of has to be found after a power cut
@@ -185,23 +191,16 @@ class Staging:
     def add(self, name: str, data: bytes) -> None:
         """Writes a small file of the result and syncs it."""
         path = self.folder / name
-        try:
+        with trouble_with(path, "writing"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
-            try:
+            with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
                 write_all(fd, data)
                 os.fsync(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise os_trouble(error, path, "writing") from error
 
     def log(self, line: dict[str, Any]) -> None:
         """Appends a line to the journal and syncs it. The data it speaks of must have been synced before."""
-        try:
+        with trouble_with(self.folder / JOURNAL, "writing"):
             journal.append(self._journal, [line])
-        except OSError as error:
-            raise os_trouble(error, self.folder / JOURNAL, "writing") from error
 
     def publish(self) -> None:
         """Makes the result appear at the destination: complete, synced, in one rename.
@@ -310,18 +309,14 @@ class TeamStaging:
         self.folder = beside(destination, "partial")
         self.resumed: list[dict[str, Any]] = []
         self._path = self.folder / f"{journal.JOURNAL}-{rank}"
-        try:
+        with trouble_with(self._path, "creating"):
             self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise os_trouble(error, self._path, "creating") from error
         self.log(journal.header(fingerprint))
 
     def log(self, line: dict[str, Any]) -> None:
         """See `Staging`."""
-        try:
+        with trouble_with(self._path, "writing"):
             journal.append(self._fd, [line])
-        except OSError as error:
-            raise os_trouble(error, self._path, "writing") from error
 
     def close(self) -> None:
         """Closes the journal; every line of it was synced."""

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
-from converters.engine.destination import os_trouble
+from converters.engine.disk import opened, trouble_with
 from converters.engine.pool import Pool
 from converters.engine.sealing import seal
 from converters.engine.worker import Worker
@@ -25,7 +25,6 @@ from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-    from pathlib import Path
 
     from converters.crc import Segment
     from converters.engine.publish import Staging, TeamStaging
@@ -224,18 +223,10 @@ class _Run:
         if not tasks or self.unsure:
             return
         for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
-            self._sync(self.staging.folder / self.job.files[number].name)
-        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments, "written": written})
-
-    def _sync(self, path: Path) -> None:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
+            path = self.staging.folder / self.job.files[number].name
+            with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
                 os.fsync(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            raise os_trouble(error, path, "syncing") from error
+        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments, "written": written})
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None:
         """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""

@@ -7,8 +7,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from converters.crc import crc_of_zeros
-from converters.engine.destination import os_trouble
-from converters.engine.disk import write_at
+from converters.engine.disk import opened, trouble_with, write_at
 from converters.errors import DistckptError
 
 if TYPE_CHECKING:
@@ -60,29 +59,17 @@ def seal(job: Job, folder: Path, written: RecordSums, *, whole_only: bool = Fals
 def _sum(path: Path, start: int, nbytes: int) -> int:
     """CRC-32 of a range of an output file."""
     crc, end = 0, start + nbytes
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            while start < end:
-                data = os.pread(fd, min(1 << 20, end - start), start)
-                if not data:
-                    raise DistckptError(f"{path.name} ends at {start}, it should have {end} bytes")
-                crc, start = zlib.crc32(data, crc), start + len(data)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise os_trouble(error, path, "reading back") from error
+    with trouble_with(path, "reading back"), opened(path, os.O_RDONLY) as fd:
+        while start < end:
+            data = os.pread(fd, min(1 << 20, end - start), start)
+            if not data:
+                raise DistckptError(f"{path.name} ends at {start}, it should have {end} bytes")
+            crc, start = zlib.crc32(data, crc), start + len(data)
     return crc
 
 
 def _write(path: Path, pieces: list[tuple[int, bytes]]) -> None:
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            for offset, data in pieces:
-                write_at(fd, data, offset)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise os_trouble(error, path, "writing") from error
+    with trouble_with(path, "writing"), opened(path, os.O_WRONLY) as fd:
+        for offset, data in pieces:
+            write_at(fd, data, offset)
+        os.fsync(fd)

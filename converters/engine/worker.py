@@ -10,7 +10,7 @@ import numpy as np
 
 from converters.box import runs
 from converters.engine.destination import os_trouble
-from converters.engine.disk import write_at
+from converters.engine.disk import trouble_with, write_at
 from converters.planning.plan import Op
 from converters.reading.cast import Caster, pinned
 from converters.reading.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
@@ -63,10 +63,8 @@ class Worker:
             DestinationError: An output could not be closed; some file systems say only then that writing failed.
         """
         self._gatherer.close()
-        try:
+        with trouble_with(self._shared.staging.folder, "writing to"):
             self._outputs.close()
-        except OSError as error:
-            raise os_trouble(error, self._shared.staging.folder, "writing to") from error
 
     def _close_output(self, fd: int) -> None:
         try:
