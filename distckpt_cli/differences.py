@@ -50,7 +50,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
             how = "as far as can be said without values"
         console.fact("identical", how, style="ok")
         return
-    console.fact("different", _verdict(report), style="error")
+    console.fact("different", report.verdict, style="error")
     for hint in _hints(report, names):
         console.label("hint:", hint, "hint")
 
@@ -223,28 +223,6 @@ def _uncounted(report: DiffReport) -> bool:
     plan = report.plan
     facts = any(not fact.counts for fact in (*plan.arguments, *plan.facts.found))
     return facts or bool(plan.matching.skipped) or bool(_padding(report)) or bool(_types(report))
-
-
-def _verdict(report: DiffReport) -> str:
-    matching, plan = report.plan.matching, report.plan
-    typed = sum(t.status == "type" for t in report.tensors)
-    bad = sum(t.differs for t in report.tensors) - typed
-    only = sum(map(len, matching.only))
-    facts = sum(f.counts for f in plan.facts.found)
-    arguments = sum(f.counts for f in plan.arguments) + len(matching.config)
-    parts = [
-        _several(bad, "tensor"),
-        f"the type of {_several(typed, 'tensor')}" if typed else "",
-        _several(len(matching.shapes), "shape"),
-        f"{only:,} only on one side" if only else "",
-        _several(arguments, "argument"),
-        _several(facts, "entry", "entries") + " of the state" if facts else "",
-    ]
-    return ", ".join(filter(None, parts))
-
-
-def _several(number: int, word: str, words: str | None = None) -> str:
-    return f"{number:,} {word if number == 1 else words or word + 's'}" if number else ""
 
 
 def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:

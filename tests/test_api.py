@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,6 +64,35 @@ def test_verify_tells_and_stops():
         verify(LLAMA, stop=stop)
     with pytest.raises(Interrupted):
         diff(LLAMA, GOLDEN / "llama_dpzero_tp2pp2dp2", stop=stop)
+
+
+def test_reports_are_a_few_lines_of_text(tmp_path):
+    copy = tmp_path / "ck"
+    shutil.copytree(LLAMA, copy)
+    assert re.fullmatch(
+        r".*/iter_0000010 is good: errors 0, warnings 0 \(torch_dist, \d+ files, [\d,]+ bytes read\)", str(verify(copy))
+    )
+    for _, path, at, size in payloads(copy, "weight"):
+        flip(path, at + size // 2)
+    report = verify(copy)
+    first, *others = str(report).splitlines()
+    errors = sum(check.count["error"] for check in report.checks)
+    assert f" is damaged: errors {errors}, " in first
+    assert len(others) == 5
+    assert others[0] == f"checksums: {report.check('checksums').findings[0].message}"
+    assert others[4] == f"and {errors + sum(c.count['warning'] for c in report.checks) - 4} more"
+
+    same = diff(LLAMA, GOLDEN / "legacy_llama_adam_tp2pp2", ignore=["args.*"])
+    assert re.fullmatch(r"A .*/iter_0000010 and B .*/iter_0000010 are identical: 60 tensors", str(same))
+    quick = diff(LLAMA, GOLDEN / "legacy_llama_adam_tp2pp2", ignore=["args.*"], quick=True)
+    assert str(quick).endswith("are identical: 60 tensors; values were not compared")
+    other = diff(LLAMA, GOLDEN / "qwen2_weights_tp2pp2")
+    first, *others = str(other).splitlines()
+    only = sum(map(len, other.plan.matching.only))
+    assert f" differ: {len(other.differing)} tensors, {only} only on one side, " in first
+    assert others[0] == f"{other.differing[0].name}: different"
+    assert len(others) == 5
+    assert others[4] == f"and {len(other.differing) - 4} more"
 
 
 def test_diff_of_two_formats():

@@ -586,6 +586,51 @@ def test_refused_before_anything_is_read(layout, options, message, monkeypatch):
         load(golden("llama_adam_tp2pp2"), layout, **{"rank": 0, **options})
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layout": 2}, "load needs a Layout, such as Layout(tp=2, dp=4), in place of 2"),
+        ({"rank": "0"}, "rank is '0', not a whole number"),
+        ({"max_memory": None}, "max_memory is None, not a whole number"),
+        ({"threads": "2"}, "threads is '2', not a whole number"),
+        ({"modules": "te"}, "modules is 'te', not a converters.registration.Order"),
+    ],
+)
+def test_arguments_of_other_types_are_named(wrong, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        load(golden("llama_adam_tp2pp2"), **{"layout": Layout(), "rank": 0, **wrong})
+
+
+@pytest.mark.parametrize("sizes", [{"tp": "2"}, {"pp": 2.0}, {"dp": None}, {"vpp": "2"}])
+def test_sizes_of_a_layout_are_whole_numbers(sizes):
+    ((name, value),) = sizes.items()
+    with pytest.raises(TypeError, match=f"{name} of a Layout is {value!r}, not a whole number"):
+        Layout(**sizes)
+    assert Layout(tp=np.int64(2), vpp=None).world_size == 2
+
+
+def test_devices_and_types_of_torch_are_taken():
+    state = load(golden("llama_adam_tp2pp2"), Layout(), 0, device=torch.device("cpu"), dtype=torch.float16)
+    assert {value.dtype for value in state.values() if value is not None} == {torch.float16}
+
+
+def test_the_hint_of_a_damaged_record_is_one_for_readers(tmp_path):
+    """Not for who writes files; also where weights are compared with the optimizer's buckets, before the load begins."""
+    folder = copy_golden("llama_dpreshardable_tp2pp2dp2", tmp_path / "ckpt")
+    _, path, offset, size = payloads(folder, "weight")[0]
+    flip(path, offset + size // 2)
+    for optimizer in (False, True):
+        with pytest.raises(IntegrityError, match="checksum") as caught:
+            load(folder, Layout(), 0, optimizer=optimizer)
+        assert caught.value.hint == "restore this file from a copy, or use another iteration"
+
+
+def test_help_names_what_else_there_is():
+    for name in ("load_common", "load_metadata", "iter_tensors", "load_plain_tensors", "names the ranks"):
+        assert name in load.__doc__
+    assert "top of this file" not in load.__doc__
+
+
 def test_no_optimizer_to_load():
     with pytest.raises(RequestError, match="no optimizer state"):
         load(golden("qwen2_weights_tp2pp2"), Layout(), 0, optimizer=True)
@@ -680,8 +725,14 @@ def test_metadata_and_plain_tensors():
     assert len(flat) == 13
     for name, tensor in flat.items():
         assert np.array_equal(bits(tensor), known["exp_avg/" + name.removeprefix("optimizer.state.exp_avg.")])
-    with pytest.raises(RequestError, match="no tensor is called nothing"):
-        load_plain_tensors(golden("llama_adam_tp2pp2"), "nothing")
+    for names, options, hint in (
+        ("nothing", {}, "load_metadata lists them"),
+        ("optimizer.*", {}, "optimizer=True gives optimizer state, too"),
+        ("optimizer.nothing", {"optimizer": True}, "load_metadata lists them"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(f"no tensor is called {names}")) as caught:
+            load_plain_tensors(golden("llama_adam_tp2pp2"), names, **options)
+        assert caught.value.hint == hint
 
 
 def test_importing_the_package_imports_little():

@@ -40,6 +40,9 @@ def diff(
 ) -> DiffReport:
     """Compares two checkpoints; tensors as the model has them, whatever the files look like.
 
+    The process that calls this does all of it, with threads. Under torchrun, too: call it on one rank, or have ranks share
+    the work with `torchrun ... -m distckpt_cli diff A B`.
+
     Args:
         a: The first, as for every command: a training root, an iteration, a file inside, a Hugging Face folder.
         b: The second.

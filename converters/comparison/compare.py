@@ -20,7 +20,7 @@ from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
 from converters.facts.damage import refuse_damage
 from converters.formats.base import fingerprint_of
-from converters.names import any_of
+from converters.names import any_of, printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["DiffOptions", "DiffPlan", "DiffReport", "TensorReport", "plan_diff", "run_diff"]
 
 MIB = 1 << 20
+_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """The answer.
+    """The answer; as text, a line on the whole and the first tensors that differ.
 
     Attributes:
         plan: What was compared.
@@ -170,10 +171,40 @@ class DiffReport:
     records_checked: int = 0
     seconds: float = 0.0
 
+    def __str__(self) -> str:
+        differing = self.differing
+        a, b = (printable(str(side.catalog.path)) for side in self.plan.sides)
+        said = f"differ: {self.verdict}" if not self.identical else f"are identical: {len(self.tensors):,} tensors"
+        lines = [f"A {a} and B {b} {said}{'; values were not compared' * self.plan.options.quick}"]
+        lines += [f"{tensor.name}: {tensor.status}" for tensor in differing[:_SHOWN]]
+        return "\n".join([*lines, *([f"and {len(differing) - _SHOWN:,} more"] if len(differing) > _SHOWN else [])])
+
+    @property
+    def verdict(self) -> str:
+        """How much differs, in one line; empty if nothing does."""
+        matching, plan = self.plan.matching, self.plan
+        typed = sum(tensor.status == "type" for tensor in self.tensors)
+        only = sum(map(len, matching.only))
+        facts = sum(fact.counts for fact in plan.facts.found)
+        arguments = sum(fact.counts for fact in plan.arguments) + len(matching.config)
+        parts = [
+            _several(len(self.differing) - typed, "tensor"),
+            f"the type of {_several(typed, 'tensor')}" if typed else "",
+            _several(len(matching.shapes), "shape"),
+            f"{only:,} only on one side" if only else "",
+            _several(arguments, "argument"),
+            _several(facts, "entry", "entries") + " of the state" if facts else "",
+        ]
+        return ", ".join(filter(None, parts))
+
     @property
     def differing(self) -> tuple[TensorReport, ...]:
         """The tensors of both that make them different."""
         return tuple(tensor for tensor in self.tensors if tensor.differs)
+
+
+def _several(number: int, word: str, words: str | None = None) -> str:
+    return f"{number:,} {word if number == 1 else words or word + 's'}" if number else ""
 
 
 def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffPlan:

@@ -34,7 +34,6 @@ _Made = TypeVar("_Made")
 __all__ = ["LoadOptions", "LoadReport", "LoadRun"]
 
 MIB = 1 << 20
-_RESTORE = "restore this file from a copy, or load another iteration"
 
 
 @dataclass
@@ -277,7 +276,6 @@ class LoadRun:
         """Checks what no rank has read whole, and makes one failure everybody's."""
         if self._exchange is not None:
             self._exchange.close()
-        _advise(failure)
         if self._ranks is None:
             if failure is not None:
                 raise failure
@@ -342,17 +340,8 @@ class LoadRun:
                 if payload.crc is not None:
                     gatherer.read_through(record, payload, 0, payload.crc_nbytes)
                     loading.sources.check(record, payload)
-        except IntegrityError as error:
-            _advise(error)
-            raise
         finally:
             gatherer.close()
-
-
-def _advise(error: BaseException | None) -> None:
-    """What reading says of a damaged record is meant for who writes files; here nothing is published anyway."""
-    if isinstance(error, IntegrityError) and error.hint is not None and "published" in error.hint:
-        error.hint = _RESTORE
 
 
 def _damaged(loading: Loading, records: list[int]) -> IntegrityError:
@@ -368,7 +357,7 @@ def _damaged(loading: Loading, records: list[int]) -> IntegrityError:
         f"{printable(files[0])} is damaged: {len(records)} of the records that the ranks read together "
         f"{'does' if len(records) == 1 else 'do'} not match the checksum stored with it",
         details=[printable(text) for text, _ in fold(names)][:8],
-        hint=_RESTORE,
+        hint="restore this file from a copy, or use another iteration",
         tensor=names[0] if names else None,
     )
 

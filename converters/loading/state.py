@@ -163,6 +163,9 @@ def iter_tensors(
         raise RequestError(
             f"no tensor is called {', '.join(patterns)}",
             details=[f"there are {len(tensors)}, for example {printable(next(iter(tensors), '-'))}"],
+            hint="optimizer=True gives optimizer state, too"
+            if not optimizer and any(p.startswith("optimizer") for p in patterns)
+            else "load_metadata lists them",
         )
     settings = LoadOptions(False, ahead is not None, "read", max_memory, threads, 0.0, listener, stop, ahead)
     run = LoadRun(settings, LoadReport(0))

@@ -21,6 +21,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
@@ -89,6 +90,7 @@ class Layout:
 
     Raises:
         RequestError: The sizes do not make a grid.
+        TypeError: A size is no whole number.
     """
 
     tp: int = 1
@@ -108,6 +110,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "first_layers", "last_layers"):
             value = getattr(self, name)
+            if not isinstance(value, Integral) and (value is not None or name in ("tp", "pp", "cp", "ep", "dp")):
+                raise TypeError(f"{name} of a Layout is {value!r}, not a whole number")
             if value is not None and value < 1:
                 raise RequestError(f"--{name.replace('_', '-')} is {value}; it must be 1 or more")
         if sorted(self.order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:

@@ -155,7 +155,7 @@ class Sources:
                 f"record at byte {payload.crc_offset}, {payload.crc_nbytes} bytes: "
                 f"stored CRC-32 {payload.crc:08x}, computed {found:08x}"
             ],
-            hint="restore this file from a copy; nothing was published",
+            hint="restore this file from a copy, or use another iteration",
             tensor=tensor,
         )
         if self._damaged is None:

@@ -46,6 +46,9 @@ def verify(
 ) -> Report:
     """Looks at a checkpoint of any format and says what is wrong with it; nothing in it is executed.
 
+    The process that calls this does all of it, with threads. Under torchrun, too: call it on one rank, or have ranks share
+    the work with `torchrun ... -m distckpt_cli verify CKPT`.
+
     Args:
         path: The checkpoint, as for every command: a training root, an iteration, a file inside.
         quick: Structure only; no payload is read.

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.names import printable
+
 if TYPE_CHECKING:
     from collections.abc import Container
 
 __all__ = ["Check", "Finding", "Report"]
 
 _KEPT = 200
+_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +101,7 @@ class Check:
 
 @dataclass
 class Report:
-    """The answer.
+    """The answer; as text, a line on the whole and the first findings.
 
     Attributes:
         path: The checkpoint.
@@ -117,6 +120,17 @@ class Report:
     bytes_read: int = 0
     seconds: float = 0.0
     manifest: str = ""
+
+    def __str__(self) -> str:
+        errors, warnings = (sum(check.count[kind] for check in self.checks) for kind in ("error", "warning"))
+        lines = [
+            f"{printable(self.path)} is {'good' if self.good else 'damaged'}: errors {errors:,}, warnings {warnings:,} "
+            f"({self.format}, {self.files:,} files, {self.bytes_read:,} bytes read)"
+        ]
+        for kind in ("error", "warning"):
+            lines += [f"{c.name}: {f.message}" for c in self.checks for f in c.findings if f.severity == kind]
+        left = errors + warnings - _SHOWN
+        return "\n".join([*lines[: 1 + _SHOWN], *([f"and {left:,} more"] if left > 0 else [])])
 
     @property
     def good(self) -> bool:
