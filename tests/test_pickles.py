@@ -254,7 +254,7 @@ def test_dumps_refuses_what_it_cannot_write():
 
 def test_torch_is_not_imported():
     code = (
-        "import sys, converters.pickles, converters.formats.dcp_metadata as m, pathlib;"
+        "import sys, converters.pickles, converters.formats.dcp.metadata as m, pathlib;"
         f"m.read_metadata(pathlib.Path({str(GOLDEN / 'v016_deepseek.metadata')!r}).read_bytes());"
         "sys.exit(any(name.split('.')[0] in ('torch', 'megatron') for name in sys.modules))"
     )
