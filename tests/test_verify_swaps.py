@@ -468,6 +468,19 @@ def test_two_ranks_files_exchanged_in_legacy(copy):
     assert not (place.parent / "out").exists()
 
 
+def test_two_expert_ranks_files_exchanged_in_legacy(copy):
+    """The dense weights are the same in both files, and the experts fit each other's places."""
+    place = copy("legacy_mixtral_distopt_ep2pp2")
+    assert checks(place)[0] == set()
+    one, other = place / "mp_rank_00_000_000", place / "mp_rank_00_000_001"
+    one.rename(place / "x")
+    other.rename(one)
+    (place / "x").rename(other)
+    found, text = checks(place)
+    assert "structure" in found
+    assert f"{one.name}/model_optim_rng.pt is of expert-parallel rank 1, not 0: files were exchanged" in text
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch.load imports megatron-core's classes
 def test_files_of_two_saves_in_legacy(copy):
     """The answer is no, not that nobody can say."""

@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.legacy.grid import Grid
+    from converters.parallel.layout import Layout
     from converters.pickles import Node
 
 __all__ = ["LegacyReader"]
+
+_AXES = ("tensor", "pipeline", "expert")  # of `Rank`
 
 
 class LegacyReader(StorageReader):
@@ -118,7 +121,7 @@ class LegacyReader(StorageReader):
         problems = [Problem("warning", text) for text in (*self._grid.notes, *model.warnings)]
         common = _common_tree(self._common_file, self._folder)
         kept = {self._common_file.position: common}
-        problems += self._misplaced(tuple(tensors))
+        problems += self._misplaced(tuple(tensors), model.layout)
         problems += unread_tensors(self._storages.files, self._storages.known, kept)
         flavour, config = find_flavour(self._folder, facts, [])
         return Catalog(
@@ -137,21 +140,22 @@ class LegacyReader(StorageReader):
             copies=model.copies(),
         )
 
-    def _misplaced(self, affected: tuple[str, ...]) -> list[Problem]:
-        """Files that another rank wrote: each holds the arguments of its own; the tensor-parallel rank counts fastest."""
-        found = {
-            file.name: (rank, common_facts(file.tree).args.get("rank")) for rank, file in self._model_files.items()
-        }
-        if len({number for _, number in found.values()}) < 2 or self._grid.tp < 2:
+    def _misplaced(self, affected: tuple[str, ...], layout: Layout) -> list[Problem]:
+        """Files that another rank wrote: each holds the arguments of its own, its number in the job among them."""
+        stated = {at: common_facts(file.tree).args.get("rank") for at, file in self._model_files.items()}
+        if len(set(stated.values())) < 2:
             return []  # a converter's work, perhaps
-        wrong = [(n, rank[0], r % self._grid.tp) for n, (rank, r) in found.items() if type(r) is int]
-        return [
-            Problem(
-                "error", f"{name} is of tensor-parallel rank {have}, not {want}: files were exchanged", name, affected
-            )
-            for name, want, have in wrong
-            if want != have
-        ]
+        out = []
+        for at, file in self._model_files.items():
+            number = stated[at]
+            if type(number) is not int or not 0 <= number < layout.world_size:
+                continue
+            place = layout.coordinates(number)
+            for what, want, have in zip(_AXES, at, (place.tp, place.pp, place.ep), strict=True):
+                if want != have:
+                    text = f"{file.name} is of {what}-parallel rank {have}, not {want}: files were exchanged"
+                    out.append(Problem("error", text, file.name, affected))
+        return out
 
     def _size(self, file: PtFile, node: Node) -> int:
         return sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))
