@@ -459,6 +459,23 @@ def test_files_in_folders_are_listed_too(name, tmp_path):
     assert f"{path.relative_to(copy)} is not the file that {MEGATRON} lists" in text_of(found(copy))
 
 
+@pytest.mark.parametrize("name", ["llama_adam_tp2pp2", "legacy_llama_adam_tp2pp2", "v009_zarr_llama_adam_tp2pp2"])
+def test_a_manifest_without_reading_payload(name, tmp_path):
+    """What describes the data is compared, data only looked for; and that is said."""
+    copy = writable(name, tmp_path)
+    (copy / "config.json").write_bytes(b'{"hidden_size": 32}')
+    assert cli(copy, "--write-manifest")[0] == 0
+    code, out, _ = cli(copy, "--quick")
+    assert (code, "of the data not computed (--quick)" in out) == (0, True), out
+    _, path, at, size = next(p for p in payloads(copy) if p[3] > 100)
+    flip(path, at + size // 2)
+    assert cli(copy, "--quick")[0] == 0, "payload was read"
+    (copy / "config.json").write_bytes(b'{"hidden_size": 33}')
+    assert text_of(found(copy, quick=True)) == f"manifest: config.json is not the file that {MEGATRON} lists"
+    (copy / "config.json").unlink()
+    assert text_of(found(copy, quick=True)) == f"manifest: config.json is missing or unreadable, {MEGATRON} lists it"
+
+
 def test_zarr_without_a_manifest_says_what_it_cannot_know(tmp_path):
     copy = writable("v009_zarr_llama_adam_tp2pp2", tmp_path)
     report = found(copy)

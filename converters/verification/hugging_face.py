@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_hugging_face"]
 
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
+_WEIGHTS = re.compile(r".*\.safetensors|.*model.*\.bin")  # not training_args.bin or optimizer.bin
 _HEAD = ("lm_head.weight", "embed_out.weight")
 _SHOWN = 12
 
@@ -207,10 +207,10 @@ class _Comparison:
 def _check_index(check: Check, catalog: Catalog) -> None:
     """Shards of another save, a total that is not that of the tensors; opening the folder has followed the weight map."""
     ending = ".safetensors" if catalog.format == "safetensors" else ".bin"
-    files = {info.name: info for info in catalog.files if info.name.endswith(ending)}
-    for name, info in files.items():
-        if not info.records and _SHARD.fullmatch(PurePath(name).name):
-            check.warn(f"{printable(name)} belongs to no index: another save may have left it", file=name)
+    for info in catalog.files:
+        if not info.records and _WEIGHTS.fullmatch(PurePath(info.name).name):
+            text = "is not read: no index names it; another save or format may have left it"
+            check.warn(f"{printable(info.name)} {text}", file=info.name)
     index = next((info.name for info in catalog.files if info.name.endswith(f"{ending}.index.json")), None)
     if index is None:
         return

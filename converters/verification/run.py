@@ -184,10 +184,7 @@ class _Verification:
 
     def _plan(self) -> None:
         folder = self.catalog.path
-        try:
-            self.manifest = read_manifest(folder)
-        except FormatError as error:
-            self.report.check("manifest").error(error.message, file=MEGATRON)
+        self.manifest = self._read_manifest()
         if self._writes and self.manifest is None:
             try:
                 self.listed = listed_files(folder)
@@ -231,6 +228,7 @@ class _Verification:
             for name in ("records", "checksums"):
                 check = report.check(name)
                 check.skipped, check.summary = True, "not read (--quick)"
+            self._conclude_manifest()
             return {}
         scan = joined((results[task.number] for task in self.files), self.index, self.positions)
         self._conclude_files(scan)
@@ -250,6 +248,27 @@ class _Verification:
             )
         return scan.sha256
 
+    def _conclude_manifest(self) -> None:
+        """Without reading payload: whether all files are there, and the sums of those that only describe it."""
+        manifest = self._read_manifest()
+        if manifest is None:
+            return
+        folder, describing = self.catalog.path, {info.name for info in self.catalog.files if not info.records}
+        sizes = {name: size for name in manifest.files if (size := self._size(folder / name)) is not None}
+        small = {name for name, size in sizes.items() if name in describing and size <= _DESCRIBING}
+        summed = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in sorted(small)}
+        check = self.report.check("manifest")
+        _compare(check, manifest, (), {**{name: manifest.files[name] for name in sizes}, **summed})
+        check.summary = f"{len(manifest.files):,} files that {manifest.name} lists are there; SHA-256 of "
+        check.summary += f"{len(summed):,} that describe the data match, of the data not computed (--quick)"
+
+    def _read_manifest(self) -> Manifest | None:
+        try:
+            return read_manifest(self.catalog.path)
+        except FormatError as error:
+            self.report.check("manifest").error(error.message, file=MEGATRON)
+            return None
+
     def _changed(self, fingerprint: str) -> bool:
         try:
             return fingerprint_of(self.reader) != fingerprint
@@ -264,7 +283,7 @@ class _Verification:
         for file, name, text, at, needed, there, records in scan.findings:
             tensors = tuple(dict.fromkeys(t for n in records for t in owners.get(n, ())))
             offset = at if at >= 0 else None
-            finding = Finding("error", text, file, offset, needed, there, tensors, "restore this file from a copy")
+            finding = Finding("error", text, file, offset, needed, there, tensors, _RESTORE)
             self.report.check(name).add(finding)
         check = self.report.check("records")
         pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
@@ -322,6 +341,7 @@ def _compare(check: Check, manifest: Manifest, names: Iterable[str], digests: Ma
 
 
 _RESTORE = "restore the damaged files from a copy, or use another iteration"
+_DESCRIBING = 1 << 20  # bytes: config.json, metadata.json, common.pt, an index
 _MEGATRONS = ("torch_dist", "zarr", "legacy", "fsdp_dtensor")
 
 
