@@ -58,6 +58,7 @@ def test_a_part_of_them(share, server, tmp_path):
 FOUND = {
     "dcp: 60,000 chunks at one place": "verify",
     "dcp: expert 10^12": "reshard plan",
+    "dcp: layer 10^9": "convert to torch",
     "zarr: chunk that is a link to outside": "verify",
     "tree: a file of torch_dist is a link to outside": "convert to torch",
     "tree: a rank's folder is a link to outside": "inspect",

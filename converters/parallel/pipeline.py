@@ -16,6 +16,7 @@ models/gpt/gpt_model.py, transformer/multi_token_prediction.py.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -95,12 +96,12 @@ class Pipeline:
         return cls(tuple(stages))
 
     @cached_property
-    def _layers(self) -> list[Stage]:
-        return [stage for stage in self.stages for _ in stage.layers]
+    def _layers(self) -> list[int]:
+        return [stage.layers.stop for stage in self.stages]
 
     @cached_property
-    def _mtp(self) -> list[Stage]:
-        return [stage for stage in self.stages for _ in stage.mtp]
+    def _mtp(self) -> list[int]:
+        return [stage.mtp.stop for stage in self.stages]
 
     def homes(self, name: str, *, tied: bool = False) -> tuple[Stage, ...]:
         """The stages that hold a parameter, the one that saves it first.
@@ -126,11 +127,11 @@ class Pipeline:
         copies = [s for s in self.stages[1:] if s.mtp or (tied and s.has_output and name == _WORDS)]
         return (self.stages[0], *copies)
 
-    @staticmethod
-    def _at(homes: Sequence[Stage], number: int, what: str) -> Stage:
-        if not 0 <= number < len(homes):
-            raise RequestError(f"the model has {len(homes)} {what}; there is no number {number}")
-        return homes[number]
+    def _at(self, stops: Sequence[int], number: int, what: str) -> Stage:
+        """The stage of a layer, by where the layers of each stage end: a stranger's name may say that there are 10^9."""
+        if not 0 <= number < stops[-1]:
+            raise RequestError(f"the model has {stops[-1]} {what}; there is no number {number}")
+        return self.stages[bisect_right(stops, number)]
 
 
 _WORDS = "embedding.word_embeddings.weight"
