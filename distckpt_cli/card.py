@@ -41,8 +41,11 @@ def describe_layout(layout: SavedLayout) -> str:
 
 def find_architecture(catalog: Catalog, identity: Identity) -> tuple[Model | None, list[str]]:
     """The Hugging Face architecture of the model; or None, and why no known one fits."""
-    from converters.models import infer
+    from converters.models import KNOWN, infer
 
+    if not catalog.megatron and catalog.config:  # what a config.json says it is
+        named = [model for model in KNOWN if model.name == catalog.config.get("model_type")]
+        return (named[0], []) if named else (None, [])
     try:
         return infer(identity.model, catalog), []
     except RequestError as error:
@@ -70,9 +73,10 @@ def describe_model(model: ModelArgs, architecture: Model | None) -> str:
         parts.append(f"{model.num_experts} experts{size}{top}")
     if model.mtp_num_layers:
         parts.append(f"multi-token prediction ({model.mtp_num_layers} layer{'s' if model.mtp_num_layers > 1 else ''})")
-    if model.padded_vocab_size is not None:
-        padded = f" (padded {model.padded_vocab_size})" if model.vocab_size is not None else ""
-        parts.append(f"vocab {model.vocab_size or model.padded_vocab_size}{padded}")
+    rows = model.padded_vocab_size
+    if model.vocab_size is not None or rows is not None:
+        padded = f" (padded {rows})" if model.vocab_size is not None and rows is not None else ""
+        parts.append(f"vocab {model.vocab_size or rows}{padded}")
     if model.dtype is not None:
         parts.append(dtype(model.dtype).short)
     return ", ".join(parts) or "unknown"

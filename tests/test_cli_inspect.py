@@ -120,7 +120,11 @@ def test_a_glob_may_be_left_out(order, capsys):
     [
         ("--tensors", "decoder.layer.*", "did you mean 'decoder.layers.*'?  (12 tensors)"),
         ("--tensors", "decoder.layers.0.mlp.linear_fc3.weight", "did you mean "),
-        ("--tensors", "[zq]*", "there are 60 tensors, for example output_layer.weight, decoder.final_layernorm.weight, "),
+        (
+            "--tensors",
+            "[zq]*",
+            "there are 60 tensors, for example output_layer.weight, decoder.final_layernorm.weight, ",
+        ),
         ("--tensors", "layernorm", "did you mean '*layernorm*'?  (4 tensors)"),
         ("--tensors", "mtp", "there are 60 tensors, for example "),
         ("--args", "hiden_size", "did you mean 'hidden_size'?  (1 argument)"),
@@ -351,3 +355,27 @@ def thousand_chunks(tmp_path_factory) -> Path:
 @pytest.mark.slow  # speed is measured by scripts/; a loaded machine must not turn the suite red
 def test_a_thousand_chunks_take_less_than_0_4_seconds(thousand_chunks):
     assert wall_seconds("inspect", str(thousand_chunks)) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parts"),
+    [
+        ("hf_llama_safetensors", "llama, 2 layers", ["embedding", "attention", "mlp", "norms", "output layer"]),
+        ("hf_gpt2_bin", "gpt2, 2 layers", ["embedding", "attention", "mlp", "norms", "output layer"]),
+        (
+            "hf_mixtral_bin",
+            "mixtral, 2 layers",
+            ["embedding", "attention", "router", "experts", "norms", "output layer"],
+        ),
+    ],
+)
+def test_hugging_face_folders_are_known_by_name(name, model, parts, capsys):
+    """config.json names the model, and every weight belongs to a part that people know."""
+    code, out, _ = run(capsys, name)
+    assert code == 0
+    assert f"model     {model}" in out
+    assert ", vocab 120, bf16\n" in out
+    table = out.split("COMPONENT")[1].splitlines()[1:]
+    assert [line[:14].strip() for line in table] == parts
+    document = json.loads(run(capsys, name, "--json")[1])
+    assert document["architecture"]["name"] == model.split(",")[0]

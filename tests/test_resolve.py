@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
-from support import nobody
+from support import GOLDEN, nobody
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
@@ -75,3 +77,13 @@ def test_a_path_is_quoted_for_the_shell():
     assert quoted("a b/c") == "'a b/c'"
     assert quoted("plain/path.pt") == "plain/path.pt"
     assert quoted("a;rm\x1b") == "'a;rm\\x1b'"
+
+
+def test_training_roots_side_by_side_are_counted(tmp_path):
+    """A folder of experiments: the one that happens to be a data folder itself is not taken for all."""
+    shutil.copytree(GOLDEN / "hf_llama_safetensors", tmp_path / "a")
+    assert resolve(tmp_path) == tmp_path / "a"
+    for name in ("b", "c"):
+        shutil.copytree(GOLDEN / "qwen2_weights_tp2pp2", tmp_path / name)
+    with pytest.raises(FormatError, match="holds 3 checkpoints"):
+        resolve(tmp_path)

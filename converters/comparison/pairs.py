@@ -257,9 +257,10 @@ def _mapping(megatron: Side, hf: Side, arch: str | None, asked: int | None) -> t
             mtp, mapping = "drop", without
     embedding = _embedding_target(mapping)
     stored = megatron.tensors[_EMBEDDING].shape[0]
-    have = hf.tensors[embedding].shape[0] if embedding in hf.tensors and hf.tensors[embedding].shape else stored
-    true = asked or args.vocab_size or min(have, stored)
-    rows = min(have, stored) if have >= true else true
+    held = hf.tensors[embedding].shape[:1] if embedding in hf.tensors else ()  # none if it is of another model
+    most = min(*held, stored) if held else asked or args.vocab_size or stored
+    true = asked or args.vocab_size or most
+    rows = true if held and held[0] < true else most
     return map_to_hf(catalog, args, model, vocab_size=rows, mtp=mtp), true
 
 

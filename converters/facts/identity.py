@@ -216,20 +216,20 @@ def _sharing(catalog: Catalog, layout: SavedLayout, writers: list[int]) -> Shari
     return Sharing(True, "several data-parallel ranks wrote weights")
 
 
-# first match wins; the names are Megatron's own, canonical
+# first match wins; the names are Megatron's own, canonical, or Hugging Face's
 _PARTS: list[tuple[str, re.Pattern[str]]] = [
     (name, re.compile(pattern))
     for name, pattern in [
         ("multi-token prediction", r"mtp\."),
-        ("embedding", r"embedding\."),
-        ("output layer", r"(output_layer|lm_head|binary_head|pooler)\."),
-        ("router", r".*\.router\."),
-        ("shared experts", r".*\.shared_experts\."),
+        ("embedding", r"embedding\.|(model|transformer|gpt_neox)\.(embed_tokens|wte|wpe|embed_in)\."),
+        ("output layer", r"(output_layer|lm_head|embed_out|binary_head|pooler)\."),
+        ("router", r".*\.router\.|.*\.(mlp|block_sparse_moe)\.gate\."),
+        ("shared experts", r".*\.shared_experts?\."),
         ("experts", r".*\.experts\."),
-        ("attention", r".*\.(self_attention|cross_attention|inter_attention)\."),
+        ("attention", r".*\.(self_attention|cross_attention|inter_attention|self_attn|attn|attention)\."),
         ("mamba mixer", r".*\.mixer\."),
         ("mlp", r".*\.mlp\."),
-        ("norms", r".*norm"),
+        ("norms", r".*(norm|\.ln_)"),
         ("other weights", r""),
     ]
 ]

@@ -132,7 +132,8 @@ def _descend(folder: Path) -> Path:
     found, closed = list[Path](), list[Path]()
     for inner in candidates:
         try:
-            if _is_data_folder(inner) or any(_is_data_folder(inner / d) for d in _DATA_FOLDERS):
+            inside = (inner / name for name in _DATA_FOLDERS)
+            if _is_data_folder(inner) or is_file(inner / TRACKER) or any(map(_is_data_folder, inside)):
                 found.append(inner)
         except FormatError:  # one, but broken: whoever opens it says how
             found.append(inner)
