@@ -57,6 +57,8 @@ def test_a_part_of_them(share, server, tmp_path):
 
 FOUND = {
     "dcp: 60,000 chunks at one place": "verify",
+    "name: weight of torch_dist": "reshard plan",
+    "name: moment of torch_dist": "convert to torch",
     "dcp: expert 10^12": "reshard plan",
     "dcp: layer 10^9": "convert to torch",
     "zarr: chunk that is a link to outside": "verify",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.names import printable
 from converters.pickles import describe
 
 if TYPE_CHECKING:
@@ -143,4 +144,4 @@ def _misfit(name: str, value: Any, allowed: tuple[Any, ...]) -> str | None:
             return None
     if value is None:
         return f"{name} {_UNKNOWN}"
-    return f"{name} is {value}, but it takes {' or '.join(map(str, allowed))}"
+    return f"{name} is {printable(str(value))}, but it takes {' or '.join(map(str, allowed))}"

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.errors import RequestError
+from converters.names import printable
 from converters.parallel.pipeline import divisors, some_of
 
 if TYPE_CHECKING:
@@ -209,7 +210,7 @@ def split_rule(name: str) -> Split:
             return Split(found.axis, found.gated, expert=int(within["expert"]))
     if found is None:
         raise RequestError(
-            f"it is not known how {name} is divided over tensor parallelism",
+            f"it is not known how {printable(name)} is divided over tensor parallelism",
             hint="only --tp 1 is safe for a model with parameters that Megatron-Core does not have",
             tensor=name,
         )

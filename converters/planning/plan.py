@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box, find_overlap, uncovered
 from converters.errors import RequestError
-from converters.names import fold
+from converters.names import fold, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -182,5 +182,5 @@ def _outside(name: str, box: Box, shape: tuple[int, ...]) -> RequestError:
 
 
 def _listed(names: Iterable[str], limit: int = 8) -> list[str]:
-    folded = [text for text, _ in fold(names)]
+    folded = [printable(text) for text, _ in fold(names)]
     return folded[:limit] + ([f"and {len(folded) - limit} more"] if len(folded) > limit else [])

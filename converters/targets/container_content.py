@@ -14,6 +14,7 @@ from converters.box import Box
 from converters.errors import RequestError
 from converters.facts.damage import refuse_contradictions
 from converters.facts.model_args import ModelArgs
+from converters.names import printable
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.parallel.layout import Layout
 from converters.parallel.local import LocalModel, LocalTensor
@@ -105,7 +106,7 @@ def _own_names(catalog: Catalog, names: str | None, vocab_size: int | None) -> C
         )
         raise RequestError(
             f"the checkpoint has {whose}: {what}",
-            details=[f"for example {name}" for name in list(catalog.tensors)[:2]],
+            details=[f"for example {printable(name)}" for name in list(catalog.tensors)[:2]],
             hint="leave the option out to keep the names",
         )
     sources = dict(catalog.weights) or {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
