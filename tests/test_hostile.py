@@ -59,6 +59,8 @@ FOUND = {
     "dcp: 60,000 chunks at one place": "verify",
     "name: weight of torch_dist": "reshard plan",
     "name: moment of torch_dist": "convert to torch",
+    "tree: arguments: a list of itself": "convert to torch",
+    "tree: arguments: all a graph of 10^40 paths": "reshard plan",
     "dcp: expert 10^12": "reshard plan",
     "dcp: layer 10^9": "convert to torch",
     "zarr: chunk that is a link to outside": "verify",

@@ -132,16 +132,23 @@ def blueprint_key(reader: Reader, layout: Layout, options: ReshardOptions) -> di
     }
 
 
-def _text(value: Any) -> str:
-    """All of an inert value, unlike its abbreviated repr."""
+def _text(value: Any, room: Iterator[int] | None = None) -> str:
+    """All of an inert value, unlike its abbreviated repr.
+
+    Raises:
+        RecursionError: It holds itself, or stands for more than anybody wrote.
+    """
+    room = iter(range(1 << 20)) if room is None else room
+    if next(room, None) is None:
+        raise RecursionError
     if isinstance(value, Obj):
-        return f"{value.func.path}{_text([value.args, value.kwargs, value.state, value.items, value.pairs])}"
+        return f"{value.func.path}{_text([value.args, value.kwargs, value.state, value.items, value.pairs], room)}"
     if isinstance(value, Global | PersId):
-        return value.path if isinstance(value, Global) else f"<{_text(value.value)}>"
+        return value.path if isinstance(value, Global) else f"<{_text(value.value, room)}>"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{_text(k)}:{_text(v)}' for k, v in value.items())}}}"
+        return f"{{{','.join(f'{_text(k, room)}:{_text(v, room)}' for k, v in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"{type(value).__name__}[{','.join(map(_text, value))}]"
+        return f"{type(value).__name__}[{','.join(_text(item, room) for item in value)}]"
     return repr(value)
 
 

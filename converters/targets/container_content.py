@@ -25,7 +25,7 @@ from converters.targets.export import ExportOptions, choose_mapping
 from converters.targets.target_state import layout_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
@@ -209,19 +209,26 @@ def state_of_job(catalog: Catalog, content: Content) -> tuple[dict[str, Any], li
 
 
 _OBJECT = object()
+_DEEPEST, _MOST_PLAIN = 64, 1 << 20
 
 
-def plain(value: Any) -> Any:
-    """The value as plain data, element types by their names; `_OBJECT` for one that is none, left out of dictionaries."""
+def plain(value: Any, depth: int = 0, room: Iterator[int] | None = None) -> Any:
+    """The value as plain data, element types by their names; `_OBJECT` for one that is none, left out of dictionaries.
+
+    So is what lies too deep, or has too much in it: a list may hold itself, or stand for 10^40 others.
+    """
+    room = iter(range(_MOST_PLAIN)) if room is None else room
+    if depth > _DEEPEST or next(room, None) is None:
+        return _OBJECT
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Global) and value.module == "torch":
         return value.path
     if isinstance(value, Mapping):
-        made = {key: plain(item) for key, item in value.items() if isinstance(key, str | int)}
+        made = {key: plain(item, depth + 1, room) for key, item in value.items() if isinstance(key, str | int)}
         return {key: item for key, item in made.items() if item is not _OBJECT}
     if isinstance(value, list | tuple):
-        items = [plain(item) for item in value]
+        items = [plain(item, depth + 1, room) for item in value]
         return _OBJECT if any(item is _OBJECT for item in items) else items
     return _OBJECT
 
