@@ -157,3 +157,13 @@ def test_what_is_hinted_at_for_a_lost_common_state_works(tmp_path):
         assert cli(command, source, tmp_path / f"out{number}", *options)[0] == 0
         ours = open_checkpoint(tmp_path / f"out{number}").catalog.weights
         assert ours.keys() == open_checkpoint(source).catalog.weights.keys()
+
+
+@pytest.mark.parametrize("words", [*WRITING, ("inspect",)], ids=" ".join)
+def test_a_flipped_bit_in_the_arguments(words, tmp_path):
+    """The sum of the arguments' pickle is compared before they are believed: a number of theirs would change the model."""
+    source = copy_golden(FLAT, tmp_path / "iter_0000010")
+    raw = bytearray((source / "common.pt").read_bytes())
+    raw[len(raw) // 2] ^= 1
+    (source / "common.pt").write_bytes(raw)
+    _cannot_open(source, words, "common.pt is damaged: data.pkl does not match its checksum", tmp_path / "out")

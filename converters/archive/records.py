@@ -273,6 +273,8 @@ def read_pickle(
     if member.size > limit:
         raise FormatError(f"{what}: data.pkl of {member.size} bytes is larger than the limit of {limit}")
     raw = read(member_offset(read, start, member, what), member.size)
+    if member.crc and len(raw) == member.size and zlib.crc32(raw) != member.crc:  # 0: saved without
+        raise FormatError(f"{what} is damaged: data.pkl does not match its checksum")
     return parse(raw, what=f"{what}: data.pkl")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from converters.catalog import Catalog, Problem
+from converters.formats.broken import read_part
 from converters.formats.canonical import canonical_tensors
 from converters.formats.common_state import read_tree
 from converters.formats.dcp.reader import DcpReader, save_id
@@ -68,5 +69,5 @@ class TorchDistReader(DcpReader):
     def _common(self) -> Any:
         path = self.folder / "common.pt"
         if exists(path):
-            return read_tree(path, "common.pt")
+            return read_part(lambda *_: read_tree(path, "common.pt"), self.folder, "common.pt")
         return self.object_value(_COMMON_OBJECT)
