@@ -313,8 +313,11 @@ def test_a_file_beside_others_is_read_alone(sharded):
 
 def test_config_json_says_what_the_model_is(capsys):
     for name, said in (
-        ("hf_llama_safetensors", "2 layers, hidden 32, 4 heads / 2 query groups, ffn 48, bf16"),
-        ("hf_mixtral_bin", "2 layers, hidden 32, 4 heads / 2 query groups, ffn 48, 4 experts, top 2, bf16"),
+        ("hf_llama_safetensors", "llama, 2 layers, hidden 32, 4 heads / 2 query groups, ffn 48, vocab 120, bf16"),
+        (
+            "hf_mixtral_bin",
+            "mixtral, 2 layers, hidden 32, 4 heads / 2 query groups, ffn 48, 4 experts, top 2, vocab 120, bf16",
+        ),
     ):
         assert main(["inspect", str(GOLDEN / name)]) == 0
         assert said in capsys.readouterr().out
