@@ -16,7 +16,7 @@ import pytest
 from checkpoints import copy_golden, golden, tree
 from cli_support import child
 
-from converters.errors import RequestError
+from converters.errors import DistckptError, RequestError
 from converters.formats import open_checkpoint
 from converters.formats.dcp.geometry import geometry_digest
 from converters.parallel.layout import Layout
@@ -162,10 +162,13 @@ def test_damage_is_refused_on_a_hit(tmp_path, cache):
     source = copy_golden("llama_adam_tp2pp2", tmp_path / "ckpt" / "iter_0000010")
     plan(source, tmp_path / "out", cache)
     victim = next(source.glob("*.distcp"))
+    whole = victim.read_bytes()
     os.truncate(victim, victim.stat().st_size - 5000)
-    with pytest.raises(Exception, match=r"damaged|needs"):
+    with pytest.raises(DistckptError, match=r"damaged|needs"):
         plan(source, tmp_path / "out", cache)
-    assert any("serves this one" in text for text in cache.said)
+    victim.write_bytes(whole)
+    plan(source, tmp_path / "out", cache)
+    assert any("serves this one" in text for text in cache.said)  # the plan that was kept all the time
 
 
 def test_a_destination_is_checked_on_a_hit(tmp_path, cache):
