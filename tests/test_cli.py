@@ -155,7 +155,8 @@ ERRORS = [
     (KeyError("oops"), 70),
     (MemoryError(), 70),
     (RecursionError("deep"), 70),
-    (PermissionError(13, "Permission denied", "/x"), 70),
+    (PermissionError(13, "Permission denied", "/x"), 3),  # the disk's word, whoever hears it
+    (OSError(9, "Bad file descriptor"), 70),
 ]
 
 
