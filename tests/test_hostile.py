@@ -89,7 +89,9 @@ def test_what_was_refused_is_let_go(tmp_path):
     (tmp_path / "ckpt" / ".metadata").write_bytes(b"\x80\x04]].")
     (tmp_path / "ckpt" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     gc.collect()
-    kept = {id(found) for found in gc.get_objects() if issubclass(type(found), DistckptError)}  # by tests before this one
+    kept = {
+        id(found) for found in gc.get_objects() if issubclass(type(found), DistckptError)
+    }  # by tests before this one
     gc.disable()
     try:
         with contextlib.suppress(DistckptError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def watch(writable: list[Path], forbidden: list[Path]) -> tuple[list[str], Calla
     allowed = [os.path.realpath(path) for path in writable]
     secret = [os.path.realpath(path) for path in forbidden]
     seen: list[str] = []
-    inside = False
+    judging: set[int] = set()  # threads: what judging itself does is not judged, what others do meanwhile is
+    stopped = False
 
     def below(path: object, folders: list[str]) -> bool:
         if isinstance(path, int):
@@ -96,21 +98,21 @@ def watch(writable: list[Path], forbidden: list[Path]) -> tuple[list[str], Calla
         return f"{event} {args!r:.120}" if event.startswith(_NEVER) else ""
 
     def hook(event: str, args: tuple[object, ...]) -> None:
-        nonlocal inside
-        if inside:
+        thread = threading.get_ident()
+        if stopped or thread in judging:
             return
-        inside = True
+        judging.add(thread)
         try:
             wrong = judge(event, args)
         finally:
-            inside = False
+            judging.discard(thread)
         if wrong:
             seen.append(wrong)
             raise Violation(wrong)
 
     def stop() -> None:
-        nonlocal inside
-        inside = True
+        nonlocal stopped
+        stopped = True
 
     sys.addaudithook(hook)
     return seen, stop
