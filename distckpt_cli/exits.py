@@ -34,5 +34,5 @@ EPILOG = [
     ("5", "the destination exists, is full or may not be written"),
     ("70", "a bug in distckpt"),
     ("141", "the reader of the output left, as head does"),
-    ("129, 130, 143", "hung up, interrupted, terminated; the same command continues"),
+    ("129, 130, 143", "hung up, interrupted, terminated, or a rank was lost; the same command continues"),
 ]
