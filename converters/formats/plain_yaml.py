@@ -37,21 +37,22 @@ class PlainLoader(yaml.SafeLoader):
     """Plain data only. Python object tags become None: a config may name classes (`!!python/...`), we never build them."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node of the document; counts nodes and aliases, and refuses an alias inside of what it stands for."""
-        self._nodes = getattr(self, "_nodes", 0) + 1
-        if self._nodes > _MOST_NODES:  # which takes a second or two
-            raise yaml.YAMLError("too many values for a configuration")
-        if self.check_event(yaml.AliasEvent):
-            self._aliases = getattr(self, "_aliases", 0) + 1
-            if self._aliases > 1000:  # "billion laughs": a small file that prints as gigabytes
-                raise yaml.YAMLError("too many aliases")
+        """A node of the document; counts values as often as aliases repeat them, and refuses an alias in what it names."""
+        sizes: dict[str, int] = self.__dict__.setdefault("_sizes", {})  # of what has a name; 0 while it is being read
+        before = self.__dict__.setdefault("_nodes", 0)
         event = self.peek_event()  # type: ignore[no-untyped-call]
-        within: list[str] = self.__dict__.setdefault("_within", [])
-        if isinstance(event, yaml.AliasEvent) and event.anchor in within:
-            raise yaml.YAMLError(f"{event.anchor} holds itself")
-        within.append("" if isinstance(event, yaml.AliasEvent) else event.anchor or "")
+        anchor = str(getattr(event, "anchor", None) or "")
+        is_alias = isinstance(event, yaml.AliasEvent)
+        if is_alias and sizes.get(anchor) == 0:
+            raise yaml.YAMLError(f"{anchor} holds itself")
+        self._nodes = before + (sizes.get(anchor, 1) if is_alias else 1)
+        if self._nodes > _MOST_NODES:  # "billion laughs": a small file that prints as gigabytes
+            raise yaml.YAMLError("too many values for a configuration")
+        if anchor and not is_alias:
+            sizes[anchor] = 0
         node = super().compose_node(parent, index)
-        within.pop()
+        if anchor and not is_alias:
+            sizes[anchor] = self._nodes - before
         return node
 
 

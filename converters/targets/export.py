@@ -239,6 +239,8 @@ def _read_reference(folder: Path | None) -> Mapping[str, Any]:
         raise FormatError(f"{printable(str(folder / 'config.json'))} is not JSON: {printable(str(error))}") from error
     if not isinstance(document, dict):
         raise FormatError(f"{printable(str(folder / 'config.json'))} is not a JSON object")
+    if type(document.get("vocab_size", 0)) is not int:
+        raise FormatError(f"vocab_size in {printable(str(folder / 'config.json'))} is no whole number")
     return document
 
 
