@@ -197,8 +197,7 @@ sys.exit(app.main(["inspect", "x"]))
 """
 
 
-def _signalled(stubborn: bool, *signals: int) -> tuple[int, str]:
-    code = LOOP.replace("STUBBORN", str(stubborn))
+def _run_and_signal(code: str, *signals: int) -> tuple[int, str, str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
@@ -212,8 +211,13 @@ def _signalled(stubborn: bool, *signals: int) -> tuple[int, str]:
     for number in signals:
         process.send_signal(number)
         time.sleep(0.2)
-    _, err = process.communicate(timeout=20)
-    return process.returncode, err
+    out, err = process.communicate(timeout=20)
+    return process.returncode, out, err
+
+
+def _signalled(stubborn: bool, *signals: int) -> tuple[int, str]:
+    code, _, err = _run_and_signal(LOOP.replace("STUBBORN", str(stubborn)), *signals)
+    return code, err
 
 
 @pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, "Ctrl-C again"), (signal.SIGTERM, "once more")])
@@ -236,19 +240,8 @@ def test_a_signal_while_nothing_polls_ends_it_with_a_word(number):
     code = LOOP.replace("with stop_on_signals() as flag:", "if True:").replace(
         "not flag.wait(0.01) or STUBBORN", "True"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err.strip()) == (128 + number, "", f"stopped by {number.name}")
+    ended, out, err = _run_and_signal(code, number)
+    assert (ended, out, err.strip()) == (128 + number, "", f"stopped by {number.name}")
 
 
 def test_handlers_are_restored():

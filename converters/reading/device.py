@@ -12,6 +12,7 @@ staged lane is the same code on every platform, so all but the CUDA calls is exe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,7 @@ class _Slot:
     done: Done | None = None
 
 
-class Staged(Device):
+class Staged(Device, ABC):
     """A device that is reached through pinned memory, by streams: `converters.reading.platforms.Cuda`.
 
     All that is computed outside of lanes is asked of one stream, the home stream: the one that was the caller's when the
@@ -164,25 +165,25 @@ class Staged(Device):
         """See `Device`. torch's allocator takes the next power of two of pinned memory."""
         return 1 << max(0, nbytes - 1).bit_length()
 
+    @abstractmethod
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory from which a copy does not wait.
 
         Raises:
             RequestError: There is none left.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def stream(self) -> Any:
         """A queue of work that does not wait for others; it has `synchronize()`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def event(self) -> Any:
         """A point in a stream, for `submit`; it has `synchronize()`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def submit(self, stream: Any, work: Callable[[], None], event: Any, after: Sequence[Any] = ()) -> None:
         """Has a stream do something when marks have come, and the event come behind it."""
-        raise NotImplementedError
 
 
 class _StagedLane(Lane):

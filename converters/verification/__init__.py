@@ -2,8 +2,8 @@
 
     from converters import verify
     report = verify("ckpt/iter_0050000", values=True)
-    if not report.good:
-        print(report.affected, [finding.message for check in report.checks for finding in check.findings])
+    report.good, report.affected      # whether all is well; the tensors concerned
+    said = [finding.message for check in report.checks for finding in check.findings]
 
 tests/test_verify_swaps.py and tests/test_verify_hf.py have what production systems do to checkpoints, damage by damage, and
 the check that finds it. Without a list of the files (`write_manifest=True`, or Megatron's own `integrity.json`), made when
