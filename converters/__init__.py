@@ -1,11 +1,19 @@
 """The library under distckpt: formats, models, planning and moving bytes. Imports no CLI code.
 
+    import converters
+
+    with converters.open("ckpt/iter_0050000") as checkpoint:
+        checkpoint.get_slice("output_layer.weight")[3:7, :]
+
     from converters import Layout, load
     state = load("ckpt/iter_0050000", Layout(tp=4, pp=2), rank=3)
 
-    from converters import diff, verify
-    assert verify("ckpt/iter_0050000").good
-    assert diff("ckpt/iter_0050000", "resharded").identical
+    converters.verify("ckpt/iter_0050000").good
+    converters.diff("ckpt/iter_0050000", "resharded").identical
+    converters.reshard("ckpt/iter_0050000", "resharded", tp=2, pp=2).path
+    converters.convert("ckpt/iter_0050000", "model.pt", to="torch")
+    converters.export_hf("ckpt/iter_0050000", "llama-hf", dtype="bf16")
+    converters.import_hf("llama-hf", "start", tp=2)
 
 What is named below is imported when it is asked for; torch, when something is loaded.
 """
@@ -16,6 +24,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from converters.commands import convert as convert
+    from converters.commands import export_hf as export_hf
+    from converters.commands import import_hf as import_hf
+    from converters.commands import reshard as reshard
     from converters.comparison import diff as diff
     from converters.comparison.compare import DiffReport as DiffReport
     from converters.errors import DistckptError as DistckptError
@@ -27,28 +39,42 @@ if TYPE_CHECKING:
     from converters.loading.state import load_common as load_common
     from converters.loading.state import load_metadata as load_metadata
     from converters.loading.state import load_plain_tensors as load_plain_tensors
-    from converters.parallel.layout import Layout as Layout
+    from converters.megatron.layout import Layout as Layout
+    from converters.overview.checkpoint import Checkpoint as Checkpoint
+    from converters.overview.checkpoint import open as open
+    from converters.overview.runs import survey as survey
     from converters.verification import verify as verify
     from converters.verification.report import Report as Report
+    from converters.write.written import WriteReport as WriteReport
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoint": "overview.checkpoint",
     "DiffReport": "comparison.compare",
     "DistckptError": "errors",
-    "Layout": "parallel.layout",
+    "Layout": "megatron.layout",
     "LoadReport": "loading.loader",
     "LoadStream": "loading.loader",
     "LoadedState": "loading.loader",
     "Report": "verification.report",
+    "WriteReport": "write.written",
+    "convert": "commands",
     "diff": "comparison",
+    "export_hf": "commands",
+    "import_hf": "commands",
     "iter_tensors": "loading.state",
     "load": "loading.loader",
     "load_common": "loading.state",
     "load_metadata": "loading.state",
     "load_plain_tensors": "loading.state",
+    "open": "overview.checkpoint",
+    "reshard": "commands",
+    "survey": "overview.runs",
     "verify": "verification",
 }
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ __all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "str
 
 _PRIMES = (2**31 - 1, 2**31 - 19, 2**31 - 61)
 _FEW = 32  # boxes; more are first weighed together
-_SECRET = np.random.default_rng()  # whoever knows the weights can make boxes that weigh right
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,11 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box that covers an array of `shape`, in that array's coordinates."""
         return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def rows(cls, shape: Sequence[int], first: int) -> Box:
+        """The rows of an array from `first` on."""
+        return cls((first, *(0,) * (len(shape) - 1)), (shape[0] - first, *shape[1:]))
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -78,6 +83,11 @@ class Box:
     def shifted(self, by: Sequence[int]) -> Box:
         """The same elements in coordinates whose zero lies `by` before this box's zero."""
         return Box(tuple(a + o for a, o in zip(self.start, by, strict=True)), self.shape)
+
+    @property
+    def flipped(self) -> Box:
+        """The same elements of a matrix in coordinates of its transpose."""
+        return Box(self.start[::-1], self.shape[::-1])
 
     def inside(self, shape: Sequence[int]) -> bool:
         """Whether every element exists in an array of `shape`."""
@@ -223,8 +233,8 @@ def tiling_fault(shape: Sequence[int], starts: Corners, sizes: Corners) -> tuple
 
 
 def _inner_cuts(low: int, high: int, starts: Corners, stops: Corners) -> Corners:
-    found = np.unique(np.concatenate([starts, stops]))
-    return found[(found > low) & (found < high)]
+    cuts = np.unique(np.concatenate([starts, stops]))
+    return cuts[(cuts > low) & (cuts < high)]
 
 
 def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
@@ -241,16 +251,17 @@ def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
     ]
     if not axes:
         return False
-    places = []
+    positions = []
     for axis in axes:
         cuts, at = np.unique(
             np.concatenate([[low[axis], high[axis]], starts[:, axis], stops[:, axis]]), return_inverse=True
         )
-        places.append((len(cuts), at[:2], at[2 : 2 + len(starts)], at[2 + len(starts) :]))
+        positions.append((len(cuts), at[:2], at[2 : 2 + len(starts)], at[2 + len(starts) :]))
     for prime in _PRIMES:
         mine, whole = np.ones(len(starts), np.int64), 1
-        for count, (first, last), begins, ends in places:
-            before = _SECRET.integers(prime, size=count)
+        for count, (first, last), begins, ends in positions:
+            # secret, for whoever knows the weights can make boxes that weigh right; not of numpy.random, slow to import
+            before = (np.frombuffer(os.urandom(8 * count), np.uint64) % prime).astype(np.int64)
             mine = mine * ((before[ends] - before[begins]) % prime) % prime
             whole = whole * int(before[last] - before[first]) % prime
         if int(mine.sum()) % prime != whole:
@@ -301,9 +312,9 @@ def _overlap(boxes: Sequence[Box], live: list[int], axis: int) -> tuple[int, int
         fresh = starts[low]
         if active or len(fresh) > 1:
             # only pairs that include a fresh box are new here
-            found = _overlap(boxes, active + fresh, axis + 1)
-            if found is not None:
-                return found
+            pair = _overlap(boxes, active + fresh, axis + 1)
+            if pair is not None:
+                return pair
         active += fresh
     return None
 
@@ -342,7 +353,7 @@ def _gap(within: Box, boxes: list[Box], axis: int) -> Box | None:
         if key in seen:
             continue
         seen.add(key)
-        found = _gap(slab, inside, axis + 1)
-        if found is not None:
-            return found
+        gap = _gap(slab, inside, axis + 1)
+        if gap is not None:
+            return gap
     return None

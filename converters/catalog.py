@@ -1,30 +1,23 @@
-"""What a checkpoint holds, in canonical names, independent of how it is stored.
-
-A million chunks are arrays here, not a million Python objects: `StoredArray` keeps the geometry of one stored key, and
-a canonical tensor (one layer, one expert) is a view on it. `Chunk` objects are made for one tensor at a time, when
-asked for.
-"""
+"""What a checkpoint holds, in canonical names, independent of how it is stored."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from converters.box import Box, flat_range, runs, straight
+from converters.box import Box
+from converters.chunks import Chunk, FlatPart, Part, StoredArray, ViewPart
 from converters.dtypes import dtype
+from converters.errors import UnsupportedError
+from converters.model_parts import language_name
+from converters.param_order import trainable
 from converters.pickles import Global
-from converters.registration import trainable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from numpy.typing import NDArray
 
     from converters.dtypes import DType
 
@@ -33,179 +26,45 @@ __all__ = [
     "Chunk",
     "FileInfo",
     "FlatPart",
+    "LowRank",
     "ObjectInfo",
     "Part",
     "Problem",
+    "Remainders",
     "StoredArray",
     "TensorInfo",
+    "ViewPart",
     "model_section",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """A stored piece of a tensor.
+class Remainders:
+    """What master weights are computed from that are stored as the lower halves of their bits.
 
     Attributes:
-        box: The elements, in the coordinates of the canonical tensor.
-        record: Number of the record that holds them; only the reader that made it knows what that means. -1: missing.
-        base: Element of the record's payload where they begin; from there on they lie in C order of `box.shape`.
+        dtype: Element type of the stored remainders: int16, or float32 that holds the same integers.
+        weight: The bf16 weight, stored beside them, that has the upper halves. None: the tensor is the remainders
+            themselves, as int16.
     """
 
-    box: Box
-    record: int
-    base: int
+    dtype: DType
+    weight: TensorInfo | None
 
 
 @dataclass(frozen=True, slots=True)
-class StoredArray:
-    """The chunks of one stored key, as arrays sorted by their first element.
+class LowRank:
+    """What an adapter adds to a weight: `scale * rows @ columns`.
 
     Attributes:
-        key: The key as the file spells it.
-        shape: Shape of the stored array, leading layer and expert axes included.
-        starts: (n, ndim) first element of each chunk.
-        sizes: (n, ndim) elements of each chunk along each axis.
-        records: (n,) record numbers, -1 where the data is missing.
-        extent: Shape of what every record holds, if some hold more than their chunk: at the upper edge of a zarr array
-            chunks keep their full size. None: each record holds its chunk and no more.
+        rows: (rows of the weight, rank).
+        columns: (rank, columns of the weight).
+        scale: What the product is multiplied by.
     """
 
-    key: str
-    shape: tuple[int, ...]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    records: NDArray[np.int64]
-    extent: tuple[int, ...] | None = None
-
-    def rows(self, prefix: tuple[int, ...]) -> NDArray[np.int64]:
-        """Positions of the chunks that hold elements whose first indices are `prefix`."""
-        hit = np.arange(len(self.starts), dtype=np.int64)
-        for axis, index in enumerate(prefix):
-            if axis == 0 and len(self.starts) > 64 and self.sizes[:, 0].max() == 1:  # sorted, one layer a chunk: bisect
-                low, high = np.searchsorted(self.starts[:, 0], [index, index + 1])
-                hit = hit[low:high]
-                continue
-            start = self.starts[hit, axis]
-            hit = hit[(start <= index) & (index < start + self.sizes[hit, axis])]
-        return hit
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Where some of a tensor's elements are stored: the sub-array of a stored key at fixed leading indices.
-
-    Attributes:
-        array: The stored key.
-        prefix: Indices into its leading (layer, expert) axes.
-        shift: Where the sub-array's first element lies in the tensor.
-        block: For a tensor that was cut into blocks, each flattened and stored as one row of `array` (the optimizer of
-            Megatron-Core 0.8 to 0.15): shape of one block, with the leading axes; None otherwise.
-    """
-
-    array: StoredArray
-    prefix: tuple[int, ...] = ()
-    shift: tuple[int, ...] | None = None
-    block: tuple[int, ...] | None = None
-
-    def rows(self) -> NDArray[np.int64]:
-        """Positions in `array` of the chunks that may hold elements of this part."""
-        return self.array.rows(() if self.block else self.prefix)
-
-    @property
-    def count(self) -> int:
-        """Number of stored chunks."""
-        return len(self.array.rows(self.prefix))
-
-    def chunks(self) -> Iterator[Chunk]:
-        """The chunks of this part, in the coordinates of the tensor."""
-        for row in self.rows().tolist():
-            start, size = self.array.starts[row].tolist(), self.array.sizes[row].tolist()
-            record = int(self.array.records[row])
-            for box, base in self._flattened(start, size) if self.block else self._plain(start, size):
-                yield Chunk(box if self.shift is None else box.shifted(self.shift), record, base)
-
-    def _plain(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:
-        depth, base = len(self.prefix), 0
-        held = self.array.extent or tuple(size)
-        for axis in range(depth):
-            base = base * held[axis] + self.prefix[axis] - start[axis]
-        base *= math.prod(held[depth:])
-        if self.array.extent is None:
-            yield Box(tuple(start[depth:]), tuple(size[depth:])), base
-            return
-        inside = Box((0,) * (len(size) - depth), tuple(size[depth:]))
-        for box in straight(inside, held[depth:]):  # one, but for a chunk that ends before its record's rows do
-            yield box.shifted(start[depth:]), base + runs(box, held[depth:])[0]
-
-    def _flattened(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:
-        # One row of the array is one block of the tensor, flattened; a chunk is a range of it (Megatron-Core 0.8 to
-        # 0.15, dist_checkpointing/strategies/resharding.py). A range is at most 2 * ndim - 1 boxes.
-        assert self.block is not None
-        depth, origin = len(self.prefix), [n * b for n, b in zip(start[:-1], self.block, strict=True)]
-        for box in flat_range(self.block, start[-1], size[-1]):
-            at = box.shifted(origin)
-            if all(a <= i < a + n for a, n, i in zip(at.start, at.shape, self.prefix, strict=False)):
-                base, stride = 0, 1
-                for a, n, i in reversed(list(zip(at.start, at.shape, self.prefix, strict=False))):
-                    base, stride = base + (i - a) * stride, stride * n
-                first = sum(i * s for i, s in zip(box.start, _strides(self.block), strict=True)) - start[-1]
-                inner = Box(at.start[depth:], at.shape[depth:])
-                yield inner, first + base * inner.volume
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPart:
-    """Where some of a tensor's elements are stored: ranges of a one-dimensional key that holds many tensors.
-
-        key      |  fc2  |   fc1 gate   |    fc1 up    | ... |      a bucket of the distributed optimizer
-        records  +---------------+---------------+-------------+   cut anywhere, also inside a piece
-                         ^ first of the gate's box
-
-    Attributes:
-        array: The stored key.
-        pieces: Boxes of the tensor, and the element of the key where each begins; from there on it lies in C order.
-    """
-
-    prefix: ClassVar[tuple[int, ...]] = ()
-    block: ClassVar[None] = None
-
-    array: StoredArray
-    pieces: tuple[tuple[Box, int], ...]
-
-    def rows(self) -> NDArray[np.int64]:
-        """Positions in `array` of the chunks that hold elements of this part."""
-        found = [np.arange(*self._span(first, box.volume)) for box, first in self.pieces]
-        return np.unique(np.concatenate(found)) if found else np.zeros(0, np.int64)
-
-    @property
-    def count(self) -> int:
-        """Number of stored chunks."""
-        return len(self.rows())
-
-    def chunks(self) -> Iterator[Chunk]:
-        """The chunks of this part, in the coordinates of the tensor."""
-        for box, first in self.pieces:
-            for row in range(*self._span(first, box.volume)):
-                start, size = int(self.array.starts[row, 0]), int(self.array.sizes[row, 0])
-                low, high = max(first, start), min(first + box.volume, start + size)
-                base, record = low - start, int(self.array.records[row])
-                for inner in flat_range(box.shape, low - first, high - low):
-                    yield Chunk(inner.shifted(box.start), record, base)
-                    base += inner.volume
-
-    def _span(self, first: int, length: int) -> tuple[int, int]:
-        """First and one past the last chunk that reach into a range; empty chunks at its edges may be among them."""
-        starts = self.array.starts[:, 0]
-        low = int(np.searchsorted(starts, first, side="right")) - 1
-        return max(low, 0), int(np.searchsorted(starts, first + length, side="left"))
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    out = [1]
-    for n in reversed(shape[1:]):
-        out.append(out[-1] * n)
-    return out[::-1]
+    rows: TensorInfo
+    columns: TensorInfo
+    scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +77,24 @@ class TensorInfo:
         kind: "weight", "optimizer" or "other".
         parts: Where it is stored.
         opaque: For a tensor whose elements are not those of one parameter (a flat optimizer bucket), what it is.
+        remainders: For master weights whose parts hold remainders, what completes them: reading gives `dtype`. None for all
+            tensors whose parts hold their elements.
+        rounds_to: For master weights that are proved while they are read, the weight that each element must round to.
+        shift: What is added to every element on the way to the target: -1 for a norm's weight that is stored as gamma and
+            shall be gamma - 1. Reading alone does not add it.
+        update: For a weight that an adapter is merged into while it is read, what that adds.
     """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     kind: str
-    parts: tuple[Part | FlatPart, ...]
+    parts: tuple[Part | FlatPart | ViewPart, ...]
     opaque: str | None = None
+    remainders: Remainders | None = None
+    rounds_to: TensorInfo | None = None
+    shift: int = 0
+    update: LowRank | None = None
 
     @property
     def numel(self) -> int:
@@ -246,6 +115,25 @@ class TensorInfo:
     def chunk_count(self) -> int:
         """Number of stored pieces."""
         return sum(part.count for part in self.parts)
+
+    def reshaped(self, shape: tuple[int, ...]) -> TensorInfo:
+        """The same elements in the same order under another shape.
+
+        Raises:
+            UnsupportedError: It is stored in pieces.
+        """
+        chunks = self.chunks()
+        if shape == (*self.shape[:-1], self.shape[-1] // 2, 2) and all(chunk.transposed for chunk in chunks):
+            (part,) = self.parts
+            halves = tuple(half for chunk in chunks for half in chunk.alternate())
+            return replace(self, shape=shape, parts=(ViewPart(part.array, halves),))
+        if len(chunks) != 1 or chunks[0].box != Box.whole(self.shape) or math.prod(shape) != self.numel:
+            raise UnsupportedError(
+                f"{self.name} is stored in pieces, so its neighbouring elements cannot be told apart"
+            )
+        (part,) = self.parts
+        piece = Chunk(Box.whole(shape), chunks[0].record, chunks[0].base)
+        return replace(self, shape=shape, parts=(ViewPart(part.array, (piece,)),))
 
     def chunks(self) -> list[Chunk]:
         """The stored pieces, in the tensor's coordinates."""
@@ -302,10 +190,11 @@ class Problem:
     """Something wrong that was noticed while opening.
 
     Attributes:
-        severity: "error" (tensors named in `tensors` cannot be read as they are) or "warning".
+        severity: "error" (tensors named in `tensors` cannot be read as they are), "unknown" (it is not understood what
+            they are) or "warning".
         message: One sentence with the numbers.
         file: The file concerned, if it is one.
-        tensors: Canonical names concerned.
+        tensors: Canonical names concerned; of a warning also those of tensors that are not read.
         objects: Keys of stored objects concerned.
     """
 
@@ -322,11 +211,14 @@ class Catalog:
 
     Attributes:
         path: The folder with the data (`.../iter_0000010`, `.../weights`).
-        flavour: Who wrote it: "Megatron-LM", "NeMo 2", "NeMo 1", "Megatron-Bridge", or "torch DCP".
+        framework: Who wrote it: "Megatron-LM", "NeMo 2", "NeMo 1", "Megatron-Bridge", or "torch DCP".
         tensors: Canonical name -> tensor, in natural order.
         objects: Stored key -> object.
         args: The training arguments (Megatron's Namespace) by name, inert; empty if the checkpoint has none.
         config: Model configuration of frameworks that store one instead of args (NeMo, Bridge); plain data.
+        training: Options of the job's optimizer and of its gradients' buckets, under the names of training arguments, where
+            a framework keeps them apart from those: `optimizer:` and `ddp:` of Megatron-Bridge.
+        adapters: What was asked of adapters: `peft:` of Megatron-Bridge; empty if nothing says.
         common: The whole common state as an inert tree; None if there is none.
         content: Megatron's `content_metadata`, plain data.
         iteration: Training iteration, None if not recorded.
@@ -336,15 +228,19 @@ class Catalog:
             every tensor-parallel rank has), by a label; each has the name of the tensor that it copies.
         opened: The folder that was named to open it, `path` or one around it; nothing is written inside it.
         masters: What is stored of the weights are the optimizer's own, in fp32 also where the job computes with less.
+        imported: The element types that a job shall keep weights in, where these are not those stored; None unless the
+            tensors are those of another framework under Megatron's names.
     """
 
     path: Path
     format: str
-    flavour: str
+    framework: str
     tensors: dict[str, TensorInfo]
     objects: dict[str, ObjectInfo] = field(default_factory=dict)
     args: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Mapping[str, Any] = field(default_factory=dict)
     common: Any = None
     content: Mapping[str, Any] = field(default_factory=dict)
     iteration: int | None = None
@@ -355,6 +251,7 @@ class Catalog:
     copies: Mapping[str, TensorInfo] = field(default_factory=dict)
     opened: Path | None = None
     masters: bool = False
+    imported: Mapping[str, DType] | None = None
 
     @property
     def root(self) -> Path:
@@ -366,18 +263,41 @@ class Catalog:
         """The training arguments or, where another framework keeps none, the model's own section of its configuration."""
         return self.args or model_section(self.config)
 
+    @property
+    def job_options(self) -> Mapping[str, Any]:
+        """The training arguments, or those of its optimizer and buckets where another framework keeps none."""
+        return self.args or self.training
+
     @cached_property
     def weights(self) -> dict[str, TensorInfo]:
         """The model's own tensors: parameters and persistent buffers, no optimizer state."""
         return {name: t for name, t in self.tensors.items() if t.kind == "weight"}
 
     @cached_property
+    def unread(self) -> dict[str, str]:
+        """Names of tensors that lie in the checkpoint's files and are not read, with the file and the reason."""
+        return {
+            name: f"in {problem.file}, but not in the index of the files"
+            for problem in self.problems
+            if problem.severity == "warning"
+            for name in problem.tensors
+            if name not in self.tensors
+        }
+
+    @cached_property
+    def language(self) -> dict[str, TensorInfo]:
+        """The weights of the language model by their names in it, all weights of a model that has no other parts."""
+        return {inner: t for name, t in self.weights.items() if (inner := language_name(name)) is not None}
+
+    @cached_property
     def megatron(self) -> bool:
         """Whether the weights have Megatron's names, so that a layout and an architecture can be asked for."""
-        return any(name.startswith(("decoder.layers.", "encoder.layers.")) for name in self.weights)
+        return any(name.startswith(("decoder.layers.", "encoder.layers.")) for name in self.language)
 
     def trained_type(self, weight: TensorInfo) -> DType:
-        """The element type that a job keeps a weight in, which is not always the stored one: see `masters`."""
+        """The element type that a job keeps a weight in, which is not always the stored one: see `masters`, `imported`."""
+        if self.imported is not None:
+            return self.imported.get(weight.name, weight.dtype)
         other = self.computing_type if weight.dtype.name == "float32" and trainable(weight.name) else None
         return other or weight.dtype
 

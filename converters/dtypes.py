@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from converters.errors import FormatError, RequestError
+from converters.errors import FormatError, RequestError, UnsupportedError
 
 __all__ = ["TYPES", "DType", "dtype", "from_option", "from_safetensors"]
 
@@ -63,6 +63,7 @@ TYPES = [
 _BY_NAME = {t.name: t for t in TYPES}
 _BY_STORAGE = {t.storage: t for t in TYPES if t.storage}
 _BY_SAFETENSORS = {t.safetensors: t for t in TYPES if t.safetensors}
+_NOT_READ = ("F4", "F6_E2M3", "F6_E3M2")  # of safetensors 0.6 and later
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32"}
 _OPTIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -71,13 +72,13 @@ def dtype(name: str) -> DType:
     """The type torch calls `name` (with or without `torch.`).
 
     Raises:
-        FormatError: No such type here.
+        UnsupportedError: No such type here.
     """
     bare = name.removeprefix("torch.")
-    found = _BY_NAME.get(_ALIASES.get(bare, bare))
-    if found is None:
-        raise FormatError(f"unknown element type {name!r}", details=[f"known: {', '.join(_BY_NAME)}"])
-    return found
+    kind = _BY_NAME.get(_ALIASES.get(bare, bare))
+    if kind is None:
+        raise UnsupportedError(f"unknown element type {name!r}", details=[f"known: {', '.join(_BY_NAME)}"])
+    return kind
 
 
 def from_storage(name: str) -> DType | None:
@@ -89,12 +90,14 @@ def from_safetensors(name: str) -> DType:
     """The type a safetensors header calls `name` (`BF16`).
 
     Raises:
-        FormatError: No such type here.
+        FormatError: No such type.
+        UnsupportedError: One whose elements are less than a byte.
     """
-    found = _BY_SAFETENSORS.get(name)
-    if found is None:
-        raise FormatError(f"unknown safetensors element type {name!r}")
-    return found
+    element_type = _BY_SAFETENSORS.get(name)
+    if element_type is None:
+        kind = UnsupportedError if name in _NOT_READ else FormatError
+        raise kind(f"unknown safetensors element type {name!r}")
+    return element_type
 
 
 def from_option(text: str) -> DType:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
+    "AddressError",
     "DamagedFileError",
     "DestinationError",
     "DistckptError",
@@ -12,6 +16,10 @@ __all__ = [
     "IntegrityError",
     "Interrupted",
     "RequestError",
+    "StoreError",
+    "UnfinishedError",
+    "UnsupportedError",
+    "from_json",
 ]
 
 
@@ -45,9 +53,21 @@ class DistckptError(Exception):
     def __str__(self) -> str:
         return "\n".join([self.message, *self.details])
 
+    def to_json(self) -> dict[str, Any]:
+        """The error as plain data, to tell another process of it: see `from_json`."""
+        return {
+            "class": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _TOLD),
+            "message": self.message,
+            "details": self.details,
+            "hint": self.hint,
+            "tensor": self.tensor,
+            "signum": getattr(self, "signum", 0),
+            "passing": isinstance(self.__cause__, OSError),
+        }
+
 
 class FormatError(DistckptError):
-    """The source is missing, unreadable, unsafe, or in a format nobody here knows."""
+    """The source is missing, unreadable, unsafe, or no checkpoint that we know."""
 
     exit_code = 3
     kind = "source"
@@ -66,6 +86,24 @@ class DamagedFileError(FormatError):
         self.folder, self.files = folder, files
 
 
+class StoreError(DistckptError):
+    """An object store cannot be asked any more: that says nothing of the checkpoint, so it is no finding of anybody's."""
+
+    exit_code = 3
+    kind = "source"
+
+
+class UnfinishedError(FormatError):
+    """A checkpoint whose save has not ended: its framework's marker for that still lies beside it."""
+
+
+class UnsupportedError(FormatError):
+    """The source is whole and recognised, but in a form that this version does not read; readers may try another form."""
+
+    exit_code = 4
+    kind = "request"
+
+
 class IntegrityError(DistckptError):
     """The answer is no: bytes are damaged, missing, or do not agree with their own checksum."""
 
@@ -78,6 +116,13 @@ class RequestError(DistckptError):
 
     exit_code = 4
     kind = "request"
+
+
+class AddressError(RequestError):
+    """A URL that cannot be meant: of an unknown kind, without a bucket, or with credentials in it."""
+
+    exit_code = 2
+    kind = "usage"
 
 
 class DestinationError(DistckptError):
@@ -99,3 +144,23 @@ class Interrupted(DistckptError):
     def __init__(self, signum: int, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.signum = signum
+
+
+_PLAIN = (FormatError, UnfinishedError, UnsupportedError, IntegrityError, RequestError, DestinationError, DistckptError)
+_TOLD: dict[str, type[DistckptError]] = {kind.__name__: kind for kind in (*_PLAIN, Interrupted)}
+
+
+def from_json(document: Mapping[str, Any], prefix: str = "") -> DistckptError:
+    """The error that another process told of: of the same exit code, and of the same class unless that needs more.
+
+    Args:
+        document: What `to_json` gave there.
+        prefix: Put before the message.
+    """
+    message, hint = f"{prefix}{document['message']}", document["hint"]
+    if document["class"] == "Interrupted":
+        return Interrupted(document["signum"], message, hint=hint)
+    error = _TOLD[document["class"]](message, details=document["details"], hint=hint, tensor=document["tensor"])
+    if document["passing"]:  # with a disk: the same command may go on
+        error.__cause__ = OSError("in another process")
+    return error

@@ -5,6 +5,7 @@ A canonical name counts layers and experts through the whole model and contains 
     decoder.layers.7.self_attention.linear_qkv.weight
     decoder.layers.7.mlp.experts.3.linear_fc1.weight
     mtp.layers.0.transformer_layer.mlp.router.weight
+    vision_model.decoder.layers.1.mlp.linear_fc1.weight
     optimizer.state.exp_avg.decoder.layers.7.mlp.linear_fc2.weight
 """
 
@@ -16,6 +17,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
 from typing import TYPE_CHECKING
+
+from converters.model_parts import split_part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -31,16 +34,20 @@ __all__ = [
     "parse_key",
     "printable",
     "quoted",
+    "split_wrapper",
     "stored_key",
 ]
 
 # Megatron-Core 0.6 to 0.20, megatron/core/optimizer: `chained_{i}.` marks the dense and the expert optimizer of a MoE
 _OPTIMIZER = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.(\w+?)\.(?=[a-z])(.*)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.*)", re.DOTALL)
-# what wrappers put before the model's own names (NeMo: `module.`, NeMo 1: `model.`, VLM wrappers: `language_model.`)
-_WRAPPERS = re.compile(r"(?:(?:module|model\d*|language_model)\.)+")
-_MODEL = re.compile(r"(?:embedding|decoder|encoder|mtp|output_layer|lm_head|pooler|binary_head)\.")
-_STACKED = re.compile(r"\b((?:decoder|encoder)\.layers)\.(?!\d+\.)")
+# what wrappers put before the model's own names (NeMo: `module.`, NeMo 1: `model.`)
+_WRAPPERS = re.compile(r"(?:(?:module|model\d*)\.)+")
+_MODEL = re.compile(
+    r"(?:embedding|decoder|encoder|mtp|output_layer|lm_head|pooler|binary_head"
+    r"|position_embeddings|(?:encoder|decoder)_relative_pos_emb)\."  # of T5
+)
+_STACKED = re.compile(r"^((?:language_model\.|vision_model\.)?(?:decoder|encoder)\.layers)\.(?!\d+\.)")
 _EXPERTS = re.compile(r"\.experts\.experts\.(\d+\.)?")
 # multi_token_prediction.py renamed its inner module in 0.17; the saved keys of GPT models kept the old name
 _MTP_INNER = re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.(?!layers\.)")
@@ -53,7 +60,7 @@ class ParsedKey:
     Attributes:
         template: Canonical name with one `{}` for each leading axis that counts layers or experts.
         axes: Which those are, in order: "layer", "expert".
-        kind: "weight", "optimizer" or "other".
+        kind: "weight" or "optimizer": what Megatron stores beside the two are objects, no tensors.
         half: "w" (gate) or "v" (up) when the key holds one half of a gated projection, else "".
     """
 
@@ -67,17 +74,17 @@ def parse_key(key: str) -> ParsedKey:
     """The canonical meaning of a tensor key as Megatron-Core's distributed checkpoints spell it."""
     if _BUCKET.fullmatch(key):
         return ParsedKey(_escape(key), (), "optimizer")
-    found = _OPTIMIZER.fullmatch(key)
-    if found:
-        inner = parse_key(found[3])
-        return ParsedKey(f"optimizer.state.{found[2]}.{inner.template}", inner.axes, "optimizer", inner.half)
+    match = _OPTIMIZER.fullmatch(key)
+    if match:
+        of = parse_key(match[3])
+        return ParsedKey(f"optimizer.state.{match[2]}.{of.template}", of.axes, "optimizer", of.half)
     if key.startswith(("optimizer.", "chained_")):
         return ParsedKey(_escape(key), (), "optimizer")
-    wrapper = _WRAPPERS.match(key)
-    name = key[wrapper.end() :] if wrapper and _MODEL.match(key, wrapper.end()) else key
-    if not _MODEL.match(name):
-        return ParsedKey(_escape(key), (), "weight" if wrapper else "other")
-    name = _escape(_MTP_INNER.sub(r"\1.transformer_layer.", name))
+    _, name = split_wrapper(key)
+    part, inner = split_part(name)
+    if not part and not _MODEL.match(inner):
+        return ParsedKey(_escape(key), (), "weight")  # what no rule knows is a part of the model all the same
+    name = _escape(part + _MTP_INNER.sub(r"\1.transformer_layer.", inner))
     axes: tuple[str, ...] = ()
     if _STACKED.search(name):
         name = _STACKED.sub(r"\1.{}.", name, count=1)
@@ -91,6 +98,14 @@ def parse_key(key: str) -> ParsedKey:
     if name.endswith((".weight_w", ".weight_v", ".bias_w", ".bias_v")):
         name, half = name[:-2], name[-1]
     return ParsedKey(name, axes, "weight", half)
+
+
+def split_wrapper(key: str) -> tuple[str, str]:
+    """What a framework puts before the model's own names, and the rest: `("module.", "decoder.layers...")`."""
+    wrapper = _WRAPPERS.match(key)
+    if wrapper is None or not (split_part(name := key[wrapper.end() :])[0] or _MODEL.match(name)):
+        return "", key
+    return wrapper[0], name
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +123,8 @@ class StoredKey:
     axes: tuple[str, ...]
 
 
-_ONE_EXPERT = re.compile(r"\.experts\.(\d+)\.(?=linear_fc[12]\.)")
-_ONE_LAYER = re.compile(r"^((?:decoder|encoder)\.layers)\.(\d+)\.")
+_ONE_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_ONE_LAYER = re.compile(r"^((?:language_model\.|vision_model\.)?(?:decoder|encoder)\.layers)\.(\d+)\.")
 
 
 def stored_key(name: str, *, stacked: bool) -> StoredKey:
@@ -137,12 +152,17 @@ def _escape(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}") if "{" in text or "}" in text else text
 
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"\d+")
 
 
-def natural_key(name: str) -> list[tuple[int, int | str]]:
-    """A sort key that puts layer 10 after layer 9."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in _NUMBER.split(name)]
+def natural_key(name: str) -> str:
+    """A sort key that puts layer 10 after layer 9: every number by its length, then its digits."""
+    return _NUMBER.sub(_by_length, name)
+
+
+def _by_length(number: re.Match[str]) -> str:
+    digits = number[0].lstrip("0")
+    return f"\0{len(digits):04d}{digits}"
 
 
 def match_glob(name: str, pattern: str) -> bool:
@@ -177,10 +197,10 @@ def matcher(pattern: str) -> Callable[[str], bool]:
 
 def any_of(patterns: Sequence[str]) -> Callable[[str], bool]:
     """Whether a name matches one of several patterns; one without `*`, `?` or `[` means all below that name, too."""
-    found = [
+    matchers = [
         matcher(p) for pattern in patterns for p in (pattern, *(() if set("*?[") & set(pattern) else (f"{pattern}.*",)))
     ]
-    return lambda name: any(matches(name) for matches in found)
+    return lambda name: any(matches(name) for matches in matchers)
 
 
 def printable(text: str) -> str:
@@ -188,6 +208,18 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+def listed_lines(texts: Sequence[str], most: int) -> list[str]:
+    """The first of many texts, printable, and how many more there are: `["a", "b", "and 3 more"]`."""
+    left = len(texts) - most
+    return [*map(printable, texts[:most]), *([f"and {left} more"] if left > 0 else [])]
+
+
+def listed(texts: Sequence[str], most: int) -> str:
+    """The same in one line: `a, b and 3 more`."""
+    left = len(texts) - most
+    return ", ".join(map(printable, texts[:most])) + (f" and {left} more" if left > 0 else "")
 
 
 def quoted(path: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,9 +19,9 @@ import typer
 from typer.main import get_command
 
 from converters import __version__
-from converters.engine.ranks import Ranks
-from converters.engine.relay import disk_trouble
 from converters.errors import DistckptError, Interrupted
+from converters.execute.error_json import disk_trouble
+from converters.execute.ranks import Ranks
 from converters.names import printable
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -39,8 +40,8 @@ _Misuse = cast("type[Exception]", typer.BadParameter.__mro__[2])
 app = typer.Typer(cls=LazyGroup, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings=CONTEXT)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(show: bool) -> None:
+    if show:
         print(f"distckpt {__version__}")
         raise typer.Exit(ExitCode.OK)
 
@@ -52,7 +53,7 @@ def root(
         str, typer.Option(metavar="N", help="Run the command as N processes that share the work.")
     ] = "1",
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
+        bool, typer.Option("-V", "--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     """Look at and convert the checkpoints of large training jobs, without Megatron and without a GPU."""
@@ -68,14 +69,14 @@ def root(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ErrorForm:
     """What the arguments say about how to fail; read from the raw words because parsing them may be what failed."""
 
     json: bool
     debug: bool
 
     @classmethod
-    def of(cls, args: Sequence[str]) -> _Asked:
+    def of(cls, args: Sequence[str]) -> _ErrorForm:
         words = list(args[: args.index("--")] if "--" in args else args)
         loud = sum(len(word) - 1 for word in words if word.strip("v") == "-" and word != "-")
         loud += words.count("--verbose")
@@ -107,12 +108,12 @@ def _main(args: list[str]) -> int:
     except BrokenPipeError:
         return ExitCode.BROKEN_PIPE
     except DistckptError as error:  # the last of the answer
-        return _fail(error, _Asked.of(args))
+        return _fail(error, _ErrorForm.of(args))
     return code
 
 
 def _run(args: list[str]) -> int:
-    asked = _Asked.of(args)
+    form = _ErrorForm.of(args)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # see `__main__`, and `launch`
         result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False, obj=args)
@@ -124,28 +125,28 @@ def _run(args: list[str]) -> int:
             raise error.__context__ from None
         return error.code if isinstance(error.code, int) else ExitCode.OK
     except DistckptError as error:
-        return _fail(error, asked)
+        return _fail(error, form)
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except Signalled as error:
-        return _fail(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}"), asked)
+        return _fail(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}"), form)
     except _Misuse as error:
-        return _fail(_as_usage(error), asked)
+        return _fail(_as_usage(error), form)
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "the answer is no"
-        if asked.debug:
+        if form.debug:
             traceback.print_exc()
-        return _fail(disk_trouble(error) or _as_bug(error), asked, error)
+        return _fail(disk_trouble(error) or _as_bug(error), form, error)
 
 
-def _fail(error: DistckptError, asked: _Asked, cause: BaseException | None = None) -> int:
+def _fail(error: DistckptError, form: _ErrorForm, cause: BaseException | None = None) -> int:
     code = 128 + error.signum if isinstance(error, Interrupted) else int(error.exit_code)
     _tell_torchrun(error)
     if not _is_ours_to_show(cause or error):
         return code
     console = Console()
-    if asked.json:
+    if form.json:
         body = {
             "kind": error.kind,
             "message": error.message,
@@ -156,7 +157,7 @@ def _fail(error: DistckptError, asked: _Asked, cause: BaseException | None = Non
         }
         console.document("distckpt.error/1", {"error": body})
     console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:", who=_me())
-    if asked.debug and error.__traceback__ is not None and error.exit_code != ExitCode.BUG:
+    if form.debug and error.__traceback__ is not None and error.exit_code != ExitCode.BUG:
         traceback.print_exception(error)
     return code
 
@@ -191,11 +192,14 @@ def _as_usage(error: Exception) -> UsageProblem:
     if "Input should be a valid" in text:  # pydantic's, of the type of an option
         kind = "a whole number" if "valid integer" in text else "a number"
         text = text.partition(":")[0].replace("Invalid value for ", "").strip("'") + f" takes {kind}"
+    near = re.search(r"\s*\(Possible options: (--[\w-]+).*\)|\s*Did you mean (--[\w-]+)\?", text)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "distckpt"
     hint = f"see {command} --help"
     if "--workers" in text and context is not None and context.parent is not None:
         hint = f"it goes before the command: distckpt --workers N {context.info_name} ..."
+    if near:
+        text, hint = text[: near.start()], f"did you mean {near[1] or near[2]}? All options: {command} --help"
     return UsageProblem(text[:1].lower() + text[1:].rstrip("."), hint=hint)
 
 

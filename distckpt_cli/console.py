@@ -13,18 +13,19 @@ import re
 import shutil
 import sys
 import textwrap
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from converters.engine.ranks import Ranks
 from converters.errors import DistckptError
+from converters.execute.ranks import Ranks
 from converters.names import printable
+from converters.remote.address import named_path
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-__all__ = ["Console", "UsageProblem", "format_count", "format_size", "named", "parse_size", "plain", "table"]
+__all__ = ["Console", "UsageProblem", "named", "parse_size", "plain", "table"]
 
 _STYLES = {"error": "31;1", "warning": "33;1", "ok": "32", "dim": "2", "bold": "1", "hint": "36"}
 _LABEL = 10  # width of the labels of a card: "model     "
@@ -39,22 +40,6 @@ class UsageProblem(DistckptError):
     kind = "usage"
 
 
-def format_size(nbytes: float) -> str:
-    """Bytes for people: `104.70 GiB`, `0.31 MiB`, `1.27 KiB`, `12 B`."""
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
-        limit = 10 if unit == "TiB" else 0.1
-        if nbytes >= limit * 2**power:
-            return f"{nbytes / 2**power:.2f} {unit}"
-    return f"{nbytes / 1024:.2f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
-
-
-def format_count(number: int) -> str:
-    """A number of parameters: `8.03 B`, `124.4 M`, `45,312`."""
-    if number >= 10**9:
-        return f"{number / 1e9:,.2f} B"
-    return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
-
-
 def parse_size(text: str, option: str = "size") -> int:
     """Bytes that a person means: `8GB` is 8 * 10^9, `8GiB` is 8 * 2^30, a plain number is bytes.
 
@@ -65,16 +50,16 @@ def parse_size(text: str, option: str = "size") -> int:
     Raises:
         UsageProblem: Not a size, or an ambiguous one (`8G`).
     """
-    found = _SIZE.fullmatch(text.strip())
-    if not found:
+    match = _SIZE.fullmatch(text.strip())
+    if not match:
         bare = text.strip().rstrip("iI")
         hint = f"write {bare}B (powers of 1000) or {bare}iB (powers of 1024)"
-        known = re.fullmatch(r"\d+(?:\.\d+)?\s*[kmgtpKMGTP]", bare)
+        ambiguous = re.fullmatch(r"\d+(?:\.\d+)?\s*[kmgtpKMGTP]", bare)
         raise UsageProblem(
-            f"{option}: {text!r} is not a size", hint=hint if known else "write 8GB, 8GiB or plain bytes"
+            f"{option}: {text!r} is not a size", hint=hint if ambiguous else "write 8GB, 8GiB or plain bytes"
         )
-    exponent = " kmgtp".index((found[2] or " ").lower())
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** exponent) if exponent else int(float(found[1]))
+    exponent = " kmgtp".index((match[2] or " ").lower())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** exponent) if exponent else int(float(match[1]))
 
 
 def named(dst: str) -> Path:
@@ -85,7 +70,7 @@ def named(dst: str) -> Path:
     """
     if not dst:
         raise UsageProblem("no destination was named: the path is empty", hint="is a shell variable unset?")
-    return Path(dst).expanduser()
+    return named_path(dst)
 
 
 def plain(value: Any) -> Any:
@@ -137,15 +122,23 @@ class Console:
     Args:
         json_asked: The answer is one JSON document; `out` is silent.
         quiet: No notes and no next steps; so it is on all ranks but the leading one.
+        silent: Not even the answer; quiet, too.
         verbose: How often `-v` was given.
         width: Columns of the terminal; by default asked from it, and unlimited when stdout is not one.
     """
 
     def __init__(
-        self, *, json_asked: bool = False, quiet: bool = False, verbose: int = 0, width: int | None = None
+        self,
+        *,
+        json_asked: bool = False,
+        quiet: bool = False,
+        silent: bool = False,
+        verbose: int = 0,
+        width: int | None = None,
     ) -> None:
         self.json_asked = json_asked
-        self.quiet = quiet or Ranks.from_environment().rank > 0
+        self.silent = silent
+        self.quiet = quiet or silent or Ranks.from_environment().rank > 0
         self.verbose = verbose
         if width is None and sys.stdout.isatty():
             width = shutil.get_terminal_size().columns
@@ -158,7 +151,7 @@ class Console:
 
     def out(self, text: str = "") -> None:
         """A line of the answer."""
-        if not self.json_asked:
+        if not self.json_asked and not self.silent:
             self._write(text)
 
     def lines(self, lines: Iterable[str]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.names import fold, printable
-from distckpt_cli.console import format_size, table
+from converters.words import format_size
+from distckpt_cli.console import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,9 +71,9 @@ def _rows(tensors: Sequence[TensorReport], *, flat: bool) -> list[tuple[str, lis
 
 
 def _severity(tensor: TensorReport) -> tuple[int, float, float, int]:
-    found = tensor.values
-    assert found is not None
-    return min(1, found.nan_a + found.nan_b), found.max_rel, found.max_abs, found.differing
+    values = tensor.values
+    assert values is not None
+    return min(1, values.nan_a + values.nan_b), values.max_rel, values.max_abs, values.differing
 
 
 def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> None:
@@ -88,15 +89,15 @@ def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> 
     ]
     lines = []
     for text, members in shown:
-        found = [t.values for t in members if t.values is not None]
-        count, total = sum(v.differing or v.unequal for v in found), sum(v.elements for v in found)
-        nan = " NaN" if any(v.nan_a or v.nan_b for v in found) else ""
-        first = next((v.first for v in found if v.first), None)
-        furthest = max(v.max_abs for v in found)
+        values = [t.values for t in members if t.values is not None]
+        count, total = sum(v.differing or v.unequal for v in values), sum(v.elements for v in values)
+        nan = " NaN" if any(v.nan_a or v.nan_b for v in values) else ""
+        first = next((v.first for v in values if v.first), None)
+        furthest = max(v.max_abs for v in values)
         cells = [
             "NaN" if nan and not furthest else _number(furthest) + nan,
-            _number(max(v.max_rel for v in found)),
-            _cosine(min(v.cosine for v in found)),
+            _number(max(v.max_rel for v in values)),
+            _cosine(min(v.cosine for v in values)),
             f"{count:,} of {total:,}",
             _index(first[0]) if first and len(members) == 1 else "-",
         ]
@@ -112,11 +113,11 @@ def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> 
 def _worst(console: Console, tensors: Sequence[TensorReport]) -> None:
     """Where the first one differs, and where the difference is largest, with both values."""
     worst = max(tensors, key=_severity)
-    found = worst.values
-    assert found is not None
-    spots = [("first", found.first), ("largest", found.worst)]
-    if found.first and found.worst and found.first[0] == found.worst[0]:
-        spots = [("first", found.first)]
+    values = worst.values
+    assert values is not None
+    spots = [("first", values.first), ("largest", values.worst)]
+    if values.first and values.worst and values.first[0] == values.worst[0]:
+        spots = [("first", values.first)]
     for label, spot in spots:
         if spot is not None:
             index, a, b = spot

@@ -6,11 +6,11 @@ import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from converters.comparison.document import fact_document
 from converters.comparison.pairs import Side
 from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
 from converters.names import any_of, fold, matcher, printable
-from distckpt_cli.difference_document import fact_document
 from distckpt_cli.difference_values import show_lines, show_values
 from distckpt_cli.exits import ExitCode
 
@@ -42,10 +42,14 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
             console.note(text)
     _show_structure(console, report)
     _show_facts(console, "arguments", plan.arguments, _arguments(report), names)
-    _show_facts(console, "state", plan.facts.found, _agreeing(report), names)
+    _show_facts(console, "state", plan.facts.differing, _agreeing(report), names)
     show_values(console, report, flat=flat)
     if report.identical:
-        how = "but for what is not counted" if _uncounted(report) else "in everything"
+        how = (
+            "in every value that counts; job settings, padding or stored types differ"
+            if _uncounted(report)
+            else "in everything"
+        )
         if plan.options.quick:
             how = "as far as can be said without values"
         console.fact("identical", how, style="ok")
@@ -56,8 +60,8 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
 
 
 def _what(side: Side) -> str:
-    from converters.facts.identity import identify
-    from distckpt_cli.card import describe_layout
+    from converters.megatron.identity import identify
+    from converters.overview.card import describe_layout
 
     catalog = side.catalog
     parts = [catalog.format]
@@ -110,14 +114,14 @@ def _types(report: DiffReport) -> list[str]:
             groups[f"{a} in A, {b} in B"].append(tensor)
     out = []
     for text, tensors in groups.items():
-        found = [t.values for t in tensors if t.values is not None]
+        values = [t.values for t in tensors if t.values is not None]
         more = ""
-        if found and len(found) == len(tensors):
-            if not any(v.unequal for v in found):
+        if values and len(values) == len(tensors):
+            if not any(v.unequal for v in values):
                 more = "; the values are the same"
-            elif all(v.rounds_a for v in found):
+            elif all(v.rounds_a for v in values):
                 more = "; B is A, rounded"
-            elif all(v.rounds_b for v in found):
+            elif all(v.rounds_b for v in values):
                 more = "; A is B, rounded"
         out.append(f"{text} ({_count([t.name for t in tensors])}){more}")
     return out
@@ -221,7 +225,7 @@ def _agreeing(report: DiffReport) -> str:
 
 def _uncounted(report: DiffReport) -> bool:
     plan = report.plan
-    facts = any(not fact.counts for fact in (*plan.arguments, *plan.facts.found))
+    facts = any(not fact.counts for fact in (*plan.arguments, *plan.facts.differing))
     return facts or bool(plan.matching.skipped) or bool(_padding(report)) or bool(_types(report))
 
 
@@ -232,10 +236,10 @@ def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:
     ignorable = []
     if any(name.startswith("optimizer.") for side in plan.matching.only for name in side):
         ignorable.append("optimizer")
-    groups = {fact.group for fact in plan.facts.found if fact.counts}
+    groups = {fact.group for fact in plan.facts.differing if fact.counts}
     if "random state" in groups:
         ignorable.append("rng_state")
-    if any(f.name.startswith("opt_param_scheduler") for f in plan.facts.found if f.counts):
+    if any(f.name.startswith("opt_param_scheduler") for f in plan.facts.differing if f.counts):
         ignorable.append("opt_param_scheduler")
     if ignorable:
         words = " ".join(f"--ignore {word}" for word in ignorable)
@@ -278,12 +282,12 @@ def show_arguments(
     names = argument_names(*sides)
     if not any(map(wanted, names)):
         raise nothing("argument", pattern, names)
-    found = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2]) and not unwanted(f.name)]
-    both = [f for f in found if f.a is not ABSENT and f.b is not ABSENT]
-    code = ExitCode.NO if any(f.counts for f in found) else ExitCode.OK
-    single = [[f for f in found if f.a is not ABSENT and f.b is ABSENT], [f for f in found if f.a is ABSENT]]
+    facts = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2]) and not unwanted(f.name)]
+    both = [f for f in facts if f.a is not ABSENT and f.b is not ABSENT]
+    code = ExitCode.NO if any(f.counts for f in facts) else ExitCode.OK
+    single = [[f for f in facts if f.a is not ABSENT and f.b is ABSENT], [f for f in facts if f.a is ABSENT]]
     if console.json_asked:
-        console.document("distckpt.diff/1", {"identical": not code, "arguments": [fact_document(f) for f in found]})
+        console.document("distckpt.diff/1", {"identical": not code, "arguments": [fact_document(f) for f in facts]})
         return code
     shown = [*both, *single[0], *single[1]] if flat else both
     most = 10**9 if console.verbose else _CUT if console.width is None or console.width > 120 else 20

@@ -26,13 +26,13 @@ class ExitCode(IntEnum):
 
 
 EPILOG = [
-    ("0", "done, or the answer is yes"),
-    ("1", "the answer is no: damaged, different (under torchrun: any failure)"),
+    ("0", "success"),
+    ("1", "problem found: damaged, different, files missing (under torchrun: any failure)"),
     ("2", "the command line is wrong"),
-    ("3", "the source is missing, unreadable or of unknown format"),
-    ("4", "the request is impossible: layout, architecture, names"),
+    ("3", "the source is missing, damaged so that it cannot be opened, or no checkpoint"),
+    ("4", "not possible or not supported: layout, architecture, names, a form of the source"),
     ("5", "the destination exists, is full or may not be written"),
     ("70", "a bug in distckpt"),
-    ("141", "the reader of the output left, as head does"),
+    ("141", "broken pipe: the program that reads the output, such as head, has ended"),
     ("129, 130, 143", "hung up, interrupted, terminated, or a rank was lost; the same command continues"),
 ]

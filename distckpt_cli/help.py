@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import itertools
@@ -14,7 +13,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from distckpt_cli.choices import nearest
 from distckpt_cli.commands import COMMANDS, EXAMPLES, OPTIONAL_GLOBS
+from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import EPILOG
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["CONTEXT", "LazyGroup", "PlainCommand"]
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+_SYNONYMS = {"info": "inspect", "list": "ls", "cat": "show", "compare": "diff", "check": "verify", "help": "--help"}
 _ENVIRONMENT = [
     ("DISTCKPT_PROGRESS", "auto, bar, log or off; what --progress says otherwise"),
-    ("DISTCKPT_PLAN_CACHE", "folder where plans are kept for the next iteration; see reshard --plan-cache"),
-    ("DISTCKPT_SCRATCH", "folder where ranks of verify and diff meet; see --scratch"),
+    ("DISTCKPT_SCRATCH", "folder where ranks of verify and diff meet, and results for stores are made; see --scratch"),
+    ("DISTCKPT_RETRY_FOR", "seconds for which a failing request of an object store is made again; see --retry-for"),
     ("DISTCKPT_RANK_TIMEOUT", "seconds after which a silent rank counts as lost; see --rank-timeout"),
     ("DISTCKPT_DEBUG", "1 shows the traceback of an internal error"),
-    ("NO_COLOR, FORCE_COLOR", "never colours; colours even when nobody watches"),
+    ("NO_COLOR, FORCE_COLOR", "never colours; always colours"),
 ]
 
 
@@ -80,6 +82,8 @@ class _Plain:
         self._param, self._kind = param, kind
 
     def coerce(self, value: Any, **rest: Any) -> Any:
+        if self._kind == list[str] and isinstance(value, (list, tuple)):
+            return list(value)
         if self._kind is str or not isinstance(value, str):
             return value
         if self._kind is int and not self._param.type_descriptor.is_ranged and re.fullmatch(r"-?[0-9]{1,18}", value):
@@ -89,7 +93,7 @@ class _Plain:
 
 def _plainly(param: Any) -> Any:
     kind = getattr(getattr(param, "type_descriptor", None), "annotation", None)
-    if kind in (str, int, float, bool):
+    if kind in (str, int, float, bool, list[str]):
         param.get_runtime_param = functools.partial(_Plain, param, kind)
     return param
 
@@ -153,8 +157,9 @@ class LazyGroup(TyperGroup):
         """The command a word means; an unknown word is answered with the nearest one."""
         word = args[0]
         if word not in COMMANDS and not word.startswith("-") and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(word, COMMANDS, n=1)
-            ctx.fail(f"no such command {word!r}" + (f"; did you mean '{near[0]}'?" if near else ""))
+            near = nearest(_SYNONYMS.get(word, word), COMMANDS)
+            hint = f"did you mean {near}? All commands: distckpt --help" if near else "all commands: distckpt --help"
+            raise UsageProblem(f"no such command {word!r}", hint=hint)
         return super().resolve_command(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

@@ -17,9 +17,9 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from converters.engine.ranks import listed
-from converters.engine.relay import AGAIN
 from converters.errors import Interrupted
+from converters.execute.error_json import AGAIN
+from converters.execute.ranks import listed
 from distckpt_cli.console import Console
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.signals import STOPS

@@ -5,26 +5,35 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import re
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters.errors import RequestError
-from converters.facts.identity import is_optimizer, writer_of
-from converters.names import fold, matcher, natural_key
+from converters.megatron.identity import is_optimizer, writer_of
+from converters.names import fold, matcher, natural_key, printable
+from converters.overview.tree import module_tree
 from converters.pickles import describe
-from distckpt_cli.console import format_size
+from converters.words import counted, format_size
+from distckpt_cli.console import UsageProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.catalog import Catalog, FileInfo, ObjectInfo, TensorInfo
-    from converters.facts.identity import SavedLayout
     from converters.formats.base import Reader
+    from converters.megatron.identity import SavedLayout
+    from converters.overview.tree import Module
     from distckpt_cli.console import Console
 
+_WIDE = 70  # a terminal that has room for the bars of a tree
+_BAR = 20
+
 __all__ = [
+    "Selection",
     "chosen_args",
     "chosen_objects",
     "chosen_tensors",
@@ -33,13 +42,46 @@ __all__ = [
     "print_files",
     "print_objects",
     "print_tensors",
+    "print_tree",
     "tensor_document",
+    "tree_document",
 ]
 
 
-def _choose(names: Iterable[str], pattern: str) -> list[str]:
-    """The names that a glob matches; it may hold `{0..31}` as the folded tables print it."""
-    return list(filter(matcher(pattern), names))
+@dataclass(frozen=True)
+class Selection:
+    """How names are matched and rows are sorted.
+
+    Attributes:
+        regex: Patterns are regular expressions, searched in the names; else globs of whole names.
+        ignore_case: Upper and lower case are the same.
+        by_size: The largest rows come first; else the order of the model, weights before optimizer state.
+    """
+
+    regex: bool = False
+    ignore_case: bool = False
+    by_size: bool = False
+
+    def matcher(self, pattern: str) -> Callable[[str], bool]:
+        """Whether a name matches a pattern; a glob may hold `{0..31}` as the folded tables print it.
+
+        Raises:
+            UsageProblem: It is no regular expression.
+        """
+        if self.regex:
+            try:
+                compiled = re.compile(pattern, re.IGNORECASE if self.ignore_case else 0)
+            except re.error as error:
+                raise UsageProblem(f"{pattern!r} is not a regular expression: {error}") from None
+            return lambda name: compiled.search(name) is not None
+        if not self.ignore_case:
+            return matcher(pattern)
+        matches = matcher(pattern.lower())
+        return lambda name: matches(name.lower())
+
+
+_PLAIN = Selection()
+_KINDS = {"weight": 0, "other": 1, "optimizer": 2}
 
 
 def nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
@@ -53,30 +95,40 @@ def nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
         )
     near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.6)
     part = [] if set(pattern) & set("*?[") else [f"*{pattern}*"]
-    count, meant = max(((len(_choose(names, glob)), glob) for glob in near + part), default=(0, ""), key=lambda c: c[0])
+    other_case = [name for name in names if matcher(pattern.lower())(name.lower())]
+    if other_case:
+        return RequestError(
+            f"no {what} matches {pattern!r}", hint=f"-i ignores the case: {counted(len(other_case), what)}"
+        )
+    count, meant = max(
+        ((len(list(filter(matcher(glob), names))), glob) for glob in near + part), default=(0, ""), key=lambda c: c[0]
+    )
     if count:
-        hint = f"did you mean '{meant}'?  ({count:,} {what}{'s' if count > 1 else ''})"
+        hint = f"did you mean '{meant}'?  ({counted(count, what)})"
     else:
-        hint = f"there are {len(names):,} {what}s, for example {', '.join(sorted(folded, key=len)[:3])}"
+        there = "is" if len(names) == 1 else "are"
+        hint = f"there {there} {counted(len(names), what)}, for example {', '.join(sorted(folded, key=len)[:3])}"
     return RequestError(f"no {what} matches {pattern!r}", hint=hint)
 
 
-def chosen_tensors(catalog: Catalog, pattern: str) -> list[TensorInfo]:
-    """Tensors whose canonical name, or whose key in the file, matches a glob.
+def chosen_tensors(catalog: Catalog, pattern: str, selection: Selection = _PLAIN) -> list[TensorInfo]:
+    """Tensors whose canonical name, or whose key in the file, matches a pattern; weights first, optimizer state last.
 
     Raises:
         RequestError: None does.
     """
-    matches = functools.cache(matcher(pattern))  # layers share keys
+    matches = functools.cache(selection.matcher(pattern))  # layers share keys
     chosen = [t for name, t in catalog.tensors.items() if matches(name) or any(map(matches, t.keys))]
     if not chosen:
         raise nothing("tensor", pattern, list(catalog.tensors))
-    return chosen
+    return sorted(chosen, key=lambda t: -t.nbytes if selection.by_size else _KINDS[t.kind])
 
 
-def print_tensors(console: Console, tensors: Sequence[TensorInfo], *, flat: bool) -> None:
+def print_tensors(console: Console, tensors: Sequence[TensorInfo], selection: Selection, *, flat: bool) -> None:
     """A table of tensors, layers and experts folded unless `flat`, and a line of totals."""
     rows = [(t.name, [t]) for t in tensors] if flat else _folded(tensors)
+    if selection.by_size:
+        rows.sort(key=lambda row: -sum(t.nbytes for t in row[1]))
     lines = []
     for name, members in rows:
         counts = sorted({t.chunk_count for t in members})
@@ -84,12 +136,42 @@ def print_tensors(console: Console, tensors: Sequence[TensorInfo], *, flat: bool
         shape = " x ".join(map(str, members[0].shape)) or "scalar"
         lines.append((members[0].dtype.short, shape, shown, format_size(sum(t.nbytes for t in members)), name))
     console.table(["DTYPE", ">SHAPE", ">CHUNKS", ">SIZE", "TENSOR"], lines)
-    hint = "" if len(rows) == len(tensors) else f"  ({len(rows):,} rows; --flat for one row each)"
-    noun = "tensor" if len(tensors) == 1 else "tensors"
-    console.out(f"{len(tensors):,} {noun}, {format_size(sum(t.nbytes for t in tensors))}{hint}")
+    hint = "" if len(rows) == len(tensors) else f"  ({counted(len(rows), 'row')}; --flat for one row each)"
+    console.out(f"{counted(len(tensors), 'tensor')}, {format_size(sum(t.nbytes for t in tensors))}{hint}")
     opaque = [t for t in tensors if t.opaque]
     if opaque:
-        console.note(f"{len(opaque):,} of them hold no single parameter: {opaque[0].opaque}")
+        hold = "holds" if len(opaque) == 1 else "hold"
+        console.note(f"{len(opaque):,} of them {hold} no single parameter: {opaque[0].opaque}")
+
+
+def print_tree(
+    console: Console, tensors: Sequence[TensorInfo], depth: int, selection: Selection, *, flat: bool
+) -> None:
+    """Sizes by module, each with its share of all as a bar."""
+    roots = module_tree(tensors, folded=not flat)
+    if selection.by_size:
+        roots.sort(key=lambda root: -root.nbytes)
+    total = sum(root.nbytes for root in roots) or 1
+    wide = console.width is None or console.width >= _WIDE
+    rows = []
+    for root in roots:
+        for level, module in root.walk(depth, by_size=selection.by_size):
+            share = module.nbytes / total
+            bar = ("#" * round(share * _BAR)).ljust(_BAR) if wide else ""
+            size = (format_size(module.nbytes), f"{share:.0%}", *([bar] if wide else []))
+            rows.append((*size, f"{module.tensors:,}", "  " * level + printable(module.name)))
+    console.table([">SIZE", ">SHARE", *(["".ljust(_BAR)] if wide else []), ">TENSORS", "MODULE"], rows)
+    console.out(f"{counted(len(tensors), 'tensor')}, {format_size(total)}")
+
+
+def tree_document(tensors: Sequence[TensorInfo], *, folded: bool) -> list[dict[str, Any]]:
+    """The tree for programs."""
+
+    def document(module: Module) -> dict[str, Any]:
+        sizes = {"bytes": module.nbytes, "parameters": module.parameters, "tensors": module.tensors}
+        return {"name": module.name, **sizes, "children": [document(child) for child in module.children.values()]}
+
+    return [document(root) for root in module_tree(tensors, folded=folded)]
 
 
 def _folded(tensors: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
@@ -133,17 +215,18 @@ def file_name(reader: Reader, record: int) -> str:
     return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
 
 
-def print_files(console: Console, reader: Reader, layout: SavedLayout) -> None:
+def print_files(console: Console, reader: Reader, layout: SavedLayout, selection: Selection = _PLAIN) -> None:
     """A table of files: which rank and writer wrote each, what it holds, and what is wrong with it."""
     catalog = reader.catalog
     holds = _holdings(reader)
-    placed = layout.place(0) is not None
+    placed = layout.coordinates(0) is not None
     columns = [">RANK", ">WRITER", *([">TP", ">PP", ">DP"] if placed else []), ">RECORDS", ">SIZE", "HOLDS", "FILE"]
     rows = []
-    for info in sorted(catalog.files, key=lambda f: (f.role not in ("data", "unreferenced"), natural_key(f.name))):
+    files = sorted(catalog.files, key=lambda f: (f.role not in ("data", "unreferenced"), natural_key(f.name)))
+    for info in sorted(files, key=lambda f: -(f.size or 0)) if selection.by_size else files:
         writer = writer_of(info.name)
-        place = layout.place(writer[0]) if writer else None
-        at = [str(place.tp), str(place.pp), str(place.dp)] if place else ["-"] * 3
+        coordinates = layout.coordinates(writer[0]) if writer else None
+        at = [str(coordinates.tp), str(coordinates.pp), str(coordinates.dp)] if coordinates else ["-"] * 3
         rows.append(
             [
                 *(map(str, writer) if writer else ("-", "-")),
@@ -155,7 +238,7 @@ def print_files(console: Console, reader: Reader, layout: SavedLayout) -> None:
             ]
         )
     console.table(columns, rows)
-    console.out(f"{len(rows):,} files, {format_size(sum(f.size or 0 for f in catalog.files))}")
+    console.out(f"{counted(len(rows), 'file')}, {format_size(sum(f.size or 0 for f in catalog.files))}")
     if any(writer_of(f.name) for f in catalog.files):
         console.note(
             "__R_W.distcp is file W that global rank R wrote; a rank splits its records among its writers by size"
@@ -194,21 +277,22 @@ def _holdings(reader: Reader) -> dict[str, list[str]]:
     }
 
 
-def chosen_args(catalog: Catalog, pattern: str) -> dict[str, Any]:
+def chosen_args(catalog: Catalog, pattern: str, selection: Selection = _PLAIN) -> dict[str, Any]:
     """Training arguments, or the configuration of a framework that stores one instead, whose names match a glob.
 
     Raises:
         RequestError: There are none, or none matches.
     """
-    given: Mapping[str, Any] = catalog.args or dict(_flat(catalog.config))
-    if not given:
+    arguments: Mapping[str, Any] = catalog.args or dict(_flat(catalog.config))
+    if not arguments:
         raise RequestError(
-            f"this {catalog.flavour} checkpoint stores no training arguments", hint="--json shows what the shapes tell"
+            f"this {catalog.framework} checkpoint stores no training arguments",
+            hint="--json shows what the shapes tell",
         )
-    names = _choose(sorted(given), pattern)
+    names = list(filter(selection.matcher(pattern), sorted(arguments)))
     if not names:
-        raise nothing("argument", pattern, sorted(given))
-    return {name: describe(given[name]) for name in names}
+        raise nothing("argument", pattern, sorted(arguments))
+    return {name: describe(arguments[name]) for name in names}
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -225,13 +309,13 @@ def print_args(console: Console, args: Mapping[str, Any]) -> None:
     console.table(["ARGUMENT", "VALUE"], rows)
 
 
-def chosen_objects(catalog: Catalog, pattern: str) -> list[ObjectInfo]:
+def chosen_objects(catalog: Catalog, pattern: str, selection: Selection = _PLAIN) -> list[ObjectInfo]:
     """Stored objects whose name or key matches a glob.
 
     Raises:
         RequestError: None does, though there are some.
     """
-    matches = functools.cache(matcher(pattern))
+    matches = functools.cache(selection.matcher(pattern))
     chosen = [o for key, o in catalog.objects.items() if matches(o.name) or matches(key)]
     if not chosen and catalog.objects:
         raise nothing("object", pattern, sorted({o.name for o in catalog.objects.values()}))
@@ -258,4 +342,4 @@ def print_objects(console: Console, objects: Sequence[ObjectInfo], *, flat: bool
                 lines.append((text, (f"{len(items):,}", shape, format_size(sum(o.length for o in items)), text)))
         lines.sort(key=lambda line: natural_key(line[0]))
         console.table([">COUNT", ">GRID", ">SIZE", "OBJECT"], [line for _, line in lines])
-    console.out(f"{len(objects):,} objects, {format_size(sum(o.length for o in objects))}")
+    console.out(f"{counted(len(objects), 'object')}, {format_size(sum(o.length for o in objects))}")

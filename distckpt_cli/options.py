@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -14,21 +12,23 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from converters.errors import RequestError
+from converters.io.memory import default_threads
+from converters.remote.patience import RETRY_SECONDS, retry_for
+from distckpt_cli.choices import DEVICES, Words, check_choice, check_device, choice
 from distckpt_cli.console import Console, UsageProblem, parse_size
 
 __all__ = [
     "Ckpt",
+    "FollowLinks",
     "Json",
     "Looking",
     "MaxMemory",
     "Running",
-    "Verbose",
-    "check_choice",
-    "check_device",
-    "given",
-    "known",
+    "Speaking",
+    "options_set",
     "output",
     "panel",
+    "resolve_word",
     "resources",
     "shard_bytes",
     "spread",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_Found = TypeVar("_Found")
+_Value = TypeVar("_Value")
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -51,14 +51,23 @@ Ckpt = Annotated[
     str, typer.Argument(metavar="CKPT", help="A checkpoint: its folder, the training run's folder, or a file inside.")
 ]
 Json = Annotated[bool, output("--json", help="Print one JSON document.")]
-Quiet = Annotated[bool, output("-q", "--quiet", help="No progress, notes or next steps.")]
+FollowLinks = Annotated[
+    bool, typer.Option("--follow-links", help="Read files that are links out of the checkpoint's folder.")
+]
+Quiet = Annotated[bool, output("-q", "--quiet", help="Answer and errors only: no progress, notes or next steps.")]
+Silent = Annotated[bool, output("--silent", help="Errors only; the exit code is the answer.")]
 Verbose = Annotated[int, output("-v", "--verbose", count=True, help="Say more; twice: tracebacks.")]
 ProgressMode = Annotated[
     str,
-    output(metavar="MODE", envvar="DISTCKPT_PROGRESS", help="auto, bar, log (a line every 30 s) or off."),
+    output(
+        metavar="MODE",
+        envvar="DISTCKPT_PROGRESS",
+        help="auto, bar, log (a line every 30 s) or off.",
+        autocompletion=choice("auto", "bar", "log", "off").complete,
+    ),
 ]
 MaxMemory = Annotated[str, resources(metavar="SIZE", help="Buffers of all workers, 64MiB by default.")]
-Threads = Annotated[int | None, resources(metavar="N", help="Workers; by default one for each core.")]
+Threads = Annotated[int | None, resources(metavar="N", help="Workers; by default one for each core, 4 to 8.")]
 RankTimeout = Annotated[
     float,
     resources(
@@ -69,36 +78,61 @@ RankTimeout = Annotated[
     ),
 ]
 
+RetryFor = Annotated[
+    float,
+    resources(
+        metavar="SEC",
+        envvar="DISTCKPT_RETRY_FOR",
+        min=0,
+        help="Object stores: for how long a request that fails is made again.",
+    ),
+]
+
 
 @dataclass(frozen=True)
-class Running:
-    """The options of every command that takes its time."""
+class Speaking:
+    """How much every command says; what is not listed here means the same in all of them."""
 
     as_json: Json = False
     quiet: Quiet = False
+    silent: Silent = False
     verbose: Verbose = 0
-    progress: ProgressMode = "auto"
-    threads: Threads = None
-    rank_timeout: RankTimeout = 60.0
+    retry_for: RetryFor = RETRY_SECONDS
 
     def __post_init__(self) -> None:
-        from distckpt_cli.progress import choose_mode
-
-        choose_mode(self.progress)
+        retry_for(self.retry_for)
+        if self.silent and self.as_json:
+            raise UsageProblem("--silent prints nothing, --json a document", hint="choose one")
 
     @property
     def console(self) -> Console:
         """Where the answer goes."""
-        return Console(json_asked=self.as_json, quiet=self.quiet, verbose=self.verbose)
+        return Console(json_asked=self.as_json, quiet=self.quiet, silent=self.silent, verbose=self.verbose)
+
+
+@dataclass(frozen=True)
+class Running(Speaking):
+    """The options of every command that takes its time."""
+
+    progress: ProgressMode = "auto"
+    threads: Threads = None
+    rank_timeout: RankTimeout = 60.0
+    follow_links: FollowLinks = False
+
+    def __post_init__(self) -> None:
+        from distckpt_cli.progress import choose_mode
+
+        super().__post_init__()
+        choose_mode(self.progress)
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
         """What the library takes while it works: who listens, what stops it, and the ranks that were started together."""
-        from converters.engine.ranks import Ranks
+        from converters.execute.ranks import Ranks
         from distckpt_cli.progress import Progress, choose_mode
         from distckpt_cli.signals import stop_on_signals
 
-        with stop_on_signals() as stop, Progress(console, choose_mode(self.progress, quiet=self.quiet)) as listener:
+        with stop_on_signals() as stop, Progress(console, choose_mode(self.progress, quiet=console.quiet)) as listener:
             yield {"listener": listener, "stop": stop, "ranks": Ranks.from_environment(timeout=self.rank_timeout)}
 
 
@@ -120,8 +154,9 @@ class Looking(Running):
         resources(
             metavar="WHERE",
             help="Where values are looked at: cpu, cuda, cuda:N or auto (a GPU, if there is one and it pays).",
+            autocompletion=DEVICES.complete,
         ),
-    ] = "auto"
+    ] = "cpu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,10 +165,10 @@ class Looking(Running):
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
         """See `Running`; and where the ranks meet."""
-        from converters.engine.crew import scratch_folder
+        from converters.execute.work_sharing import scratch_folder
 
-        with super().watched(console) as given:
-            yield {**given, "scratch": scratch_folder(self.scratch)}
+        with super().watched(console) as run_options:
+            yield {**run_options, "scratch": scratch_folder(self.scratch)}
 
 
 def spread(command: _Command) -> _Command:
@@ -156,9 +191,22 @@ def spread(command: _Command) -> _Command:
         ]
 
     @functools.wraps(command)
-    def run(**given: Any) -> Any:
-        made = {name: kind(**{f.name: given.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-        return command(**given, **made)
+    def run(**values: Any) -> Any:
+        for parameter in parameters:
+            option = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
+            words = getattr(getattr(option, "autocompletion", None), "__self__", None)
+            if (
+                option is not None
+                and isinstance(words, Words)
+                and words.strict
+                and isinstance(values[parameter.name], str)
+            ):
+                # Typer has the first name of an option in `Annotated` where its default was, before 0.9
+                names = [option.default, *(option.param_decls or ()), f"--{parameter.name.replace('_', '-')}"]
+                name = next(name for name in names if isinstance(name, str) and name.startswith("--"))
+                check_choice(name, values[parameter.name], words.words())
+        options = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        return command(**values, **options)
 
     run.__signature__ = inspect.Signature(parameters, return_annotation=hints.get("return"))  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -169,28 +217,7 @@ def _default(field: Field[Any]) -> Any:
     return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
-def check_choice(option: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is none of the choices; None is an option that was not given.
-
-    Raises:
-        UsageProblem: It is not.
-    """
-    if value is not None and value not in choices:
-        listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
-        raise UsageProblem(f"{option} {value!r} is not a choice", hint=f"choose {listed}")
-
-
-def check_device(device: str) -> None:
-    """Refuses what no machine has.
-
-    Raises:
-        UsageProblem: It is no name of a device.
-    """
-    if not re.fullmatch("auto|cpu|cuda(:[0-9]+)?", device):
-        raise UsageProblem(f"--device {device!r} is not a choice", hint="choose auto, cpu, cuda or cuda:N")
-
-
-def known(find: Callable[[str], _Found], word: str | None) -> _Found | None:
+def resolve_word(find: Callable[[str], _Value], word: str | None) -> _Value | None:
     """What the library calls something that is chosen by a word; None for an option that was not given.
 
     Raises:
@@ -214,17 +241,17 @@ def shard_bytes(text: str) -> int:
     return size
 
 
-def workers(threads: int | None, most: int) -> int:
-    """What `--threads` means: by default one for each core, at least 2, at most `most`.
+def workers(threads: int | None) -> int:
+    """What `--threads` means: by default one for each core, 4 to 8.
 
     Raises:
         UsageProblem: Less than one.
     """
     if threads is not None and threads < 1:
         raise UsageProblem(f"--threads {threads} is not a number of workers", hint="give 1 or more")
-    return threads or min(most, max(2, os.cpu_count() or 2))
+    return threads or default_threads()
 
 
-def given(group: Any) -> dict[str, Any]:
+def options_set(group: Any) -> dict[str, Any]:
     """The options of a group that differ from their defaults."""
     return {f.name: value for f in fields(group) if (value := getattr(group, f.name)) != f.default}

@@ -14,16 +14,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.engine.ranks import Ranks
 from converters.events import FileDone, Moved, Note, Phase, PlanReady, Resumed
+from converters.execute.ranks import Ranks
 from converters.names import printable
-from distckpt_cli.console import Console, UsageProblem, format_size
+from converters.words import format_size
+from distckpt_cli.choices import check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
     from converters.events import Event
+    from distckpt_cli.console import Console
 
 __all__ = ["MODES", "Progress", "choose_mode", "format_time"]
 
@@ -32,18 +34,17 @@ _WINDOW = 30.0  # seconds over which the rate is averaged
 _REFRESH = 4  # times a second
 
 
-def choose_mode(asked: str, *, quiet: bool = False) -> str:
+def choose_mode(mode: str, *, quiet: bool = False) -> str:
     """The renderer for `--progress`: "bar", "log" or "off". Of several ranks only rank 0 shows anything.
 
     Raises:
         UsageProblem: No such mode.
     """
-    if asked not in MODES:
-        raise UsageProblem(f"--progress {asked!r} is not a mode", hint=f"choose one of {', '.join(MODES)}")
+    check_choice("--progress", mode, MODES)
     if quiet or Ranks.from_environment().rank:
         return "off"
-    if asked != "auto":
-        return asked
+    if mode != "auto":
+        return mode
     return "bar" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "log"
 
 

@@ -15,8 +15,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from converters.engine.ranks import Ranks
 from converters.events import StopFlag
+from converters.execute.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,7 @@ def raise_on_signals() -> Iterator[None]:
     since: float | None = None
     usual: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
     in_main = threading.current_thread() is threading.main_thread()
-    taken = [number for number, handler in usual.items() if in_main and signal.getsignal(number) == handler]
+    replaced = [number for number, handler in usual.items() if in_main and signal.getsignal(number) == handler]
 
     def on_signal(signum: int, frame: FrameType | None) -> None:
         nonlocal since
@@ -58,12 +58,12 @@ def raise_on_signals() -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)  # the second one ends it at once
 
-    for number in taken:
+    for number in replaced:
         signal.signal(number, on_signal)
     try:
         yield
     finally:
-        for number in taken:
+        for number in replaced:
             signal.signal(number, usual[number])
 
 

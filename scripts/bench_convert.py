@@ -32,7 +32,6 @@ SPELT = {"torch.bfloat16": "bfloat16", "torch.float32": "<f4", "torch.int64": "<
 
 def convert(source, target, to, tp):
     words = ["--tp", str(tp)] if to in LAYOUT else []
-    words += ["--no-plan-cache"] if to == "torch_dist" else []
     return [sys.executable, "-m", "distckpt_cli", "convert", str(source), str(target), "--to", to, "-q", *words]
 
 
@@ -125,7 +124,7 @@ def row(pair, results, size, same):
 
 
 def main():
-    from converters.targets.convert import WRITERS
+    from converters.write.convert import WRITERS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="a torch_dist checkpoint")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""How long it takes to plan a reshard, and how long when the plan is kept: CPU seconds, for three sizes.
+"""How long it takes to plan a reshard: CPU seconds, for three sizes.
 
     python scripts/bench_plan.py [--repeat N] [RECORDS ...]
 
-A mixture-of-experts model with its optimizer, as the metadata of a checkpoint without data; the second run plans for the
-next iteration. Opening the checkpoint is not part of it, everything else is: tasks, looking for the plan, keeping it.
+A mixture-of-experts model with its optimizer, as the metadata of a checkpoint without data. Opening the checkpoint is not
+part of it, everything else is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from converters.archive.records_out import object_record
 from converters.formats.dcp.stored import DcpMetadata, StoredTensor
 from converters.formats.torch_dist.reader import TorchDistReader
-from converters.parallel.layout import Layout
+from converters.megatron.layout import Layout
 from converters.pickles import Global, Obj
-from converters.targets.plan_cache import PlanCache, code_digest
-from converters.targets.reshard import ReshardOptions, ReshardPlan, plan_reshard
+from converters.torchzip.records_out import object_record
+from converters.write.reshard import ReshardOptions, ReshardPlan, plan_reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -76,6 +75,17 @@ def synthetic(folder: Path, layers: int, iteration: int, args: Mapping[str, obje
     known = {**args, "num_layers": layers, "iteration": iteration, "consumed_train_samples": 32 * iteration}
     content = {"distrib_optim_sharding_type": "fully_reshardable"}
     tree = {"args": Obj(Global("argparse", "Namespace"), (), state=dict(known)), "iteration": iteration}
+    options = {
+        "lr": 1e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "step": iteration,
+    }
+    groups = [{**options, "wd_mult": 1.0, "is_expert_parallel": expert} for expert in (False, True)]
+    groups.append({**options, "wd_mult": 0.0, "is_expert_parallel": False})
+    tree["optimizer"] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
     (folder / "common.pt").write_bytes(object_record({**tree, "content_metadata": content}))
     tensors: dict[str, StoredTensor] = {}
     lead, experts = (layers, EXPERTS), "decoder.layers.mlp.experts.experts"
@@ -84,6 +94,9 @@ def synthetic(folder: Path, layers: int, iteration: int, args: Mapping[str, obje
         for t in (
             stored(f"{state}{experts}.linear_fc1.weight", kind, lead, (2 * INNER, HIDDEN), (4, 1)),
             stored(f"{state}{experts}.linear_fc2.weight", kind, lead, (HIDDEN, INNER), (1, 4)),
+            stored(f"{state}decoder.layers.mlp.router.weight", kind, (layers,), (EXPERTS, HIDDEN), (1, 1)),
+            stored(f"{state}decoder.layers.pre_mlp_layernorm.weight", kind, (layers,), (HIDDEN,), (1,)),
+            stored(f"{state}decoder.final_layernorm.weight", kind, (), (HIDDEN,), (1,)),
             stored(f"{state}embedding.word_embeddings.weight", kind, (), (VOCAB, HIDDEN), (4, 1)),
         ):
             tensors[t.key] = t
@@ -97,33 +110,14 @@ def synthetic(folder: Path, layers: int, iteration: int, args: Mapping[str, obje
     return TorchDistReader(folder, metadata, f"{iteration}")
 
 
-def planned(reader: TorchDistReader, cache: PlanCache | None, **options: object) -> tuple[ReshardPlan, float]:
+def planned(reader: TorchDistReader, **options: object) -> tuple[ReshardPlan, float]:
     """A plan with its tasks, and the CPU seconds it took."""
     stages = 4 if reader.catalog.args["num_layers"] % 4 == 0 else 1
     layout, wanted = Layout(tp=8, pp=stages), ReshardOptions(threads=2, **options)  # type: ignore[arg-type]
-    code_digest.cache_clear()  # a new process reads the library once
     begin = time.process_time()
-    plan = plan_reshard(reader, reader.catalog.path.parent.parent / "out", layout, wanted, cache=cache)
+    plan = plan_reshard(reader, reader.catalog.path.parent.parent / "out", layout, wanted)
     assert len(plan.job.tasks)
     return plan, time.process_time() - begin
-
-
-def measure(layers: int, repeat: int) -> tuple[int, float, float, float, int]:
-    """Records written; CPU seconds without a cache, with an empty one, with a kept plan; bytes of the kept plan."""
-    plain, first, second = [], [], []
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        for number in range(repeat):
-            cache = PlanCache.default(root / f"plans{number}")
-            assert cache is not None
-            base = root / f"job{number}" / "ckpt"
-            plain.append(planned(synthetic(base, layers, 1), None)[1])
-            first.append(planned(synthetic(base, layers, 2), cache)[1])
-            plan, seconds = planned(synthetic(base, layers, 3), cache)
-            second.append(seconds)
-            assert plan.job.known_tasks is not None, cache.said
-        size = sum(path.stat().st_size for path in cache.folder.iterdir())
-    return plan.output.columns.records, *(statistics.median(s) for s in (plain, first, second)), size
 
 
 def main() -> None:
@@ -131,13 +125,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="*", type=int, default=[20_000, 200_000, 1_000_000])
     parser.add_argument("--repeat", type=int, default=5)
-    asked = parser.parse_args()
-    print("   RECORDS  NO CACHE     FIRST    SECOND  SECOND/NO CACHE   KEPT")
-    for records in asked.records:
+    options = parser.parse_args()
+    print("   RECORDS   CPU TIME")
+    for records in options.records:
         layers = math.ceil(records / 24_600)
-        written, plain, first, second, size = measure(layers if layers < 4 else -(-layers // 4) * 4, asked.repeat)
-        row = f"{written:>10,} {plain:>8.3f}s {first:>8.3f}s {second:>8.4f}s {second / plain:>15.1%}"
-        print(f"{row}  {size / 2**20:>5.1f} MiB", flush=True)
+        layers = layers if layers < 4 else -(-layers // 4) * 4
+        seconds = []
+        for number in range(options.repeat):
+            with tempfile.TemporaryDirectory() as name:
+                plan, duration = planned(synthetic(Path(name) / "ckpt", layers, number))
+                seconds.append(duration)
+        print(f"{plan.output.columns.records:>10,} {statistics.median(seconds):>9.3f}s", flush=True)
 
 
 if __name__ == "__main__":

@@ -67,6 +67,12 @@ GOLDENS = {
     "v009_zarr_llama_adam_tp2pp2": ("llama", "llama"),
     "v009_zarr_llama_distopt_tp2pp2dp2": ("llama", "llama"),
     "nemo1_zarr_llama4_weights_tp2pp2": ("llama4", "llama"),
+    "pao14_fsm_dp2": ("pao", "llama"),
+    "pao16_dpr_tp2dp2": ("pao", "llama"),
+    "pao16_full_tp2dp2": ("pao", "llama"),
+    "paoM_dpr_dp2": ("pao", "llama"),
+    "dropM_dpr_tp2dp2": ("drop", "llama"),
+    "lionM_dpr_tp2dp2": ("lion", "llama"),
 }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import io
 import os
 import pty
 import struct
@@ -15,6 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from distckpt_cli.app import main
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -31,6 +35,14 @@ def environment(**more: str) -> dict[str, str]:
     hidden = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "RANK", "PYTHONPATH")
     kept = {k: v for k, v in os.environ.items() if k not in hidden and not k.startswith("DISTCKPT_")}
     return kept | {"PYTHONPATH": str(ROOT)} | more
+
+
+def here(*args: str | Path) -> Ran:
+    """Runs `distckpt ARGS` in this process, which has imported everything already."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in args])
+    return Ran(code, out.getvalue(), err.getvalue())
 
 
 def child(*args: str, cwd: Path = HERE / "golden", **env: str) -> Ran:

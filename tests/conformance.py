@@ -30,8 +30,9 @@ from support import GOLDEN, read_tensor
 from converters.box import Box
 from converters.errors import FormatError, IntegrityError
 from converters.formats import open_checkpoint
+from converters.io.gather import Gatherer
+from converters.io.sources import Sources
 from converters.optimizer.state import optimizer_state
-from converters.reading.gather import Gatherer, Sources
 from distckpt_cli.app import main
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Conformance:
         reader = open_checkpoint(GOLDEN / case.golden)
         assert reader.name == reader.catalog.format == self.FORMAT
         assert not reader.catalog.problems
-        assert reader.catalog.flavour
+        assert reader.catalog.framework
 
     def test_every_tensor_is_the_truth(self, case):
         reader, wanted = open_checkpoint(GOLDEN / case.golden), case.wanted()

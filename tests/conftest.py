@@ -1,5 +1,6 @@
 """What every test shares: `tests/` on the import path, `--all`, and the fixtures that run the real megatron-core."""
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes import the same sources
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; Ctrl-C is tested all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -15,17 +17,16 @@ from oracle.fixtures import megatron_checkpoint, megatron_load
 __all__ = ["megatron_checkpoint", "megatron_load"]
 
 
-@pytest.fixture(autouse=True, scope="session")
-def own_cache(tmp_path_factory):
-    """Plans that tests make are not kept in the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("DISTCKPT_PLAN_CACHE", raising=False)
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def has_gpu():
     return any(Path("/dev").glob("nvidia[0-9]*"))  # asking torch would import it for every run
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Neighbours stay with one worker, so that the fixture of a module is made once; who is idle takes from the end."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_addoption(parser):

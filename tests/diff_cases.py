@@ -48,7 +48,8 @@ def values(side: Side, name: str) -> np.ndarray:
     """A whole tensor as fp64."""
     from converters.box import Box
     from converters.comparison.values import widened
-    from converters.reading.gather import Gatherer, Sources
+    from converters.io.gather import Gatherer
+    from converters.io.sources import Sources
 
     gatherer = Gatherer(Sources(side.reader, side.tensors))
     info = side.tensors[name]

@@ -16,12 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from converters.dtypes import from_option
-from converters.engine import run as engine
-from converters.engine.worker import Worker
 from converters.errors import DistckptError, Interrupted
 from converters.events import Moved, PlanReady, StopFlag
+from converters.execute import run as engine
+from converters.execute.worker import Worker
 from converters.formats import open_checkpoint
-from converters.targets.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export, run_export
 
 
 def anonymous():

@@ -28,6 +28,8 @@ def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[
     heads, groups = SHAPES.get(config, (4, 2))
     if family == "gpt2":
         return _gpt2(t, layers, heads)
+    if family in ("nemotron_h", "bamba"):
+        return _hybrid(t, layers, family, heads, groups)
     if family == "gpt_neox":
         return _gpt_neox(t, layers)
     out = {"model.embed_tokens.weight": t["embedding.word_embeddings.weight"]}
@@ -55,6 +57,15 @@ def split_qkv(x: np.ndarray, heads: int, groups: int) -> tuple[np.ndarray, np.nd
     return grouped[:, :-2].reshape(rest), grouped[:, -2].reshape(rest), grouped[:, -1].reshape(rest)
 
 
+def split_gated(x: np.ndarray, heads: int, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q with the gate of each head behind it, k and v: within each group its queries, their gates, a key, a value."""
+    ratio = heads // groups
+    grouped = x.reshape(groups, 2 * ratio + 2, -1, *x.shape[1:])
+    rest = (-1, *x.shape[1:])
+    pairs = np.stack([grouped[:, :ratio], grouped[:, ratio : 2 * ratio]], 2)
+    return pairs.reshape(rest), grouped[:, -2].reshape(rest), grouped[:, -1].reshape(rest)
+
+
 def halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """gate and up."""
     return x[: len(x) // 2], x[len(x) // 2 :]
@@ -62,7 +73,9 @@ def halves(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _layer(out, t, p, q, family, heads, groups):
     a = p + "self_attention."
-    if family.startswith("deepseek"):
+    if a + "A_log" in t:
+        _delta_net(out, t, a, q, family)
+    elif family.startswith("deepseek") or family == "glm4_moe_lite":
         out[q + "input_layernorm.weight"] = t[p + "input_layernorm.weight"]
         if a + "linear_q_down_proj.weight" in t:
             out[q + "self_attn.q_a_proj.weight"] = t[a + "linear_q_down_proj.weight"]
@@ -79,13 +92,19 @@ def _layer(out, t, p, q, family, heads, groups):
             out[q + "input_layernorm.bias"] = t[a + "linear_qkv.layer_norm_bias"]
         for leaf in ("weight", "bias"):
             if a + f"linear_qkv.{leaf}" in t:
-                parts = split_qkv(t[a + f"linear_qkv.{leaf}"], heads, groups)
+                fused = t[a + f"linear_qkv.{leaf}"]
+                gated = family.startswith(("qwen3_next", "qwen3_5"))
+                parts = (split_gated if gated else split_qkv)(fused, heads, groups)
+                if family == "phi3":
+                    out[q + f"self_attn.qkv_proj.{leaf}"] = np.concatenate(parts)
+                    continue
                 for letter, part in zip("qkv", parts, strict=True):
                     out[q + f"self_attn.{letter}_proj.{leaf}"] = part
         for letter in "qk":
             if a + f"{letter}_layernorm.weight" in t:
                 out[q + f"self_attn.{letter}_norm.weight"] = t[a + f"{letter}_layernorm.weight"]
-    out[q + "self_attn.o_proj.weight"] = t[a + "linear_proj.weight"]
+    if a + "linear_proj.weight" in t:
+        out[q + "self_attn.o_proj.weight"] = t[a + "linear_proj.weight"]
     if a + "linear_proj.bias" in t:
         out[q + "self_attn.o_proj.bias"] = t[a + "linear_proj.bias"]
     m = p + "mlp."
@@ -101,13 +120,23 @@ def _layer(out, t, p, q, family, heads, groups):
             to = q + f"block_sparse_moe.experts.{e}."
             out[to + "w1.weight"], out[to + "w3.weight"] = halves(t[m + f"experts.{e}.linear_fc1.weight"])
             out[to + "w2.weight"] = t[m + f"experts.{e}.linear_fc2.weight"]
-    elif family == "granitemoeshared":
+    elif family == "gpt_oss":
+        out[q + "self_attn.sinks"] = t[a + "core_attention.softmax_offset"]
+        to, count = q + "mlp.experts.", len(t[m + "router.weight"])
+        out |= {q + f"mlp.router.{leaf}": t[m + f"router.{leaf}"] for leaf in ("weight", "bias")}
+        for leaf, suffix in (("weight", ""), ("bias", "_bias")):
+            first, second = ([t[m + f"experts.{e}.linear_fc{n}.{leaf}"] for e in range(count)] for n in (1, 2))
+            in_turn = [np.stack(halves(x), 1).reshape(x.shape) for x in first]
+            out[to + f"gate_up_proj{suffix}"] = np.stack([x.T for x in in_turn])
+            out[to + f"down_proj{suffix}"] = np.stack([x.T for x in second])
+    elif family in ("granitemoe", "granitemoeshared"):
         to, count = q + "block_sparse_moe.", len(t[m + "router.weight"])
         out[to + "router.layer.weight"] = t[m + "router.weight"]
         out[to + "input_linear.weight"] = np.stack([t[m + f"experts.{e}.linear_fc1.weight"] for e in range(count)])
         out[to + "output_linear.weight"] = np.stack([t[m + f"experts.{e}.linear_fc2.weight"] for e in range(count)])
-        out[q + "shared_mlp.input_linear.weight"] = t[m + "shared_experts.linear_fc1.weight"]
-        out[q + "shared_mlp.output_linear.weight"] = t[m + "shared_experts.linear_fc2.weight"]
+        if family == "granitemoeshared":
+            out[q + "shared_mlp.input_linear.weight"] = t[m + "shared_experts.linear_fc1.weight"]
+            out[q + "shared_mlp.output_linear.weight"] = t[m + "shared_experts.linear_fc2.weight"]
     else:
         out[q + "mlp.gate.weight"] = t[m + "router.weight"]
         if m + "router.expert_bias" in t:
@@ -115,10 +144,35 @@ def _layer(out, t, p, q, family, heads, groups):
         for e in range(len(t[m + "router.weight"])):
             _gated(out, t, m + f"experts.{e}.", q + f"mlp.experts.{e}.")
         if m + "shared_experts.linear_fc1.weight" in t:
-            name = "shared_expert" if family == "qwen2_moe" else "shared_experts"
+            name = "shared_expert" if family.startswith("qwen") else "shared_experts"
             _gated(out, t, m + "shared_experts.", q + f"mlp.{name}.")
         if m + "shared_experts.gate_weight" in t:
             out[q + "mlp.shared_expert_gate.weight"] = t[m + "shared_experts.gate_weight"]
+
+
+def _delta_net(out, t, a, q, family):
+    parts = {n: t[a + f"in_proj.weight.{n}"] for n in ("query", "key", "value", "z", "beta", "alpha")}
+    to = q + "linear_attn."
+    out[q + "input_layernorm.weight"] = t[a + "in_proj.layer_norm_weight"]
+    if family == "qwen3_next":
+        by_head = {n: x.reshape(2, -1, x.shape[1]) for n, x in parts.items()}  # two key heads
+        for name, inside in (("qkvz", ("query", "key", "value", "z")), ("ba", ("beta", "alpha"))):
+            whole = np.concatenate([by_head[n] for n in inside], 1)
+            out[to + f"in_proj_{name}.weight"] = whole.reshape(-1, whole.shape[2])
+    else:
+        out[to + "in_proj_qkv.weight"] = np.concatenate([parts[n] for n in ("query", "key", "value")])
+        for letter, n in (("z", "z"), ("b", "beta"), ("a", "alpha")):
+            out[to + f"in_proj_{letter}.weight"] = parts[n]
+    out[to + "conv1d.weight"] = np.concatenate([t[a + f"conv1d.weight.{n}"] for n in ("query", "key", "value")])
+    out |= {to + n: t[a + n] for n in ("A_log", "dt_bias", "out_proj.weight")}
+    out[to + "norm.weight"] = plus_one(t[a + "out_norm.weight"])
+
+
+def plus_one(x):
+    """bf16 as uint16, one added: exact for what is tried here."""
+    import torch
+
+    return (torch.from_numpy(x.copy()).view(torch.bfloat16) + 1).view(torch.uint16).numpy()
 
 
 def _gated(out, t, m, to):
@@ -127,10 +181,16 @@ def _gated(out, t, m, to):
 
 
 def _dense(out, t, m, to, family):
-    if family not in ("starcoder2", "nemotron"):
+    names = {
+        "starcoder2": ("c_fc", "c_proj"),
+        "phi3": ("gate_up_proj", "down_proj"),
+        "glm": ("gate_up_proj", "down_proj"),
+    }
+    names |= {"nemotron": ("up_proj", "down_proj"), "arcee": ("up_proj", "down_proj")}
+    if family not in names:
         _gated(out, t, m, to)
         return
-    first, second = {"starcoder2": ("c_fc", "c_proj"), "nemotron": ("up_proj", "down_proj")}[family]
+    first, second = names[family]
     for leaf in ("weight", "bias"):
         if m + f"linear_fc1.{leaf}" in t:
             out[to + f"{first}.{leaf}"] = t[m + f"linear_fc1.{leaf}"]
@@ -157,6 +217,52 @@ def _gpt2(t, layers, heads):
     if "output_layer.weight" in t:
         out["lm_head.weight"] = t["output_layer.weight"]
     return out
+
+
+def _hybrid(t, layers, family, heads, groups):
+    """A stack of single layers; Bamba's MLPs belong to the layer before."""
+    bamba = family == "bamba"
+    prefix = "model." if bamba else "backbone."
+    out = {f"{prefix}{'embed_tokens' if bamba else 'embeddings'}.weight": t["embedding.word_embeddings.weight"]}
+    out[f"{prefix}{'final_layernorm' if bamba else 'norm_f'}.weight"] = t["decoder.final_norm.weight"]
+    out["lm_head.weight"] = t["output_layer.weight"]
+    for i in range(layers):
+        p, q = f"decoder.layers.{i}.", f"{prefix}layers.{i // 2 if bamba else i}."
+        first = q + ("input_layernorm.weight" if bamba else "norm.weight")
+        if p + "mixer.A_log" in t:
+            m, to = p + "mixer.", q + ("mamba." if bamba else "mixer.")
+            out[first] = t[m + "in_proj.layer_norm_weight"]
+            out[to + "in_proj.weight"] = np.concatenate(
+                [t[m + f"in_proj.weight.{n}"] for n in ("z", "x", "B", "C", "dt")]
+            )
+            for leaf in ("weight", "bias"):
+                out[to + f"conv1d.{leaf}"] = np.concatenate([t[m + f"conv1d.{leaf}.{n}"] for n in "xBC"])
+            out |= {to + n: t[m + n] for n in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")}
+        elif p + "self_attention.linear_proj.weight" in t:
+            a, to = p + "self_attention.", q + ("self_attn." if bamba else "mixer.")
+            out[first] = t[a + "linear_qkv.layer_norm_weight"]
+            parts = split_qkv(t[a + "linear_qkv.weight"], heads, groups)
+            out |= {to + f"{letter}_proj.weight": part for letter, part in zip("qkv", parts, strict=True)}
+            out[to + "o_proj.weight"] = t[a + "linear_proj.weight"]
+        elif bamba:
+            out[q + "pre_ff_layernorm.weight"] = t[p + "mlp.linear_fc1.layer_norm_weight"]
+            _gated(out, t, p + "mlp.", q + "feed_forward.")
+        elif p + "mlp.router.weight" not in t:
+            out[first] = t[p + "mlp.linear_fc1.layer_norm_weight"]
+            _plain(out, t, p + "mlp.", q + "mixer.")
+        else:
+            out[first] = t[p + "pre_mlp_layernorm.weight"]
+            out[q + "mixer.gate.weight"] = t[p + "mlp.router.weight"]
+            out[q + "mixer.gate.e_score_correction_bias"] = t[p + "mlp.router.expert_bias"]
+            out |= {q + f"mixer.fc{n}_latent_proj.weight": t[p + f"mlp.fc{n}_latent_proj.weight"] for n in (1, 2)}
+            for e in range(len(t[p + "mlp.router.weight"])):
+                _plain(out, t, p + f"mlp.experts.{e}.", q + f"mixer.experts.{e}.")
+            _plain(out, t, p + "mlp.shared_experts.", q + "mixer.shared_experts.")
+    return out
+
+
+def _plain(out, t, m, to):
+    out[to + "up_proj.weight"], out[to + "down_proj.weight"] = t[m + "linear_fc1.weight"], t[m + "linear_fc2.weight"]
 
 
 def _gpt_neox(t, layers):

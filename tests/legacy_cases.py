@@ -115,7 +115,7 @@ def weights(config: str) -> dict[str, np.ndarray]:
 
 def in_order(names: list[str]) -> list[str]:
     """Names as Megatron-Core registers them, with the local layer spec or TransformerEngine's."""
-    from converters.registration import Order
+    from converters.param_order import Order
 
     return sorted(names, key=Order().position)
 

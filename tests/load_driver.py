@@ -4,9 +4,9 @@
 
 A case is a dictionary: `path`, `layout` and `options` of the load; `existing`: the caller has made a process group; `worth`:
 from how many shared bytes an exchange is considered; `rates`: of reading and exchanging, in place of measured ones; `break`:
-`{"rank": R, "how": "raise" | "exit" | "refuse" | "leave"}`; `staged`: through a simulated device, that is `"shared"` by the
-ranks or their `"own"`; `ranks`: what is different in the case of some, by rank. An answer has `report` and `digest` of all
-tensors, or `error`.
+`{"rank": R, "how": H}`, H one of "raise", "exit", "refuse", "leave", "begin" (leaves before the first tensor), "scatter",
+"allocate"; `staged`: through a simulated device, that is `"shared"` by the ranks or their `"own"`; `ranks`: what differs
+in the case of some, by rank. An answer has `report` and `digest` of all tensors, or `error`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import json
 import os
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
@@ -28,9 +29,9 @@ from simulated import Simulated
 
 from converters import Layout, load
 from converters.errors import DistckptError, RequestError
+from converters.io.gather import Gatherer
 from converters.loading import exchange
 from converters.loading.job_ranks import JobRanks
-from converters.reading.gather import Gatherer
 
 RANK = int(os.environ["RANK"])
 
@@ -62,6 +63,18 @@ def broken(how):
             raise RequestError("this rank does not want to", hint="ask it again")
 
         return mock.patch("converters.loading.loader.find_device", refuse)
+    if how == "scatter":  # what was exchanged goes to its tensors
+
+        def land(*_):
+            raise ZeroDivisionError("the disk is on fire")
+
+        return mock.patch("converters.loading.moving._land", land)
+    if how == "allocate":  # the exchange's buffers
+
+        def memory_for(*_, **__):
+            raise RequestError("cpu is out of memory")
+
+        return mock.patch("converters.loading.exchange.memory_for", memory_for)
     return mock.patch.object(Gatherer, "gather", gather)
 
 
@@ -69,7 +82,7 @@ def take(case):
     """The state of a case; may raise."""
     fault = case.get("break", {})
     with ExitStack() as stack:
-        if fault.get("rank") == RANK and fault["how"] != "leave":
+        if fault.get("rank") == RANK and fault["how"] not in ("leave", "begin"):
             stack.enter_context(broken(fault["how"]))
         if "worth" in case:
             stack.enter_context(mock.patch.object(exchange, "_WORTH", case["worth"]))
@@ -90,6 +103,9 @@ def take(case):
         if not case.get("options", {}).get("stream"):
             return dict(found), found.report
         state = {}
+        if fault.get("rank") == RANK and fault.get("how") == "begin":
+            found.close()
+            return {}, found.report
         for name, tensor in found:
             state[name] = tensor
             if fault.get("rank") == RANK and fault.get("how") == "leave" and len(state) == 3:
@@ -105,12 +121,14 @@ def main(cases, answers):
         case |= case.get("ranks", {}).get(str(RANK), {})
         if case.get("existing"):
             dist.init_process_group("gloo")
+        begin = time.monotonic()
         try:
             state, report = take(case)
             answer = {"digest": digest(state), "count": len(state), "report": dataclasses.asdict(report)}
         except Exception as error:
             answer = {"error": str(error), "kind": type(error).__name__, "hint": getattr(error, "hint", None)}
             answer["ours"] = isinstance(error, DistckptError)
+        answer["seconds"] = time.monotonic() - begin
         answer["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("load-")]
         answer["group"] = dist.is_initialized()
         if case.get("existing"):  # it is as good as before

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from converters.catalog import Catalog, StoredArray, TensorInfo
 from converters.catalog import Part as CatalogPart
 from converters.dtypes import dtype
-from converters.facts.model_args import ModelArgs
+from converters.megatron.model_args import ModelArgs
 from converters.planning.plan import Op, reversed_copy
 
 GOLDEN = Path(__file__).parent / "golden"

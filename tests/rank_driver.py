@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from converters.engine import run as engine
-from converters.engine.ranks import Ranks
-from converters.engine.worker import Worker
+from converters.execute import run as engine
+from converters.execute.ranks import Ranks
+from converters.execute.worker import Worker
 from distckpt_cli.app import main
 
 RANK = Ranks.from_environment().rank

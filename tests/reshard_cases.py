@@ -12,14 +12,14 @@ from checkpoints import GOLDENS, golden, truth
 
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.parallel.layout import Layout
+from converters.megatron.layout import Layout
 from converters.pickles import fields
-from converters.targets.reshard import ReshardOptions, ReshardPlan, plan_reshard, run_reshard
+from converters.write.reshard import ReshardOptions, ReshardPlan, plan_reshard, run_reshard
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.engine.run import Stats
+    from converters.execute.run import Stats
 
 TRAINED = [name for name in GOLDENS if "weights" not in name]
 STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -52,7 +52,7 @@ def by_parameter(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Arrays by the parameter's own name: layers and experts that share an array apart. `STATE/NAME` or `model/NAME`."""
     out: dict[str, np.ndarray] = {}
     for key, array in arrays.items():
-        found = re.fullmatch(r"(?:optimizer\.state\.(\w+?)\.)?(?:module\.|model\.)?(.*)", key)
+        found = re.fullmatch(r"(?:chained_\d+\.)?(?:optimizer\.state\.(\w+?)\.)?(?:module\.|model\.)?(.*)", key)
         assert found is not None
         kind, name = found[1] or "model", found[2]
         kind = {"fp32_param": "param"}.get(kind, kind)

@@ -11,14 +11,14 @@ from collections import deque
 
 import torch
 
-from converters.reading.device import Staged
-from converters.reading.memory import free_memory
+from converters.io.device import Staged
+from converters.io.memory import free_memory
 
 __all__ = ["Simulated"]
 
 
 class Simulated(Staged):
-    """See `converters.reading.platforms.Cuda`. Memory is on the CPU, and that is what tensors say.
+    """See `converters.io.platforms.Cuda`. Memory is on the CPU, and that is what tensors say.
 
     Attributes:
         log: What was done, in order: "copy" for each piece of work of a lane, and what a test adds.

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from converters.dtypes import TYPES
-from converters.parallel.split import shards
+from converters.formats.folder import open_source, read_at
+from converters.megatron.split import shards
+from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,12 +43,29 @@ def nobody(place: Path) -> Iterator[None]:
         os.seteuid(0)
 
 
+@lru_cache(maxsize=4)
+def _fetched(path: RemotePath) -> str:
+    """A copy in memory of an object, for as long as this process lives."""
+    fd = os.memfd_create("object")
+    with open_source(path) as source:
+        os.write(fd, read_at(source, 0, source.size))
+    return f"/proc/self/fd/{fd}"
+
+
 def read_tensor(reader: Reader, info: TensorInfo) -> np.ndarray:
     """The elements of a tensor as unsigned integers of their size: a slow, obvious reference for the engine."""
+    if info.remainders is not None and info.remainders.weight is not None:
+        stored = read_tensor(reader, replace(info, dtype=info.remainders.dtype, remainders=None))
+        lower = stored.view("<f4" if info.remainders.dtype.floating else "<i2").astype(np.int64)
+        upper = read_tensor(reader, info.remainders.weight)[: len(stored)].astype(np.int64)
+        return (((upper - (lower < 0)) << 16) | (lower & 0xFFFF)).astype("<u4")
     out = np.full(info.shape, 0xA5, _UNSIGNED[info.dtype.itemsize])
     count = np.zeros(info.shape, np.int64)
     for chunk in info.chunks():
-        fd = os.open(reader.files[reader.file_of(chunk.record)], os.O_RDONLY)
+        path = reader.files[reader.file_of(chunk.record)]
+        if isinstance(path, RemotePath):
+            path = _fetched(path)
+        fd = os.open(path, os.O_RDONLY)
         try:
             payload = reader.locate(chunk.record, lambda at, n, fd=fd: os.pread(fd, n, at))
             raw = os.pread(fd, payload.nbytes, payload.offset)

@@ -137,7 +137,8 @@ def test_every_option_of_the_commands_has_its_place():
     for name in ("verify", "diff"):
         command = inspect.signature(getattr(__import__(f"distckpt_cli.commands.{name}", fromlist=[name]), name))
         function = inspect.signature(getattr(converters, name))
-        spread = {"as_json", "quiet", "verbose", "progress", "color", "rank_timeout", "scratch", "plain"}
+        spread = {"as_json", "quiet", "silent", "verbose", "progress", "color", "rank_timeout", "scratch", "plain"}
+        spread |= {"retry_for"}
         assert set(command.parameters) - shell - spread <= set(function.parameters)
         assert all(parameter.annotation is not parameter.empty for parameter in function.parameters.values())
 

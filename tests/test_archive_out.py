@@ -13,17 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.archive.records import Payload
-from converters.archive.records_out import named, tensor_node
 from converters.box import Box
 from converters.catalog import Catalog, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
-from converters.engine.publish import Staging
-from converters.engine.run import run
 from converters.errors import DistckptError, RequestError
-from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput, Region
+from converters.execute.publish import Staging
+from converters.execute.run import run
+from converters.formats.base import Reader
+from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
 from converters.planning.job import Job
-from converters.planning.plan import Copy, Op
+from converters.planning.plan import Copy, Op, Piece, end_to_end
+from converters.torchzip.records import Payload
+from converters.torchzip.records_out import named, tensor_node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from converters.pickles import Obj
 
 
-class Raw:
+class Raw(Reader):
     """A source of tensors that lie one behind the other in a file."""
 
     name = "raw"
@@ -91,7 +92,7 @@ def same_as_torch(written: bytes, saved: object, path: Path) -> bool:
 
 def plain(file: ArchiveFile, tensors: dict[str, torch.Tensor]) -> dict[str, Obj]:
     return {
-        name: file.tensor(dtype(str(t.dtype)), tuple(t.shape), whole(name, t) if t.numel() else [], [], name)
+        name: file.tensor(Piece(name, dtype(str(t.dtype)), tuple(t.shape), copies=whole(name, t) if t.numel() else []))
         for name, t in tensors.items()
     }
 
@@ -152,13 +153,12 @@ def test_tied_tensors_and_views_share_a_storage(tmp_path):
     flat = torch.cat([first.reshape(-1), torch.zeros(2), second])
     file = ArchiveFile("model.pt")
     kind, wide = dtype("bfloat16"), dtype("float32")
-    shared = file.storage(kind, 24, [Region((6, 4), whole("base", base))])
+    shared = file.storage([Piece("base", kind, (6, 4), copies=whole("base", base))])
     parts = [
-        Region((2, 3), whole("first", first)),
-        Region((2,), fills=[Box((0,), (2,))], first=6),
-        Region((4,), whole("second", second), first=8),
+        (0, Piece("first", wide, (2, 3), copies=whole("first", first))),
+        (8, Piece("second", wide, (4,), copies=whole("second", second))),
     ]
-    buffer = file.storage(wide, 12, parts)
+    buffer = file.storage(end_to_end(parts, wide, 12))
     file.tree = {
         "embedding": tensor_node(shared, kind, (6, 4)),
         "output": tensor_node(shared, kind, (6, 4)),
@@ -175,11 +175,11 @@ def test_casts_transposes_fills_and_several_files(tmp_path):
     tensors = {"a": made(torch.float32, 300, 70), "b": made(torch.bfloat16, 33, 5)}
     one, two = ArchiveFile("r0/one.pt"), ArchiveFile("r1/two.pt")
     half = dtype("bfloat16")
-    one.tree = {"a": one.tensor(half, (300, 70), whole("a", tensors["a"]))}
+    one.tree = {"a": one.tensor(Piece("a", half, (300, 70), copies=whole("a", tensors["a"])))}
     padded = [Copy("b", Box.whole((33, 5)), "b", Box((0, 1), (33, 5)))]
     two.tree = [
-        two.tensor(dtype("float32"), (70, 300), whole("a", tensors["a"], Op.TRANSPOSE)),
-        two.tensor(half, (40, 6), padded, [Box((0, 0), (33, 1)), Box((33, 0), (7, 6))]),
+        two.tensor(Piece("a", dtype("float32"), (70, 300), copies=whole("a", tensors["a"], Op.TRANSPOSE))),
+        two.tensor(Piece("b", half, (40, 6), copies=padded, fills=[Box((0, 0), (33, 1)), Box((33, 0), (7, 6))])),
         two.literal(dtype("uint8"), (3,), b"abc"),
     ]
     written = write(tmp_path, tensors, [one, two], max_memory=1 << 20, threads=3)
@@ -202,7 +202,7 @@ def test_what_another_archive_held_is_adopted(tmp_path):
     weight = made(torch.float32, 3)
     file = ArchiveFile("model.pt")
     file.tree = {
-        "w": file.tensor(dtype("float32"), (3,), whole("w", weight)),
+        "w": file.tensor(Piece("w", dtype("float32"), (3,), copies=whole("w", weight))),
         "state": file.adopt(source.tree, members),
     }
     written = write(tmp_path, {"w": weight}, [file])["model.pt"]
@@ -233,24 +233,12 @@ def test_tensors_are_mapped(tmp_path):
     assert all(tensor.data_ptr() % 64 == 0 for tensor in loaded.values())
 
 
-@pytest.mark.parametrize(
-    ("regions", "numel", "message"),
-    [
-        ([Region((4,))], 4, "is not filled at"),
-        ([Region((4,), fills=[Box((0,), (4,)), Box((2,), (2,))])], 4, "written twice"),
-        ([Region((4,), fills=[Box((0,), (5,))])], 4, "outside"),
-        ([Region((4,), fills=[Box((0,), (4,))])], 5, "4 of 5 elements"),
-        ([Region((4,), fills=[Box((0,), (4,))], first=1)], 5, "begins at element 1 of a storage, not at 0"),
-    ],
-)
-def test_what_does_not_fill_a_storage_is_refused(regions, numel, message):
-    with pytest.raises(RequestError, match=message):
-        ArchiveFile("x.pt").storage(dtype("float32"), numel, regions)
+ZEROS = Piece("zeros", dtype("float32"), (2,), fills=[Box((0,), (2,))])
 
 
 def test_an_archive_with_a_storage_that_was_not_sealed_is_not_ended():
     file = ArchiveFile("x.pt")
-    file.tree = [file.tensor(dtype("float32"), (2,), [], [Box((0,), (2,))]) for _ in range(3)]
+    file.tree = [file.tensor(ZEROS) for _ in range(3)]
     output = ArchiveOutput([file])
     output.seal(0, 0)
     with pytest.raises(DistckptError, match=r"2 storages of x.pt were not filled"):
@@ -259,7 +247,7 @@ def test_an_archive_with_a_storage_that_was_not_sealed_is_not_ended():
 
 def test_a_reference_to_another_files_storage_is_refused():
     one, two = ArchiveFile("one.pt"), ArchiveFile("two.pt")
-    two.tree = one.tensor(dtype("float32"), (2,), [], [Box((0,), (2,))])
+    two.tree = one.tensor(ZEROS)
     with pytest.raises(RequestError, match=r"two.pt refers to a tensor of another file"):
         ArchiveOutput([two])
 
@@ -269,7 +257,10 @@ def test_a_hundred_thousand_tensors_are_planned_in_seconds(count):
     file = ArchiveFile("model.pt")
     kind, box = dtype("bfloat16"), Box.whole((64, 64))
     begin = time.process_time()
-    file.tree = {f"w{n}": file.tensor(kind, (64, 64), [Copy(f"w{n}", box, f"w{n}", box)]) for n in range(count)}
+    file.tree = {
+        f"w{n}": file.tensor(Piece(f"w{n}", kind, (64, 64), copies=[Copy(f"w{n}", box, f"w{n}", box)]))
+        for n in range(count)
+    }
     output = ArchiveOutput([file])
     assert time.process_time() - begin < count / 5000  # measured: 5 s for the hundred thousand
     assert output.files[0].size > count * 64 * 64 * 2
@@ -285,8 +276,8 @@ def test_members_beyond_four_gibibytes(tmp_path):
     )
     file = ArchiveFile("model.pt")
     kind = dtype("uint8")
-    file.tree = {name: file.tensor(kind, (numel,), [], [Box((0,), (numel,))]) for name in "ab"}
-    file.tree |= {"c": file.tensor(dtype("float32"), (5,), whole("c", small))}
+    file.tree = {name: file.tensor(Piece(name, kind, (numel,), fills=[Box((0,), (numel,))])) for name in "ab"}
+    file.tree |= {"c": file.tensor(Piece("c", dtype("float32"), (5,), copies=whole("c", small)))}
     source = Raw(tmp_path / "raw", {"c": small})
     output = ArchiveOutput([file])
     job = Job.build(

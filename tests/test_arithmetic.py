@@ -15,14 +15,14 @@ from simulated import Simulated
 from converters.comparison.compare import DiffOptions, plan_diff, run_diff
 from converters.comparison.values import Pairwise, Tolerance
 from converters.dtypes import dtype
-from converters.engine.ranks import Ranks
 from converters.errors import RequestError
 from converters.events import Note
+from converters.execute.ranks import Ranks
 from converters.formats import open_checkpoint
-from converters.reading.arithmetic import BLOCK, CASTABLE, OnDevice, OnHost, examined, rounded, unequal
-from converters.reading.device import Host
-from converters.reading.examiner import Examiner, looking_device
-from converters.reading.platforms import find_device
+from converters.io.arithmetic import BLOCK, CASTABLE, OnDevice, OnHost, examined, rounded, unequal
+from converters.io.block_runner import Examiner, looking_device
+from converters.io.device import Host
+from converters.io.platforms import find_device
 from converters.verification.run import VerifyOptions, verify
 from converters.verification.values import count
 
@@ -37,7 +37,7 @@ def device(request, monkeypatch):
         return find_device("cuda:0")
     made = Simulated()
     monkeypatch.setattr(
-        "converters.reading.examiner.find_device", lambda name, local=0: made if "cuda" in name else Host()
+        "converters.io.block_runner.find_device", lambda name, local=0: made if "cuda" in name else Host()
     )
     return made
 
@@ -191,7 +191,7 @@ def test_which_device(device, monkeypatch):
     assert looking_device("auto", 1 << 30, **needs)[0].unified
     assert looking_device("cuda:0", 0, **needs)[1].endswith("the device has nothing to do")
     assert looking_device("cuda:0", 1, **needs) == (device, f"values are looked at on {device.name}") or device.serial()
-    monkeypatch.setattr("converters.reading.examiner.gpu_of", lambda local: f"cuda:{local}")
+    monkeypatch.setattr("converters.io.block_runner.gpu_of", lambda local: f"cuda:{local}")
     found, said = looking_device("auto", 1 << 40, **needs)
     assert not found.unified
     assert said.startswith("values are looked at on ")
@@ -210,7 +210,7 @@ def test_each_rank_takes_the_gpu_of_its_number(monkeypatch):
         asked.append((name, local))
         return Simulated()
 
-    monkeypatch.setattr("converters.reading.examiner.find_device", find)
+    monkeypatch.setattr("converters.io.block_runner.find_device", find)
     a = open_checkpoint(golden("llama_adam_tp2pp2"))
     run_diff(plan_diff(a, a, DiffOptions(device="cuda")), ranks=Ranks(local=3))
     told({"device": "cuda"}, golden("llama_adam_tp2pp2"), ranks=Ranks(local=5))

@@ -38,7 +38,7 @@ def read_all(folder):
 
 def test_what_it_is():
     catalog = open_checkpoint(GOLDEN / NAME).catalog
-    assert catalog.flavour == "Hugging Face"
+    assert catalog.framework == "Hugging Face"
     assert catalog.iteration == 2
     assert catalog.details["version"] == "0.0.3"
     assert "param_groups" in catalog.objects

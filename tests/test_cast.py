@@ -11,12 +11,12 @@ from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.events import Note
 from converters.formats import open_checkpoint
+from converters.io.cast import Caster, apply, choose_device
+from converters.io.device import Host
+from converters.io.platforms import Cuda
 from converters.planning.plan import Op
-from converters.reading.cast import Caster, apply, choose_device
-from converters.reading.device import Host
-from converters.reading.platforms import Cuda
-from converters.targets.conversion import run_conversion
-from converters.targets.export import ExportOptions, plan_export
+from converters.write.export import ExportOptions, plan_export
+from converters.write.write_plan import run_conversion
 
 SPECIAL = [0.0, -0.0, 1.0, 1e-45, 1e-40, 65504.0, 65520.0, 1e38, 3.4e38, np.inf, -np.inf, 1.00390625, 1.01171875]
 SHORT = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
@@ -102,7 +102,7 @@ def gpu(request, monkeypatch):
         return "cuda:0"
     device = Simulated()
     find = lambda name, local=0: Host() if name == "cpu" else device  # noqa: E731
-    monkeypatch.setattr("converters.reading.cast.find_device", find)
+    monkeypatch.setattr("converters.io.cast.find_device", find)
     return device.name
 
 
@@ -142,7 +142,7 @@ def test_what_needs_no_device_or_does_not_fit(gpu, monkeypatch):
     assert choose_device(gpu, computes=True, buffers=25 << 20)[0] == gpu
     with pytest.raises(RequestError, match="has 100 MiB free, 104 MiB are needed"):
         choose_device(gpu, computes=True, buffers=26 << 20)
-    monkeypatch.setattr("converters.reading.cast.gpu_of", lambda local: gpu)
+    monkeypatch.setattr("converters.io.cast.gpu_of", lambda local: gpu)
     assert choose_device("auto", computes=True, buffers=26 << 20)[0] == "cpu"
 
 

@@ -18,9 +18,10 @@ from converters.errors import (
     Interrupted,
     RequestError,
 )
+from converters.words import format_count, format_size
 from distckpt_cli import app
 from distckpt_cli.commands import COMMANDS
-from distckpt_cli.console import Console, UsageProblem, format_count, format_size, parse_size, plain, table
+from distckpt_cli.console import Console, UsageProblem, parse_size, plain, table
 from distckpt_cli.exits import EPILOG, ExitCode
 
 
@@ -99,15 +100,16 @@ def test_about(command, capsys):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["inspct"], "no such command 'inspct'; did you mean 'inspect'?"),
+        (["inspct"], "no such command 'inspct'"),
         (["xyz"], "no such command 'xyz'"),
-        (["inspect"], "missing argument 'CKPT'"),
-        (["inspect", "x", "--fils"], "no such option: --fils (Possible options: --files, --flat)"),
+        (["inspect"], "missing argument 'CKPT...'"),
+        (["inspect", "x", "--fils"], "no such option: --fils"),
         (["inspect", "x", "--files", "--args"], "--files and --args are different views"),
-        (["inspect", "x", "-q", "--json"], "-q prints names and --json a document"),
+        (["inspect", "x", "--names", "--json"], "--names prints names and --json a document"),
+        (["inspect", "x", "--silent", "--json"], "--silent prints nothing, --json a document"),
         (["reshard", "a", "b", "--tp", "two"], "--tp takes a whole number"),
         (["diff", "a", "b", "--rtol", "x"], "--rtol takes a number"),
-        (["export-hf", "a", "b", "--progress", "fancy"], "--progress 'fancy' is not a mode"),
+        (["export-hf", "a", "b", "--progress", "fancy"], "--progress 'fancy' is not a choice"),
         (["export-hf", "a", "b", "--device", "gpu"], "--device 'gpu' is not a choice"),
         (["verify", "a", "--device", "cuda:x"], "--device 'cuda:x' is not a choice"),
         (["export-hf", "a", "b", "--arch", "foo"], "unknown architecture 'foo'"),
@@ -229,7 +231,7 @@ def test_hostile_error_text_is_escaped(monkeypatch, capsys):
 
 
 def test_closed_pipe_is_quiet(tmp_path):
-    command = f"{sys.executable} -m distckpt_cli inspect llama_adam_tp2pp2 -q 2>{tmp_path}/err | head -1"
+    command = f"{sys.executable} -m distckpt_cli inspect llama_adam_tp2pp2 --names 2>{tmp_path}/err | head -1"
     done = subprocess.run(
         ["bash", "-c", f"{command}; echo ${{PIPESTATUS[0]}}; cat {tmp_path}/err"],
         cwd=ROOT / "tests" / "golden",
@@ -357,3 +359,51 @@ def test_quiet_console_keeps_warnings(capsys):
     console.label("c", "d")
     console.warn("e")
     assert capsys.readouterr().err == "warning: e\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "hint"),
+    [
+        (["inspct"], "did you mean inspect?"),
+        (["info"], "did you mean inspect?"),
+        (["inspect", "x", "--fils"], "did you mean --files?"),
+        (["reshard", "a", "b", "--optimizer", "dp-reshardable"], "did you mean dp_reshardable?"),
+        (["convert", "a", "b", "--to", "Torch-Dist"], "did you mean torch_dist?"),
+        (["convert", "a", "b", "--to", "hf"], "distckpt export-hf a b"),
+        (["ls", "--sort", "sizes"], "did you mean size?"),
+    ],
+)
+def test_what_was_most_likely_meant_is_said_in_one_form(args, hint, capsys):
+    assert app.main(args) == ExitCode.USAGE
+    assert f"\nhint:  {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("shell", "words"), [("bash", 1), ("zsh", 1), ("fish", 1)])
+@pytest.mark.parametrize(
+    ("line", "word", "completed"),
+    [
+        ("distckpt convert a b --to ", "", ["torch_dist", "legacy", "torch", "safetensors"]),
+        ("distckpt export-hf a b --arch ", "qw", ["qwen2", "qwen3", "qwen3_moe"]),
+        ("distckpt reshard a b --optimizer ", "dp", ["dp_reshardable"]),
+        ("distckpt show llama_adam_tp2pp2 ", "outp", ["output_layer."]),
+    ],
+)
+def test_values_complete_in_the_shell(shell, words, line, word, completed, tmp_path):
+    text = line + word
+    env = {"_DISTCKPT_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": text, "COMP_WORDS": text}
+    env |= {"COMP_CWORD": str(len(line.split())), "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    code = "from distckpt_cli.app import main; raise SystemExit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment() | env,
+        cwd=ROOT / "tests" / "golden",
+        capture_output=True,
+        text=True,
+    )
+    assert all(name in done.stdout for name in completed), (done.stdout, done.stderr)
+
+
+def test_a_name_of_the_hub_is_understood_as_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert app.main(["inspect", "meta-llama/Llama-3.1-8B"]) == ExitCode.SOURCE
+    assert "hint:  a model of the Hugging Face hub is hf://meta-llama/Llama-3.1-8B" in capsys.readouterr().err

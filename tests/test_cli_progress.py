@@ -133,7 +133,7 @@ def test_choose_mode(monkeypatch):
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert choose_mode("log") == "off"
-    with pytest.raises(UsageProblem, match="not a mode"):
+    with pytest.raises(UsageProblem, match="not a choice"):
         choose_mode("json")
 
 
@@ -186,7 +186,7 @@ import sys
 from converters.errors import Interrupted
 from distckpt_cli import app
 from distckpt_cli.signals import stop_on_signals
-def run(path):
+def run(path, **_):
     with stop_on_signals() as flag:
         print("ready", flush=True)
         while not flag.wait(0.01) or STUBBORN: pass

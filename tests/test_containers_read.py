@@ -15,7 +15,7 @@ import torch
 from checkpoints import golden
 from conformance import Case, Conformance, held
 from container_cases import SHARDS, bits, convert, loaded
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support import GOLDEN, read_tensor
 from test_export import differing
 
@@ -99,12 +99,12 @@ def test_views_and_shared_storages(tmp_path):
     check(reader, saved)
     out = convert(tmp_path / "x.pt", tmp_path / "st", "safetensors")
     assert all(torch.equal(value, saved[name]) for name, value in load_file(out / "model.safetensors").items())
-    assert catalog_of(tmp_path, {"x": base.to(torch.float8_e4m3fn), "y": base.bool()}).catalog.flavour == "torch"
+    assert catalog_of(tmp_path, {"x": base.to(torch.float8_e4m3fn), "y": base.bool()}).catalog.framework == "torch"
 
 
 def test_elements_too_far_apart_are_refused_by_name(tmp_path, capsys):
     torch.save({"wide.weight": torch.zeros(300, 300).T}, tmp_path / "x.pt")
-    assert main(["inspect", str(tmp_path / "x.pt")]) == 3
+    assert main(["inspect", str(tmp_path / "x.pt")]) == 4
     said = capsys.readouterr().err
     assert "wide.weight" in said
     assert "contiguous()" in said
@@ -132,7 +132,7 @@ def test_megatron_names_in_any_wrapper_become_canonical(tmp_path):
 def test_hugging_face_names_stay_as_they_are(tmp_path):
     state = {"model.embed_tokens.weight": torch.ones(4, 2), "model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
     reader = catalog_of(tmp_path, state)
-    assert reader.catalog.flavour == "Hugging Face"
+    assert reader.catalog.framework == "Hugging Face"
     check(reader, state)
     assert not reader.catalog.megatron
 
@@ -155,7 +155,7 @@ def test_files_without_a_state_dict(saved, message, tmp_path, capsys):
 def test_files_that_are_no_archives(tmp_path, capsys):
     path = tmp_path / "x.pt"
     torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
-    assert main(["inspect", str(path)]) == 3
+    assert main(["inspect", str(path)]) == main(["verify", str(path)]) == 4
     said = capsys.readouterr().err
     assert "before 1.6" in said
     assert "rewrite each file once" in said
@@ -267,7 +267,7 @@ BAD_INDEX = {
     "another ending": (lambda m: m.update({"lm_head.weight": "x.bin"}), OUTSIDE),
     "not text": (lambda m: m.update({"lm_head.weight": 3}), OUTSIDE),
     "missing shard": (lambda m: m.update({"more": "model-00003-of-00002.safetensors"}), "1 of 3 shards are missing"),
-    "a tensor that is not there": (lambda m: m.update({"more": "model-00001-of-00002.safetensors"}), "lacks 1 tensors"),
+    "a tensor that is not there": (lambda m: m.update({"more": "model-00001-of-00002.safetensors"}), "lacks 1 tensor that"),
     "empty": (lambda m: m.clear(), "no weight_map"),
 }  # fmt: skip
 
@@ -287,6 +287,24 @@ def test_what_an_index_leaves_out_is_told(sharded):
     catalog = open_checkpoint(sharded).catalog
     assert "lm_head.weight" not in catalog.tensors
     assert any("not in model.safetensors.index.json" in problem.message for problem in catalog.problems)
+
+
+def test_what_an_index_leaves_out_is_lost_by_no_command(sharded, tmp_path, capsys):
+    shard = sharded / "model-00001-of-00002.safetensors"
+    save_file(load_file(shard) | {"model.extra.weight": torch.ones(3)}, shard, {"format": "pt"})
+    reason = f"in {shard.name}, but not in the index of the files"
+    assert open_checkpoint(sharded).catalog.unread == {"model.extra.weight": reason}
+    assert main(["import-hf", str(sharded), str(tmp_path / "start"), "--progress", "off"]) == 0
+    assert "model.extra.weight" in capsys.readouterr().err
+    dropped = json.loads((tmp_path / "start" / "distckpt-report.json").read_text())["dropped"]
+    assert {"tensor": "model.extra.weight", "elements": "all", "reason": reason} in dropped
+    assert main(["convert", str(sharded), str(tmp_path / "x.pt"), "--to", "torch", "--progress", "off"]) == 0
+    assert "model.extra.weight" in capsys.readouterr().err
+    for other in (GOLDEN / "hf_llama_safetensors", tmp_path / "start"):
+        assert main(["diff", str(sharded), str(other), "--progress", "off"]) == 1
+        assert "model.extra.weight" in capsys.readouterr().out
+        assert main(["diff", str(sharded), str(other), "--ignore", "model.extra.*", "--progress", "off"]) == 0
+        capsys.readouterr()
 
 
 def test_shards_without_an_index(sharded, capsys):
@@ -339,7 +357,7 @@ def test_an_undivided_nemo_1_model(packed, tmp_path):
         with tarfile.open(source, "w") as tar:
             tar.add(tmp_path / "nemo", ".")
     catalog = open_checkpoint(source).catalog
-    assert catalog.flavour == "NeMo 1"
+    assert catalog.framework == "NeMo 1"
     assert not catalog.problems
     assert main(["diff", str(source), str(golden(divided.name)), "--progress", "off"]) == 0
     assert main(["export-hf", str(source), str(tmp_path / "hf"), "--progress", "off"]) == 0
@@ -360,8 +378,12 @@ def test_a_folder_with_one_file_is_that_file(tmp_path, capsys):
     torch.save({"w": torch.ones(2)}, tmp_path / "run" / "model.pt")
     check(open_checkpoint(tmp_path / "run"), {"w": torch.ones(2)})
     torch.save({"w": torch.ones(2)}, tmp_path / "run" / "other.pt")  # which of them is meant is not to be told
-    assert main(["inspect", str(tmp_path / "run")]) == 3
+    assert main(["verify", str(tmp_path / "run")]) == 3
     assert "holds 2 checkpoints" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "run")]) == 0  # lists them, as of several that are named
+    listed = capsys.readouterr().out
+    assert "run/model.pt" in listed
+    assert "run/other.pt" in listed
 
 
 def test_tensors_in_any_dictionary_or_list(tmp_path):

@@ -15,21 +15,21 @@ from reshard_cases import by_parameter, compare, expected, read_with_torch
 from support import GOLDEN
 from test_export import exported, logit_difference
 
-from converters.engine.ranks import Ranks
 from converters.errors import DistckptError, FormatError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
+from converters.execute.ranks import Ranks
 from converters.formats import REGISTRY, open_checkpoint
 from converters.formats.common_state import Archive
 from converters.formats.registry import detect
 from converters.formats.resolve import resolve
-from converters.parallel.layout import Layout
-from converters.parallel.vocabulary import vocabulary_rows
+from converters.megatron.layout import Layout
+from converters.megatron.vocabulary import vocabulary_rows
 from converters.pickles import dumps, fields, set_field
-from converters.targets.conversion import run_conversion
-from converters.targets.convert import WRITERS, plan_convert
+from converters.write.convert import WRITERS, plan_convert
+from converters.write.write_plan import run_conversion
 from distckpt_cli.app import main
 from distckpt_cli.commands.convert import Format
-from distckpt_cli.targets import Carried, PlanCaching, TargetLayout
+from distckpt_cli.targets import Carried, TargetLayout
 
 LLAMA = GOLDEN / "truth" / "llama-bf16.safetensors"
 
@@ -41,7 +41,6 @@ def source_of(name):
 
 def convert(source, target, *options, to="torch_dist"):
     """Runs the command as a person would."""
-    options = [*options, *(["--no-plan-cache"] if to == "torch_dist" else [])]
     assert main(["convert", str(source), str(target), "--to", to, "-q", *options]) == 0
     return target
 
@@ -185,7 +184,7 @@ def configuration(folder):
 def test_a_bridge_checkpoint_stays_one(tmp_path):
     """The sizes in its configuration are those of the target, all else is as it was; so are the rows of the vocabulary."""
     source = source_of(BRIDGE)
-    out = convert(source, tmp_path / "out", "--tp", "4") / source.name
+    out = convert(source, tmp_path / "out", "--tp", "4", "--pp", "1") / source.name
     was, now = configuration(source), configuration(out)
     assert was["model"] | {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1} == now["model"]
     assert was["checkpoint"] | {"save_rng": False, "save_optim": False} == now["checkpoint"]
@@ -219,7 +218,7 @@ def test_a_bridge_configuration_with_more_in_it(tmp_path):
         "pipeline_model_parallel_layout": None,
     }
     path.write_text(text.replace("tensor_model_parallel_size: 2", "tensor_model_parallel_size: &two 2\n  other: *two"))
-    assert main(["reshard", str(source), str(tmp_path / "odd"), "-q"]) == 0
+    assert main(["reshard", str(source), str(tmp_path / "odd"), "--tp", "1", "-q"]) == 0
     assert not (tmp_path / "odd" / source.name / "run_config.yaml").exists()
 
 
@@ -248,6 +247,7 @@ VALUES = {
     **dict.fromkeys(("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first_layers", "last_layers"), "2"),
     "pp_layout": "Et|tL",
     "optimizer": "keep",
+    "masters": "fp32",
     "layers": "stacked",
     "rng": "drop",
     "extra_state": "drop",
@@ -259,8 +259,6 @@ VALUES = {
     "weights_only": None,
     "names": "hf",
     "max_shard_bytes": "1GB",
-    "plan_cache": "somewhere",
-    "no_plan_cache": None,
 }
 
 
@@ -270,7 +268,7 @@ def words_of(name):
 
 
 def test_every_option_is_tried():
-    groups = (TargetLayout, Carried, PlanCaching, Format)
+    groups = (TargetLayout, Carried, Format)
     known = {f.name for group in groups for f in dataclasses.fields(group)} - {"to", "source", "max_shard_size"}
     assert VALUES.keys() == known | {"max_shard_bytes"}
 
@@ -280,7 +278,7 @@ def test_every_option_is_tried():
 def test_an_option_is_taken_or_refused_by_name(to, name, tmp_path, capsys):
     """Never ignored: what the writer's options do not have is a usage error that names the option."""
     writer = WRITERS[to]
-    taken = writer.cached if "plan_cache" in name else name in writer.takes()
+    taken = name in writer.takes()
     code = main(["convert", str(tmp_path / "absent"), str(tmp_path / "out"), "--to", to, *words_of(name)])
     text = capsys.readouterr().err
     if taken:
@@ -298,7 +296,7 @@ def test_an_option_is_taken_or_refused_by_name(to, name, tmp_path, capsys):
         (["--to", "torch_dist", "--from", "zrr"], "--from 'zrr' is not a choice"),
         (["--to", "torch_dist", "--weights-only", "--optimizer", "keep"], "contradict each other"),
         (["--to", "torch_dist", "--mcore", "0.17"], "--mcore '0.17' is not a choice"),
-        (["--to", "torch_dist", "--optimizer", "plain"], "--optimizer 'plain' is not a choice"),
+        (["--to", "torch_dist", "--optimizer", "distributed"], "--optimizer 'distributed' is not a choice"),
         (["--to", "legacy", "--optimizer", "fully_reshardable"], "choose distributed, plain, keep or none"),
         (["--to", "torch", "--names", "llama"], "--names 'llama' is not a choice"),
         (["--to", "safetensors", "--max-shard-size", "0"], "leaves no room for a tensor"),
@@ -313,11 +311,11 @@ def test_misuse(words, message, tmp_path, capsys):
 def test_the_library_refuses_what_a_format_does_not_take(tmp_path):
     reader = open_checkpoint(source_of("llama_adam_tp2pp2"))
     with pytest.raises(RequestError, match="does not take tp"):
-        plan_convert(reader, tmp_path / "out", "torch", given={"tp": 2})
+        plan_convert(reader, tmp_path / "out", "torch", options={"tp": 2})
     with pytest.raises(RequestError, match="does not take a layout"):
-        plan_convert(reader, tmp_path / "out", "torch", layout=Layout(), given={})
+        plan_convert(reader, tmp_path / "out", "torch", layout=Layout(), options={})
     with pytest.raises(RequestError, match="is not written"):
-        plan_convert(reader, tmp_path / "out", "zarr", given={})
+        plan_convert(reader, tmp_path / "out", "zarr", options={})
 
 
 def test_a_forced_format(tmp_path, capsys):
@@ -377,7 +375,7 @@ def test_bad_sources(tmp_path, capsys):
 def test_formats_that_are_read_are_proven_with_the_versions_of_the_golden_checkpoints():
     versions, seen = {}, set()
     for path in GOLDEN.iterdir():
-        if not path.is_dir() or path.name in ("pickles", "truth"):
+        if not path.is_dir() or path.name in {"pickles", "truth"}:
             continue
         form = detect(resolve(path / "model.pt" if (path / "model.pt").exists() else path))
         seen.add(form.name)
@@ -410,7 +408,7 @@ def test_an_empty_source_is_refused(tmp_path):
     reader = open_checkpoint(source_of("v009_zarr_llama_adam_tp2pp2"))
     reader.catalog = dataclasses.replace(reader.catalog, tensors={})
     with pytest.raises(FormatError, match="holds no tensors"):
-        plan_convert(reader, tmp_path / "out", "torch_dist", given={})
+        plan_convert(reader, tmp_path / "out", "torch_dist", options={})
 
 
 # ---------------------------------------------------------------------- what is proved before anything is written
@@ -437,7 +435,9 @@ def test_master_weights_of_others_are_refused_before_anything_is_written(to, tmp
 
 def test_a_proof_tells_how_far_it_is(tmp_path):
     events = []
-    plan = plan_convert(open_checkpoint(source_of("llama_dpzero_tp2pp2dp2")), tmp_path / "out", "torch_dist", given={})
+    plan = plan_convert(
+        open_checkpoint(source_of("llama_dpzero_tp2pp2dp2")), tmp_path / "out", "torch_dist", options={}
+    )
     run_conversion(plan, listener=events.append)
     starts = [n for n, event in enumerate(events) if isinstance(event, PlanReady)]
     assert [events[n].command for n in starts] == ["check", "convert"]
@@ -448,7 +448,9 @@ def test_a_proof_tells_how_far_it_is(tmp_path):
 
 def test_a_proof_can_be_stopped(tmp_path):
     stop = StopFlag()
-    plan = plan_convert(open_checkpoint(source_of("llama_dpzero_tp2pp2dp2")), tmp_path / "out", "torch_dist", given={})
+    plan = plan_convert(
+        open_checkpoint(source_of("llama_dpzero_tp2pp2dp2")), tmp_path / "out", "torch_dist", options={}
+    )
     with pytest.raises(Interrupted):
         run_conversion(plan, listener=lambda event: isinstance(event, Moved) and stop.set(15), stop=stop)
     assert not list(tmp_path.iterdir())
@@ -458,7 +460,7 @@ def test_ranks_share_a_proof_and_fail_together(tmp_path):
     source, raised = exchanged(tmp_path), {}
 
     def run(rank):
-        plan = plan_convert(open_checkpoint(source), tmp_path / "out", "torch_dist", given={})
+        plan = plan_convert(open_checkpoint(source), tmp_path / "out", "torch_dist", options={})
         try:
             run_conversion(plan, ranks=Ranks(rank, 2, launch="a test", timeout=20.0))
         except DistckptError as error:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from converters.engine.crew import Crew, scratch_folder
-from converters.engine.ranks import Ranks
 from converters.errors import DistckptError, FormatError, Interrupted, RequestError
 from converters.events import Moved, StopFlag
+from converters.execute.rank_files import Board
+from converters.execute.ranks import Ranks
+from converters.execute.work_sharing import Crew, scratch_folder
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,64 @@ def test_ranks_share_the_tasks_and_agree(tmp_path):
     assert all(own)
     assert not own[0] & own[1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_meet_once_for_several_lists(tmp_path, monkeypatch):
+    """A proof and what follows it; what is not done in the second list only rank 0 knows."""
+    met, arrive = [], Board.arrive
+    monkeypatch.setattr(Board, "arrive", lambda *arguments: met.append(1) or arrive(*arguments))
+    out, shares = [None] * 3, []
+
+    def one(rank):
+        with Crew("test", "x", ranks=Ranks(rank, 3, rank, tmp_path.name, 5.0), destination=tmp_path / "out") as crew:
+            first = crew.map(TASKS, lambda: Squares(crew), last=False)
+            crew.await_share()
+            second = crew.map(
+                TASKS,
+                lambda: Squares(crew),
+                lambda: rank,
+                todo=TASKS[30:] if crew.leads else None,
+                on_shares=lambda parts: shares.append((rank, sum(map(len, parts)))),
+            )
+            out[rank] = crew.agree(None), first, second, crew.left
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert out[0][1:] == (SQUARES, {n: SQUARES[n] for n in range(30, 40)}, [0, 1, 2])
+    assert dict(shares)[0] == 10
+    assert sum(count for rank, count in shares if rank) < 10
+    assert len(met) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["between", "in the second"])
+def test_a_rank_that_ends_before_the_last_list_is_missed(tmp_path, moment):
+    """Having done its share of the first it is not done."""
+    errors = {}
+
+    def one(rank):
+        try:
+            with Crew(
+                "test", "x", ranks=Ranks(rank, 2, rank, tmp_path.name, 2.0), destination=tmp_path / "out"
+            ) as crew:
+                crew.map(TASKS, lambda: Squares(crew), last=False)
+                if rank == 1 and moment == "between":
+                    raise FormatError("the disk is gone")
+                crew.map(TASKS, lambda: Squares(crew, fail_at=39))
+                crew.agree(None)
+        except DistckptError as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert {type(error) for error in errors.values()} == {FormatError}
+    assert len(errors) == 2
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(tmp_path):

@@ -22,9 +22,9 @@ from converters.errors import IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.parallel.layout import Layout
+from converters.megatron.layout import Layout
 from converters.pickles import fields, set_field
-from converters.targets.reshard import plan_reshard, run_reshard
+from converters.write.reshard import plan_reshard, run_reshard
 
 LEGACY = {
     "legacy_llama_adam_tp2pp2": "llama",
@@ -52,7 +52,7 @@ def differing(report):
 
 
 def counted(report):
-    return [fact.name for fact in (*report.plan.arguments, *report.plan.facts.found) if fact.counts]
+    return [fact.name for fact in (*report.plan.arguments, *report.plan.facts.differing) if fact.counts]
 
 
 def copy_of(name, into):

@@ -15,10 +15,10 @@ from converters.comparison.pairs import Side
 from converters.comparison.values import Tolerance
 from converters.dtypes import from_option
 from converters.formats import open_checkpoint
-from converters.models import KNOWN, llama
+from converters.models import ARCHITECTURES, llama
 from converters.models.rules import GateUp
-from converters.targets.conversion import run_conversion
-from converters.targets.export import ExportOptions, plan_export
+from converters.write.export import ExportOptions, plan_export
+from converters.write.write_plan import run_conversion
 
 FAMILIES = {arch: name for name, (_, arch) in reversed(GOLDENS.items())}
 LLAMA = "llama_adam_tp2pp2"
@@ -147,12 +147,18 @@ def test_padding_rows_of_an_export_do_not_count(exported):
     assert not report.identical
 
 
-def test_prediction_layers_may_be_left_out(exported):
+def test_prediction_layers_that_one_side_lacks_count(exported):
     name = "deepseek_mtp_adam_ep2pp2"
-    report = diff(golden(name), exported(name, mtp="drop"))
-    assert report.identical
-    left_out = [n for n in report.plan.matching.skipped if n.startswith("mtp.")]
-    assert left_out
+    for number, pair in enumerate(
+        ((golden(name), exported(name, mtp="drop")), (exported(name, mtp="drop"), golden(name)))
+    ):
+        report = diff(*pair)
+        assert not report.identical
+        only = report.plan.matching.only
+        assert only[number]
+        assert all(n.startswith("mtp.") for n in only[number])
+        assert not only[1 - number]
+        assert diff(*pair, ignore=["mtp.*"]).identical
     assert not any(n.startswith("mtp.") for t in diff(golden(name), exported(name)).tensors for n in t.pair.b)
 
 
@@ -195,7 +201,9 @@ def test_a_table_that_is_wrong_is_noticed(exported, monkeypatch):
     folder = exported(LLAMA)
     wrong = tuple(GateUp("mlp.up_proj", "mlp.gate_proj") if isinstance(r, GateUp) else r for r in llama.MODEL.dense)
     swapped = replace(llama.MODEL, dense=wrong)
-    monkeypatch.setattr("converters.comparison.pairs.KNOWN", tuple(swapped if m is llama.MODEL else m for m in KNOWN))
+    monkeypatch.setattr(
+        "converters.models.ARCHITECTURES", tuple(swapped if m is llama.MODEL else m for m in ARCHITECTURES)
+    )
     report = diff(golden(LLAMA), folder)
     assert {n.split(".", 3)[3] for n in differing(report)} == {"mlp.gate_proj.weight", "mlp.up_proj.weight"}
     assert all(abs(v.cosine) < 0.2 for v in differing(report).values())

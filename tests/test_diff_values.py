@@ -9,8 +9,8 @@ import pytest
 
 from converters.comparison.values import Difference, Tolerance, compare, prepared, prepared_type
 from converters.dtypes import dtype
+from converters.io.arithmetic import BLOCK, rounded, widened
 from converters.planning.plan import Op
-from converters.reading.arithmetic import BLOCK, rounded, widened
 
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 INF, NAN = math.inf, math.nan

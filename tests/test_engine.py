@@ -17,11 +17,11 @@ from checkpoints import copy_golden, flip, payloads, tree, write_llama
 from support import GOLDEN
 
 from converters.dtypes import from_option
-from converters.engine import run as engine
-from converters.engine.publish import Staging
 from converters.errors import DestinationError, IntegrityError, RequestError
+from converters.execute import run as engine
+from converters.execute.publish import Staging
 from converters.formats import open_checkpoint
-from converters.targets.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export, run_export
 
 MIB = 1 << 20
 DRIVER = Path(__file__).parent / "engine_driver.py"
@@ -455,7 +455,7 @@ def test_a_file_that_cannot_be_closed_leaves_nothing_to_continue(llama, tmp_path
 
     source = open_checkpoint(llama[0])
     with monkeypatch.context() as patch:
-        patch.setattr("converters.engine.worker.os", Os())
+        patch.setattr("converters.execute.worker.os", Os())
         with pytest.raises(DestinationError, match="Input/output error"):
             run_export(plan_export(source, tmp_path / "out", ExportOptions(max_shard_bytes=4 * MIB)))
     assert len((partial(tmp_path / "out") / ".journal").read_text().splitlines()) == 1  # no task is said to be done

@@ -16,7 +16,7 @@ from converters.formats import open_checkpoint
 from converters.formats.containers.safetensors_out import plan_shards
 from converters.models import rules
 from converters.planning.plan import Copy, Op
-from converters.targets.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export, run_export
 from distckpt_cli.app import main
 
 TOLERANCE = 1e-5
@@ -84,7 +84,7 @@ def test_bits_and_logits(name, tmp_path):
             assert np.array_equal(value.view(np.float32), exact), tensor
     else:
         assert not differing(tmp_path / "out", config, family)
-    if config != "llama4":  # Megatron's forward was not recorded for it
+    if config not in ("llama4", "pao", "drop", "lion"):  # for which Megatron's forward was not recorded
         assert logit_difference(tmp_path / "out", config) <= TOLERANCE
     check_accounting(GOLDEN / name, tmp_path / "out")
 
@@ -102,7 +102,8 @@ def check_accounting(source, folder):
     tensors = exported(folder)
     assert tensors.keys() == report["targets"].keys()
     assert report["total_size"] == sum(value.nbytes for value in tensors.values())
-    assert report["parameters"] == sum(value.size for value in tensors.values())
+    buffers = ("e_score_correction_bias",)  # which transformers keeps beside the parameters
+    assert report["parameters"] == sum(t.size for name, t in tensors.items() if not name.endswith(buffers))
     for name, entry in report["targets"].items():
         assert entry["shape"] == list(tensors[name].shape)
         assert (folder / entry["file"]).is_file()
@@ -556,7 +557,9 @@ def test_arch(tmp_path):
 
 
 def test_an_inference_that_fits_nothing_is_refused_with_reasons(tmp_path, monkeypatch):
-    monkeypatch.setattr(models, "KNOWN", tuple(m for m in models.KNOWN if m.name in ("gpt2", "mixtral")))
+    monkeypatch.setattr(
+        models, "ARCHITECTURES", tuple(m for m in models.ARCHITECTURES if m.name in ("gpt2", "mixtral"))
+    )
     with pytest.raises(RequestError, match="no known architecture") as caught:
         export(GOLDEN / "llama_adam_tp2pp2", tmp_path / "out")
     assert any(line.startswith("not gpt2: ") for line in caught.value.details)

@@ -6,7 +6,8 @@ from checkpoints import copy_golden, flip, payloads
 from converters.box import Box
 from converters.errors import IntegrityError
 from converters.formats import open_checkpoint
-from converters.reading.gather import Gatherer, Sources
+from converters.io.gather import Gatherer
+from converters.io.sources import Sources
 
 NAME = "embedding.word_embeddings.weight"
 

@@ -11,8 +11,8 @@ from support import GOLDEN
 
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
-from converters.facts.identity import RankPlace, SavedLayout, identify, writer_of
 from converters.formats import open_checkpoint
+from converters.megatron.identity import RankPlace, SavedLayout, identify, writer_of
 
 # name -> (tp, pp, ep, dp, ranks), optimizer layout, states
 KNOWN = {
@@ -150,12 +150,12 @@ def test_nothing_known():
     ],
 )
 def test_where_a_rank_stands(layout, places):
-    assert {rank: layout.place(rank) for rank in places} == {
+    assert {rank: layout.coordinates(rank) for rank in places} == {
         rank: None if at is None else RankPlace(*at) for rank, at in places.items()
     }
 
 
-def test_place_agrees_with_what_the_ranks_wrote():
+def test_coordinates_agree_with_what_the_ranks_wrote():
     # without optimizer and replicas, the records of rank r are the layers of its pipeline stage
     reader = open_checkpoint(GOLDEN / "llama_singleton_weights_tp2pp2")
     layout = identify(reader.catalog).layout
@@ -163,8 +163,8 @@ def test_place_agrees_with_what_the_ranks_wrote():
         info = reader.catalog.tensors[f"decoder.layers.{layer}.self_attention.linear_qkv.weight"]
         for chunk in info.chunks():
             rank, _ = writer_of(reader.files[reader.file_of(chunk.record)].name)
-            assert layout.place(rank).pp == layer
-            assert layout.place(rank).tp == chunk.box.start[0] // chunk.box.shape[0]
+            assert layout.coordinates(rank).pp == layer
+            assert layout.coordinates(rank).tp == chunk.box.start[0] // chunk.box.shape[0]
 
 
 def _written_by(ranks, **args) -> Catalog:
@@ -230,4 +230,4 @@ def test_hostile_optimizer_entries_do_not_break_it():
         content={"distrib_optim_sharding_type": ["x"]},
         objects={"o/shard_0_1": ObjectInfo("o", "o/shard_0_1", (0,), (1,), "__0_0.distcp", 0, 5)},
     )
-    assert identify(catalog).optimizer.name == "Adam, not distributed"
+    assert identify(catalog).optimizer.name == "Lion, not distributed"

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from converters.reading.joint_sums import JointSums, joined
+from converters.io.joint_sums import JointSums, joined
 
 
 def cut(data, count, seed):

@@ -22,7 +22,7 @@ import os, sys, time, pathlib
 if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
     if os.environ.get("VICTIM") == os.environ["RANK"]:
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-    from converters.engine.worker import Worker
+    from converters.execute.worker import Worker
     original = Worker._scatter
     def scatter(self, *arguments):
         (pathlib.Path(os.environ["PIDS"]) / os.environ["RANK"]).write_text(str(os.getpid()))
@@ -82,8 +82,8 @@ def slow(tmp_path, path):
 
 WRONG = {
     "impossible": (("reshard", SOURCE, "DST", "--tp", 3), 4, "4 attention heads cannot be split"),
-    "missing": (("reshard", "missing", "DST"), 3, "missing does not exist"),
-    "full": (("reshard", SOURCE, "FULL"), 5, "already exists"),
+    "missing": (("reshard", "missing", "DST", "--tp", 1), 3, "missing does not exist"),
+    "full": (("reshard", SOURCE, "FULL", "--tp", 1), 5, "already exists"),
     "usage": (("reshard", SOURCE), 2, "missing argument"),
 }
 

@@ -9,11 +9,11 @@ from support import local_shape
 
 from converters.box import find_overlap, uncovered
 from converters.errors import RequestError
-from converters.facts.model_args import ModelArgs
-from converters.parallel.layout import Layout
-from converters.parallel.layout_check import check
-from converters.parallel.pipeline import parse_pp_layout
-from converters.parallel.split import Outline, holders, padded_vocab, shards, split_rule
+from converters.megatron.layout import Layout
+from converters.megatron.layout_check import check
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.pipeline import parse_pp_layout
+from converters.megatron.split import Outline, holders, padded_vocab, shards, split_rule
 
 SMALL = st.sampled_from([1, 2, 3, 4])
 

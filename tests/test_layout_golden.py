@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from converters.facts.identity import writer_of
-from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
-from converters.parallel.layout import Layout
-from converters.parallel.split import Outline, Shard, holders, shards
+from converters.megatron.identity import writer_of
+from converters.megatron.layout import Layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.split import Outline, Shard, holders, shards
 
 GOLDEN = Path(__file__).parent / "golden"
 FACTS = {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*/facts.json"))}

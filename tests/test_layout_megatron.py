@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from converters.errors import RequestError
-from converters.parallel.layout import Layout
-from converters.parallel.pipeline import parse_pp_layout
+from converters.megatron.layout import Layout
+from converters.megatron.pipeline import parse_pp_layout
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
 
@@ -197,8 +197,8 @@ def test_what_megatron_cannot_read_is_refused(megatron, text):
 
 
 def test_numbers_of_heads_and_groups_are_megatrons(megatron):
-    from converters.facts.model_args import ModelArgs
-    from converters.parallel.layout_check import check
+    from converters.megatron.layout_check import check
+    from converters.megatron.model_args import ModelArgs
 
     for heads, groups, tp in itertools.product((4, 6, 12, 16), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12, 16)):
         if heads % groups:

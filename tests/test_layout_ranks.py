@@ -1,21 +1,17 @@
 """What the layout mathematics gives every rank of a job against what the real megatron-core builds on it."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+from oracle.fixtures import run_module
 from support import local_shape
 
 from converters.box import Box
+from converters.megatron.layout import Layout
+from converters.megatron.split import Outline, holders, shards
 from converters.names import parse_key
-from converters.parallel.layout import Layout
-from converters.parallel.split import Outline, holders, shards
 
-TESTS = Path(__file__).parent
 pytestmark = pytest.mark.megatron
 
 BASE = {
@@ -74,19 +70,10 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def built():
-    pytest.importorskip("megatron.core")
     jobs = [{"layout": asdict(at), "world": at.world_size, "model": model} for at, model in JOBS.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", "oracle.ranks"],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(JOBS, json.loads(done.stdout), strict=True))
+    code, answer, errors = run_module("oracle.ranks", text=json.dumps(jobs))
+    assert code == 0, errors[-3000:]
+    return dict(zip(JOBS, json.loads(answer), strict=True))
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -128,13 +115,5 @@ def test_every_rank_holds_what_megatron_builds(built, job):
 def test_tied_embeddings_with_mtp_stop_megatron(built):
     """Why `check` warns of it: the last stage makes an output weight that its own `sharded_state_dict` forbids."""
     job = {"layout": asdict(Layout(pp=2)), "world": 2, "model": MTP | {"tied": True}}
-    done = subprocess.run(
-        [sys.executable, "-m", "oracle.ranks"],
-        input=json.dumps([job]),
-        capture_output=True,
-        text=True,
-        cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert json.loads(done.stdout)[0]["stopped"].startswith("AssertionError")
+    _, answer, _ = run_module("oracle.ranks", text=json.dumps([job]))
+    assert json.loads(answer)[0]["stopped"].startswith("AssertionError")

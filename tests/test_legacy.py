@@ -21,19 +21,19 @@ from reshard_cases import by_parameter, compare, expected, read_with_torch, resh
 from support import GOLDEN
 from test_export import exported, logit_difference
 
-from converters.engine.run import Stats
 from converters.errors import IntegrityError, RequestError
-from converters.facts.optimizer_layout import optimizer_layout
+from converters.execute.run import Stats
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
+from converters.megatron.layout import Layout
+from converters.megatron.optimizer_layout import optimizer_layout
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.state import optimizer_state
-from converters.parallel.layout import Layout
 from converters.pickles import fields, set_field
-from converters.targets.conversion import run_conversion
-from converters.targets.export import ExportOptions, plan_export, run_export
-from converters.targets.legacy import LegacyOptions, plan_legacy
+from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.legacy import LegacyOptions, plan_legacy
+from converters.write.write_plan import run_conversion
 
 RANKS = ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001")
 
@@ -48,7 +48,6 @@ def test_the_order_of_parameters_is_proved(name):
     reader = open_checkpoint(GOLDEN / name)
     assert reader.catalog.iteration == 10
     found = optimizer_state(reader)
-    assert found.doubt
     prove_masters(reader, found.tensors)
 
 
@@ -57,7 +56,7 @@ def test_optimizer_layout_and_groups(name):
     reader = open_checkpoint(GOLDEN / name)
     flat = "distopt" in name
     assert optimizer_layout(reader.catalog).name == ("distrib_optim.pt" if flat else "Adam, not distributed")
-    groups = read_param_groups(reader)
+    (groups,) = read_param_groups(reader).parts
     assert [group["wd_mult"] for group in groups.dense] == [1.0, 0.0]
     assert len(groups.experts) == ("mixtral" in name)
     assert {group["step"] for group in (*groups.dense, *groups.experts)} == {2}
@@ -133,7 +132,7 @@ def test_random_states_are_kept_at_the_same_grid(tmp_path):
 
     name = "legacy_llama_adam_tp2pp2"
     plan, _ = reshard(GOLDEN / name, tmp_path / "out", {"tp": 2, "pp": 2})
-    assert not plan.dropped
+    assert [name for name, _ in plan.dropped] == ["facts.json"]  # what lies beside the iterations
     reader = open_checkpoint(tmp_path / "out")
     (value,) = reader.object_value("rng_state/shard_1.0_2.2")
     source = Archive(GOLDEN / name / "iter_0000010" / "mp_rank_00_001" / MODEL).tree["rng_state"][0]
@@ -341,13 +340,13 @@ def test_an_optimizer_that_is_not_understood_does_not_hide_the_weights(damage, t
             folder / "mp_rank_00_000" / MODEL, lambda t: t["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
         )
     catalog = open_checkpoint(folder).catalog
-    (problem,) = [p for p in catalog.problems if p.severity == "error"]
+    (problem,) = [p for p in catalog.problems if p.severity == ("error" if damage == "no file" else "unknown")]
     assert "optimizer state is not understood" in problem.message
     if damage == "another size":  # with the parameter that was put in, the arguments do not fit the tensors any more
         with pytest.raises(RequestError, match="contradicts itself"):
             reshard(folder, tmp_path / "out", {"tp": 1}, optimizer="none")
         return
     run_export(plan_export(open_checkpoint(folder), tmp_path / "hf", ExportOptions()))
-    with pytest.raises(IntegrityError):
+    with pytest.raises(IntegrityError if damage == "no file" else RequestError):
         reshard(folder, tmp_path / "out", {"tp": 1})
     reshard(folder, tmp_path / "out", {"tp": 1}, optimizer="none")

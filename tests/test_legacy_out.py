@@ -17,11 +17,11 @@ from support import GOLDEN, read_tensor
 
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
+from converters.megatron.layout import Layout
 from converters.optimizer.state import optimizer_state
-from converters.parallel.layout import Layout
 from converters.pickles import set_field
-from converters.targets.conversion import run_conversion
-from converters.targets.legacy import LegacyOptions, plan_legacy
+from converters.write.legacy import LegacyOptions, plan_legacy
+from converters.write.write_plan import run_conversion
 
 ITERATION = "iter_0000010"
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -219,7 +219,14 @@ def test_names_of_a_legacy_source_are_kept(tmp_path):
 READ_BACK = ("llama_adam_tp2pp2", "qwen3_adam_tp2", "deepseek_mtp_adam_ep2pp2", "gptneox_weights_tp2")
 
 
-@pytest.mark.parametrize("source", [pytest.param(n, marks=() if n in READ_BACK else pytest.mark.slow) for n in GOLDENS])
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(name, marks=() if name in READ_BACK else pytest.mark.slow)
+        for name, (config, _) in GOLDENS.items()
+        if config != "lion"  # a layer-wise optimizer is refused
+    ],
+)
 def test_every_model_is_read_back(source, tmp_path):
     """Every element of every golden checkpoint, weights and optimizer, whatever it was stored as."""
     before = open_checkpoint(golden(source))

@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,19 +16,22 @@ from legacy_cases import LEGACY
 from safetensors.torch import load_file
 from simulated import Simulated
 from support import GOLDEN
+from test_verify_swaps import read, write
 
+import converters
 from converters import Layout, iter_tensors, load, load_common, load_metadata, load_plain_tensors
 from converters.errors import DistckptError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
+from converters.io import device as device_module
+from converters.io.cast import choose_device
+from converters.io.device import Host
+from converters.io.gather import Gatherer
+from converters.io.memory import enough, free_memory
+from converters.io.platforms import Cuda, find_device, gpu_of
 from converters.loading.rank_plan import plan_load
-from converters.parallel.local import LocalModel
+from converters.megatron.rank_state_dict import LocalModel
 from converters.planning.plan import Op
-from converters.reading import device as device_module
-from converters.reading.device import Host
-from converters.reading.gather import Gatherer
-from converters.reading.memory import enough, free_memory
-from converters.reading.platforms import Cuda, find_device
 
 torch = pytest.importorskip("torch")
 WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]
@@ -133,7 +137,7 @@ def test_state_of_another_parameter_is_refused(tmp_path, monkeypatch):
     folder = copy_golden("llama_dpreshardable_tp2pp2dp2", tmp_path / "ckpt")
     path, offset, size = next(p[1:] for p in payloads(folder) if p[0].endswith("layers.1.mlp.linear_fc2.weight"))
     flip(path, offset + size - 1)
-    monkeypatch.setattr("converters.reading.gather.Sources.check", lambda *_: None)  # the checksum would notice, too
+    monkeypatch.setattr("converters.io.sources.Sources.check", lambda *_: None)  # the checksum would notice, too
     monkeypatch.setattr(
         "converters.optimizer.state.mismatches", lambda *_: []
     )  # so does the sample, in a tensor this small
@@ -142,6 +146,52 @@ def test_state_of_another_parameter_is_refused(tmp_path, monkeypatch):
         with pytest.raises(IntegrityError, match="do not round to the weights") as caught:
             dict(load(folder, Layout(), 0, optimizer=True, stream=stream))
         assert caught.value.tensor == "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama_adam_tp2pp2",
+        "llama_fullyreshardable_tp2pp2dp2",
+        "v014_llama_modelspace_tp2pp2dp2",
+        "legacy_llama_adam_tp2pp2",
+        "muon16_tp2dp2",
+    ],
+)
+def test_masters_are_proved_whoever_reads_them(name, tmp_path):
+    """The last element of one master is another parameter's, its checksum right: no sample of the first would show it."""
+    folder = shutil.copytree(path_of(name), tmp_path / "ckpt", copy_function=shutil.copyfile)
+    spelt = "optimizer.state.param", "optimizer.state.fp32_param", "optimizer.state.master_param"
+    tensors = open_checkpoint(folder).catalog.tensors
+    stored = next(n for n in tensors if n.startswith(spelt) and n.endswith("1.mlp.linear_fc2.weight"))
+    assert tensors[stored].dtype.name == "float32"
+    values = read(folder, stored)
+    values.reshape(-1)[-1] = values.reshape(-1)[0]
+    assert len(set(values.reshape(-1)[[0, -2]].tolist())) == 2
+    parameter = re.sub(r"optimizer\.state\.\w+?\.", "", stored)
+    canonical, last = f"optimizer.state.param.{parameter}", [n - 1 for n in values.shape]
+
+    def sliced(path, rows):
+        with converters.open(path) as checkpoint:
+            return checkpoint.get_slice(canonical)[rows]
+
+    readers = {
+        "load": lambda path: load(path, Layout(), 0, optimizer=True),
+        "stream": lambda path: dict(load(path, Layout(), 0, optimizer=True, stream=True)),
+        "a rank": lambda path: load(path, Layout(tp=2), 1, optimizer=True),
+        "iter_tensors": lambda path: dict(iter_tensors(path, canonical, optimizer=True)),
+        "open": lambda path: sliced(path, slice(None)),
+        "slice": lambda path: sliced(path, slice(-1, None)),
+    }
+    for reader in readers.values():
+        assert len(reader(folder))
+    write(folder, stored, values)
+    assert len(sliced(folder, slice(0, 1)))
+    for reader in readers.values():
+        with pytest.raises(IntegrityError, match="do not round to the weights") as caught:
+            reader(folder)
+        assert caught.value.tensor == parameter
+        assert f"first at {last}: the master weight is " in caught.value.details[0]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +233,7 @@ def test_models_under_other_names():
 def test_transformers_takes_it(name):
     import transformers
 
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
     from converters.models import infer, map_to_hf
 
     catalog = open_checkpoint(golden(name)).catalog
@@ -378,8 +428,6 @@ def test_more_tensor_parallel_ranks_read_no_more(big, monkeypatch):
 
 
 def test_what_is_read_in_part_is_checked_on_request(big, tmp_path):
-    import shutil
-
     folder = tmp_path / "ckpt"
     shutil.copytree(big, folder)
     name, path, offset, _ = next(p for p in payloads(folder) if p[0].endswith("1.mlp.linear_fc2.weight"))
@@ -500,7 +548,7 @@ def test_a_stream_does_not_run_ahead(big):
             return super().empty(dtype, shape)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("converters.loading.state.find_device", lambda name: Counting())
+        patch.setattr("converters.loading.state.find_device", lambda *_: Counting())
         source = iter_tensors(big, "decoder.layers.*", ahead=1, threads=2)
         next(source)
         import time
@@ -593,7 +641,7 @@ def test_refused_before_anything_is_read(layout, options, message, monkeypatch):
         ({"rank": "0"}, "rank is '0', not a whole number"),
         ({"max_memory": None}, "max_memory is None, not a whole number"),
         ({"threads": "2"}, "threads is '2', not a whole number"),
-        ({"modules": "te"}, "modules is 'te', not a converters.registration.Order"),
+        ({"modules": "te"}, "modules is 'te', not a converters.param_order.Order"),
     ],
 )
 def test_arguments_of_other_types_are_named(wrong, message):
@@ -666,7 +714,7 @@ def test_which_gpu(monkeypatch):
     """Two GPUs, as far as torch says."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("converters.reading.platforms.Cuda", lambda index: index)
+    monkeypatch.setattr("converters.io.platforms.Cuda", lambda index: index)
     assert [find_device("cuda", rank) for rank in (0, 1)] == [0, 1]
     assert find_device("cuda:1", 7) == 1
     for name, rank, message, hint in (
@@ -679,8 +727,35 @@ def test_which_gpu(monkeypatch):
         with pytest.raises(RequestError, match=message) as caught:
             find_device(name, rank)
         assert hint in caught.value.hint
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # torch.cuda.set_device(1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert find_device("cuda", 0) == 1
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a launcher that shows each process its own
     assert find_device("cuda", 5) == 0
+
+
+def test_auto_is_the_host_where_a_gpu_cannot_be_used(monkeypatch):
+    def busy(index):
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors")
+
+    monkeypatch.setattr("converters.io.platforms._DRIVERS", ("null",))  # /dev/null
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("converters.io.platforms.Cuda", busy)
+    assert gpu_of(0) is None
+    assert choose_device("auto", computes=True) == ("cpu", None)
+    with pytest.raises(RequestError, match="cuda:0 cannot be used: CUDA error: all CUDA-capable devices are busy"):
+        find_device("cuda")
+
+
+def test_which_gpu_without_a_launcher(monkeypatch):
+    """torchrun sets LOCAL_RANK: `iter_tensors` takes that GPU, too."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    names = []
+    monkeypatch.setattr("converters.loading.state.find_device", lambda *name: names.append(name) or Host())
+    iter_tensors(golden("llama_adam_tp2pp2"), device="cuda")
+    assert names == [("cuda", 1)]
 
 
 def test_the_kernel_says_how_much_is_free():

@@ -1,19 +1,15 @@
 """The real megatron-core takes what `load` gives each rank, with `load_state_dict(strict=True)`, at any layout."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 from checkpoints import golden
+from oracle.fixtures import run_module
 from support import GOLDEN
 
-from converters.parallel.layout import Layout
+from converters.megatron.layout import Layout
 
-TESTS = Path(__file__).parent
 pytestmark = pytest.mark.megatron
 
 LLAMA = {
@@ -62,18 +58,9 @@ JOBS = {  # checkpoint, its truth, model, experts, layout
 
 def ask(jobs):
     """What the real models say."""
-    pytest.importorskip("megatron.core")
-    done = subprocess.run(
-        [sys.executable, "-m", "oracle.loader"],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}", "OMP_NUM_THREADS": "1"},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    code, answer, errors = run_module("oracle.loader", text=json.dumps(jobs))
+    assert code == 0, errors[-3000:]
+    return json.loads(answer)
 
 
 def job(name, truth=None):

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from checkpoints import REPOSITORY, flip, golden, payloads, write_llama
 
 from converters import Layout, load
 from converters.box import Box
-from converters.errors import RequestError
+from converters.errors import DistckptError, Interrupted, RequestError
+from converters.events import StopFlag
 from converters.formats import open_checkpoint
-from converters.loading.job_ranks import refuse_differences
-from converters.loading.plan import Fetch
+from converters.loading.job_ranks import JobRanks, lost, refuse_differences
+from converters.loading.plan import ReadItem
 from converters.loading.rank_plan import plan_load
 from converters.loading.rounds import rounds
 
@@ -101,6 +103,7 @@ def four(big, damaged, tmp_path_factory):
     """Cases for four ranks, all in one launch."""
     adam, moe = str(golden("llama_adam_tp2pp2")), str(golden("mixtral_adam_ep2tp2"))
     once = {"broadcast": True}
+    soon = once | {"timeout": 15}
     copy, other = (str(tmp_path_factory.mktemp(name) / name) for name in ("copy", "other"))
     shutil.copytree(adam, copy)  # times and all
     shutil.copytree(adam, other, copy_function=shutil.copyfile)  # as another run, or iteration, of the same job
@@ -136,6 +139,15 @@ def four(big, damaged, tmp_path_factory):
             "options": once | {"stream": True},
             "break": {"rank": 1, "how": "leave"},
         },
+        "begin": {
+            "path": str(big),
+            "layout": DP2,
+            "options": once | {"stream": True},
+            "break": {"rank": 1, "how": "begin"},
+        },
+        "scatter": {"path": str(big), "layout": DP2, "options": soon, "break": {"rank": 2, "how": "scatter"}},
+        "scatter, tp4": {"path": adam, "layout": {"tp": 4}, "options": soon, "break": {"rank": 3, "how": "scatter"}},
+        "allocate": {"path": str(big), "layout": DP2, "options": soon, "break": {"rank": 2, "how": "allocate"}},
         "damaged together": {"path": str(damaged), "layout": {"tp": 4}},
         "damaged, dp": {"path": str(damaged), "layout": {"dp": 4}, "options": once},
         "all": {"path": str(big), "layout": {"tp": 4}, "options": {"verify": "all"}},
@@ -187,9 +199,14 @@ def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
         assert row["digest"] == digest_of(load(case["path"], layout, rank, **options)), rank
         report = row["report"]
         assert report["exchange"] == ("nccl" if case.get("staged") == "own" else "gloo")
-        assert report["bytes_read"] + report["bytes_received"] == report["bytes_needed"]
+        compared = 8 / 7 if options.get("optimizer") else 1  # a master weight's own weight is read beside it
+        assert 1 <= (report["bytes_read"] + report["bytes_received"]) / report["bytes_needed"] <= compared
         plan = plan_load(reader, layout, rank, names=options.get("names", "megatron"), optimizer="optimizer" in options)
         needed |= {(fetch.key, fetch.nbytes) for fetch in plan.fetches}
+        for fetch in plan.fetches:
+            if weight := plan.sources[fetch.source].rounds_to:
+                common = fetch.box.intersect(Box.whole(weight.shape))
+                needed.add((("beside", *fetch.key), common.volume * weight.dtype.itemsize if common else 0))
         assert not row["threads"]
         assert row["group"] == bool(case.get("existing"))
     read = [row["report"]["bytes_read"] for row in rows]
@@ -253,8 +270,28 @@ def test_a_rank_that_cannot_begin_stops_all(four):
     assert {row["hint"] for row in rows} == {"ask it again"}
 
 
-def test_a_caller_that_leaves_its_stream_stops_all(four):
-    rows = four["leave"][1]
+@pytest.mark.parametrize("name", ["scatter", "scatter, tp4"])
+def test_a_rank_that_fails_behind_a_round_stops_all(four, name):
+    """What it has exchanged it cannot use: the others are a round further, or through with all of them."""
+    case, rows = four[name]
+    failed = case["break"]["rank"]
+    for rank, row in enumerate(rows):
+        assert row["kind"] == ("ZeroDivisionError" if rank == failed else "DistckptError"), row
+        assert rank == failed or row["error"] == f"rank {failed} failed: ZeroDivisionError: the disk is on fire"
+        assert row["seconds"] < 10
+
+
+def test_a_rank_without_memory_for_the_exchange_stops_all(four):
+    rows = four["allocate"][1]
+    assert [row["error"] for row in rows] == [
+        "cpu is out of memory" if rank == 2 else "rank 2 failed: cpu is out of memory" for rank in range(4)
+    ]
+    assert max(row["seconds"] for row in rows) < 10
+
+
+@pytest.mark.parametrize("name", ["leave", "begin"])
+def test_a_caller_that_leaves_its_stream_stops_all(four, name):
+    rows = four[name][1]
     assert "error" not in rows[1]
     assert {row["error"] for rank, row in enumerate(rows) if rank != 1} == {
         "rank 1 failed: its caller stopped before all tensors were taken"
@@ -347,6 +384,30 @@ def test_a_rank_that_dies_leaves_nobody_waiting(big, tmp_path):
     assert not rows[0][0]["threads"]
 
 
+def test_what_torch_raises_is_not_always_a_lost_rank():
+    with pytest.raises(DistckptError, match="another rank of the job has ended"), lost():
+        raise RuntimeError(
+            "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17068. This is typical"
+        )
+    with pytest.raises(DistckptError, match=r"^torch.distributed failed\nInvalid device string"), lost():
+        raise RuntimeError("Invalid device string: 'cuda:x'\nsecond line")
+
+
+def test_a_rank_that_is_stopped_does_not_wait_for_others_for_ever(monkeypatch):
+    """Its question was never answered: it asks nothing more, and is not told that another one failed."""
+    pending = types.SimpleNamespace(is_completed=lambda: False)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: pending)
+    monkeypatch.setattr("converters.loading.job_ranks._PATIENCE", 0.05)
+    ranks = object.__new__(JobRanks)
+    ranks.left, ranks._stop = False, StopFlag()
+    ranks._stop.set(2)
+    with pytest.raises(Interrupted) as caught:
+        ranks.all_true(True, None)
+    assert not ranks.all_true(True, None)
+    with pytest.raises(Interrupted):
+        ranks.agree(caught.value)
+
+
 @pytest.mark.gpu
 def test_ranks_exchange_between_gpus(big, tmp_path):
     """NCCL where each rank has a GPU of its own; ranks that share one exchange over gloo and go through pinned memory."""
@@ -380,7 +441,7 @@ def test_ranks_need_a_place_to_meet(big, monkeypatch):
 
 
 def fetches(sizes):
-    return [Fetch(f"t{n}", Box((0,), (size,)), size, ()) for n, size in enumerate(sizes)]
+    return [ReadItem(f"t{n}", Box((0,), (size,)), size, ()) for n, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])

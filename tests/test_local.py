@@ -1,31 +1,27 @@
 """What `parallel.local` gives each rank against the memory of the real megatron-core, and of real legacy checkpoints."""
 
 import json
-import os
-import subprocess
-import sys
 import zlib
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import golden
 from legacy_cases import LEGACY
+from oracle.fixtures import run_module
 from support import GOLDEN, read_tensor
 from test_layout_ranks import BASE, JOBS, MLA, MOE
 
-from converters.archive.records import tensor_ref
 from converters.dtypes import dtype
 from converters.formats import open_checkpoint
 from converters.formats.containers.archive import PtFile
-from converters.formats.legacy.model import model_chunks
+from converters.formats.legacy.rank_model import RankModel
+from converters.megatron.layout import Layout
+from converters.megatron.rank_state_dict import LocalModel, module_name
+from converters.megatron.split import Outline
 from converters.names import parse_key
-from converters.parallel.layout import Layout
-from converters.parallel.local import LocalModel, module_name
-from converters.parallel.split import Outline
+from converters.param_order import Order
 from converters.planning.plan import Op, Target
-from converters.registration import Order
 
 
 def values(key, shape):
@@ -34,7 +30,6 @@ def values(key, shape):
     return np.arange(first, first + np.prod(shape, dtype=int)).astype(np.float32).reshape(shape)
 
 
-TESTS = Path(__file__).parent
 STACKED = MOE | {"moe_layer_freq": 1, "moe_grouped_gemm": True}
 MORE = {
     "tied vpp": (Layout(tp=2, pp=2, vpp=2), BASE | {"tied": True}),
@@ -74,21 +69,12 @@ def filled(tensor, whole):
 @pytest.fixture(scope="module")
 def memory(tmp_path_factory):
     """Every rank's memory in the jobs, as the real models have it."""
-    pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("local")
-    known = {name: job for name, job in (JOBS | MORE).items() if name not in NOT_HERE}
-    jobs = [{"layout": asdict(at), "world": at.world_size, "model": model} for at, model in known.values()]
-    done = subprocess.run(
-        [sys.executable, "-m", "oracle.local", str(folder)],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        cwd=TESTS,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder, list(known)
+    named = {name: job for name, job in (JOBS | MORE).items() if name not in NOT_HERE}
+    jobs = [{"layout": asdict(at), "world": at.world_size, "model": model} for at, model in named.values()]
+    code, _, errors = run_module("oracle.local", folder, text=json.dumps(jobs))
+    assert code == 0, errors[-3000:]
+    return folder, list(named)
 
 
 def whole_tensors(folder, number):
@@ -134,8 +120,8 @@ def test_names_order_and_values_are_those_of_legacy_files(name):
         at = model.layout.coordinates(rank)
         numbers = [f"{at.tp:02d}", f"{at.pp:03d}", *([f"{at.ep:03d}"] if model.layout.ep > 1 else [])]
         file = PtFile.read(folder, f"mp_rank_{'_'.join(numbers)}/model_optim_rng.pt")
-        for held, theirs in zip(model.rank(rank), model_chunks(file), strict=True):
-            refs = {key: tensor_ref(node, key) for key, node in theirs.items() if not key.endswith("._extra_state")}
+        for held, theirs in zip(model.rank(rank), RankModel.of_file(file).chunks, strict=True):
+            refs = {key: tensor.ref for key, tensor in theirs.items() if not key.endswith("._extra_state")}
             assert [tensor.name for tensor in held] == list(refs)
             for tensor in held:
                 ref = refs[tensor.name]

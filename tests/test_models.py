@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from converters import models
-from converters.facts.model_args import ModelArgs
+from converters.megatron.model_args import ModelArgs
 from converters.planning.plan import prove
 
 
@@ -24,7 +24,7 @@ def export(family, **changes):
     catalog = cases.make_catalog(shapes, args)
     facts = ModelArgs.from_catalog(catalog)
     mapping = models.map_to_hf(catalog, facts, models.by_name(family), **options)
-    prove(shapes, mapping.targets, mapping.copies, mapping.drops)
+    prove(mapping.pieces.values(), shapes, mapping.drops)
     return catalog, facts, mapping, shapes
 
 
@@ -137,7 +137,7 @@ def test_logits_are_megatrons(checkpoint, config, family, tmp_path):
     model = models.infer(facts, catalog)
     assert model.name == family
     mapping = models.map_to_hf(catalog, facts, model, dtype=cases.FP32)
-    prove({n: t.shape for n, t in catalog.weights.items()}, mapping.targets, mapping.copies, mapping.drops)
+    prove(mapping.pieces.values(), {n: t.shape for n, t in catalog.weights.items()}, mapping.drops)
     golden = load_file(cases.GOLDEN / "truth" / f"{config}-bf16.logits.safetensors")
     logits = logits_of(tmp_path, mapping, arrays, golden["tokens"])
     rows = logits.shape[-1]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from converters import models
-from converters.facts.model_args import ModelArgs
+from converters.megatron.model_args import ModelArgs
 
 # a Bridge configuration: it can set every number, where Megatron-LM's command line ignores some
 CONFIG = {

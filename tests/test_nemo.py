@@ -17,13 +17,13 @@ from test_export import TOLERANCE, differing
 
 from converters.catalog import Catalog
 from converters.errors import FormatError
-from converters.facts.megatron_args import megatron_arguments
-from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
-from converters.parallel.layout import Layout
-from converters.parallel.vocabulary import vocabulary_rows
+from converters.megatron.layout import Layout
+from converters.megatron.megatron_args import megatron_arguments
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.vocabulary import vocabulary_rows
 from converters.pickles import fields
-from converters.targets.companions import companions
+from converters.write.framework_files import companions
 from distckpt_cli.app import main
 
 NEMO1, NEMO2, BRIDGE = FRAMEWORKS = (
@@ -31,6 +31,7 @@ NEMO1, NEMO2, BRIDGE = FRAMEWORKS = (
     "nemo2_llama4_weights_tp2pp2",
     "bridge_llama4_weights_tp2pp2",
 )
+SAVED = "nemo2_llama_weights_tp1"  # MegatronCheckpointIO of NeMo wrote it
 TRUTH = GOLDEN / "truth" / "llama4-bf16.safetensors"
 LLAMA4 = {
     "num_layers": 4,
@@ -113,7 +114,7 @@ def test_nothing_of_the_model_is_lost(name, to, tmp_path):
     run("convert", GOLDEN / name, tmp_path / "out", "--to", to, "--tp", "4")
     catalog = open_checkpoint(tmp_path / "out").catalog
     kept = to == "torch_dist" and name == BRIDGE  # its configuration lies beside what is Megatron-LM's otherwise
-    assert (catalog.flavour, catalog.iteration) == ("Megatron-Bridge" if kept else "Megatron-LM", 10)
+    assert (catalog.framework, catalog.iteration) == ("Megatron-Bridge" if kept else "Megatron-LM", 10)
     assert {"args", "checkpoint_version", "iteration"} <= catalog.common.keys()
     assert catalog.common["checkpoint_version"] == 3.0
     assert not {"pytorch-lightning_version", "loops", "callbacks", "hyper_parameters"} & catalog.common.keys()
@@ -190,7 +191,7 @@ def test_bridge_keeps_its_files(tmp_path):
     before["checkpoint"] |= {"save_optim": False, "save_rng": False}  # Bridge asks for what these say is there
     assert after == before
     catalog = open_checkpoint(tmp_path / "out").catalog
-    assert (catalog.flavour, Layout.saved(catalog).tp) == ("Megatron-Bridge", 4)
+    assert (catalog.framework, Layout.saved(catalog).tp) == ("Megatron-Bridge", 4)
 
 
 def test_bridge_says_what_it_has(tmp_path):
@@ -269,7 +270,7 @@ def test_nemo_2_keeps_its_files(nemo2, tmp_path):
     # what NeMo 2 asks for: its own names, and its own common state
     assert all(key.startswith("module.") for key in read_with_torch(out / "weights"))
     catalog = open_checkpoint(out).catalog
-    assert (catalog.flavour, catalog.common["global_step"]) == ("NeMo 2", 10)
+    assert (catalog.framework, catalog.common["global_step"]) == ("NeMo 2", 10)
     run("export-hf", out, tmp_path / "hf")
     assert not differing(tmp_path / "hf", "llama4", "llama")
 
@@ -464,3 +465,19 @@ def test_an_undivided_one_is_exported(tmp_path):
         assert fields(open_checkpoint(tmp_path / f"out{number}").catalog.common["args"])["num_query_groups"] == 4
         run("export-hf", tmp_path / f"out{number}", tmp_path / f"again{number}")
         assert not differing(tmp_path / f"again{number}", "llama4", "llama")
+
+
+def test_what_nemo_wrote_is_resharded_without_its_context_and_says_so(tmp_path, capsys):
+    """`ModelCheckpoint(always_save_context=False)` leaves it out, and so does its writer when it is used alone."""
+    source = GOLDEN / SAVED
+    run("reshard", source, tmp_path / "out", "--tp", 2, "--progress", "off")
+    assert "no context folder" in "".join(capsys.readouterr())
+    run("diff", source, tmp_path / "out", "--progress", "off")
+    run("reshard", tmp_path / "out", tmp_path / "back", "--tp", 1, "--progress", "off")
+    before, after = read_with_torch(source / "weights"), read_with_torch(tmp_path / "back" / "weights")
+    assert all(key.startswith("module.") for key in before)
+    assert {k: v.tobytes() for k, v in before.items()} == {k: v.tobytes() for k, v in after.items()}
+    assert open_checkpoint(tmp_path / "out").catalog.common == open_checkpoint(source).catalog.common
+    by_hand, saved = (open_checkpoint(GOLDEN / name).catalog for name in (NEMO2, SAVED))
+    assert by_hand.framework == saved.framework == "NeMo 2"
+    assert by_hand.common.keys() >= saved.common.keys()

@@ -1,6 +1,7 @@
 """Optimizer state of every golden checkpoint under its parameters' names, proved; and written back as Megatron wrote it."""
 
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -9,26 +10,29 @@ import pytest
 from checkpoints import GOLDENS, copy_golden, golden, truth
 from support import GOLDEN, read_tensor
 
-from converters.archive.records_out import object_record
 from converters.catalog import TensorInfo
+from converters.dtypes import dtype
 from converters.errors import FormatError, IntegrityError, RequestError
-from converters.facts.model_args import ModelArgs
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
+from converters.megatron.layout import Layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.optimizer_parts import OptimizerPart
+from converters.megatron.split import Outline
 from converters.optimizer.buckets import flatten
-from converters.optimizer.groups import ParamGroups, param_groups, read_param_groups
+from converters.optimizer.groups import PartGroups, common_optimizer, read_param_groups
 from converters.optimizer.proof import prove_masters
-from converters.optimizer.state import optimizer_state
-from converters.parallel.layout import Layout
-from converters.parallel.split import Outline
+from converters.optimizer.state import may_be_shifted, optimizer_state
+from converters.param_order import trainable
 from converters.planning.plan import Target
-from converters.registration import trainable
+from converters.torchzip.records_out import object_record
 
 WITH_STATE = [name for name in GOLDENS if "weights" not in name]
-FLAT = [name for name in WITH_STATE if re.search("dpreshardable|dpzero|bucketspace", name)]
+FLAT = [name for name in WITH_STATE if re.search("dpreshardable|_dpr_|dpzero|bucketspace", name)]
 RESHARDABLE = [name for name in FLAT if "dpreshardable" in name]
 FULL_TRUTH = {"llama", "llama4", "mixtral"}
 STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+FP32 = dict.fromkeys(STATES, dtype("float32"))
 
 
 @pytest.mark.parametrize("name", WITH_STATE)
@@ -37,16 +41,18 @@ def test_every_state_is_the_truth(name):
     found = optimizer_state(reader)
     config = GOLDENS[name][0]
     trained = [n for n, t in reader.catalog.weights.items() if trainable(n) and t.dtype.floating]
-    assert set(found.tensors) == {f"optimizer.state.{state}.{n}" for state in STATES for n in trained}
+    lion = {n for part in found.recognised.parts if part.algorithm == "Lion" for n in part.names}
+    assert set(found.tensors) == {
+        f"optimizer.state.{state}.{n}" for state in STATES for n in trained if state != "exp_avg_sq" or n not in lion
+    }
     assert (found.candidate is not None) == (name in FLAT)
-    assert (found.doubt is not None) == (name in FLAT)
     expected = truth(config)
     for info in found.tensors.values():
         assert info.opaque is None
         assert info.dtype.name == "float32"
         state, parameter = info.name.removeprefix("optimizer.state.").split(".", 1)
         value = read_tensor(reader, info)  # every element is stored once
-        if config in FULL_TRUTH:
+        if config in FULL_TRUTH | {"pao", "drop", "lion"}:
             wanted = expected[f"{STATES[state]}/{parameter}"]
             assert np.array_equal(value[: wanted.shape[0]], wanted), info.name
     prove_masters(reader, found.tensors)
@@ -109,7 +115,7 @@ def test_one_wrong_element_is_found():
 def test_state_that_megatron_may_have_shifted_is_doubted(changes, doubtful):
     reader = open_checkpoint(golden("llama_fullyreshardable_tp2pp2dp2"))
     reader.catalog = replace(reader.catalog, args={**reader.catalog.args, **changes})
-    assert (optimizer_state(reader).doubt is not None) == doubtful
+    assert may_be_shifted(reader.catalog) == doubtful
 
 
 def swap_on_disk(folder, key, a, b, length):
@@ -145,9 +151,9 @@ def test_parameters_swapped_in_the_buckets_are_refused(tmp_path, group):
 
 def test_wrong_layout_does_not_fill_the_buckets():
     reader = open_checkpoint(golden("llama_dpreshardable_tp2pp2dp2"))
-    with pytest.raises(FormatError, match=r"dp_group_idx|data-parallel group"):
+    with pytest.raises(RequestError, match=r"dp_group_idx|data-parallel group"):
         optimizer_state(reader, Layout(tp=4, dp=2))
-    with pytest.raises(FormatError, match=r"buckets|does not fit|elements"):
+    with pytest.raises(RequestError, match=r"buckets|does not fit|elements"):
         optimizer_state(reader, Layout(tp=1, pp=2, dp=4))
 
 
@@ -163,10 +169,15 @@ def stated_groups(config):
     return out
 
 
-@pytest.mark.parametrize("name", WITH_STATE)
+def common_entry(reader, ep, form):
+    groups = read_param_groups(reader).stored_as(form)
+    return common_optimizer(groups, groups.chain(ep), form)
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_STATE if GOLDENS[name][0] != "lion"])  # two optimizers
 def test_param_groups_of_every_layout(name):
     reader = open_checkpoint(golden(name))
-    entry = param_groups(reader, Layout(tp=2, dp=2), "fully_reshardable")
+    entry = common_entry(reader, 1, "fully_reshardable")
     assert list(entry) == ["optimizer", "param_state_sharding_type"]
     groups = entry["optimizer"]["param_groups"]
     assert [(g["wd_mult"], g["is_expert_parallel"], g["step"]) for g in groups] == [(1.0, False, 2), (0.0, False, 2)]
@@ -182,11 +193,11 @@ def test_param_groups_of_every_layout(name):
 @pytest.mark.parametrize("name", [name for name in WITH_STATE if GOLDENS[name][0] in ("mixtral", "deepseek_mtp")])
 def test_experts_have_an_optimizer_of_their_own_with_expert_parallelism(name):
     reader = open_checkpoint(golden(name))
-    entry = param_groups(reader, Layout(ep=4, dp=4), "fully_reshardable")
+    entry = common_entry(reader, 4, "fully_reshardable")
     assert list(entry) == [0, 1]
     kinds = [[(g["wd_mult"], g["is_expert_parallel"]) for g in entry[n]["optimizer"]["param_groups"]] for n in (0, 1)]
     assert kinds == [[(1.0, False), (0.0, False)], [(1.0, True)]]
-    assert param_groups(reader, Layout(ep=4, dp=4), "dp_reshardable") == {
+    assert common_entry(reader, 4, "dp_reshardable") == {
         n: {"param_state_sharding_type": "dp_reshardable"} for n in (0, 1)
     }
 
@@ -196,12 +207,15 @@ def test_groups_for_experts_are_made_and_merged():
         return {"wd_mult": wd, "lr_mult": 1.0, "is_decoupled_lr": False, "is_expert_parallel": False, "step": 7} | more
 
     dense = (group(1.0), group(0.0), group(1.0, is_decoupled_lr=True))
-    assert ParamGroups(dense).for_experts(biases=False) == (group(1.0, is_expert_parallel=True),)
-    assert [g["wd_mult"] for g in ParamGroups(dense).for_experts(biases=True)] == [1.0, 0.0]
+    weight = "decoder.layers.0.mlp.experts.0.linear_fc1.weight"
+    plain = OptimizerPart("Adam", False, frozenset(), frozenset([weight]))
+    biased = replace(plain, names=plain.names | {weight.replace(".weight", ".bias")})
+    assert PartGroups(plain, dense).for_experts() == (group(1.0, is_expert_parallel=True),)
+    assert [g["wd_mult"] for g in PartGroups(biased, dense).for_experts()] == [1.0, 0.0]
     experts = (group(1.0, is_expert_parallel=True), group(0.5, is_expert_parallel=True))
-    assert ParamGroups(dense, experts).merged() == (*dense, group(0.5))
+    assert PartGroups(plain, dense, experts).merged() == (*dense, group(0.5))
     nemo = ({"pre_wd_mult": 1.0, "pre_lr_mult": 1.0, "is_decoupled_lr": False},)
-    assert len(ParamGroups(nemo, ({**nemo[0], "is_expert_parallel": True},)).merged()) == 1
+    assert len(PartGroups(plain, nemo, ({**nemo[0], "is_expert_parallel": True},)).merged()) == 1
 
 
 def test_step_of_torch_adam_and_missing_groups(tmp_path):
@@ -214,10 +228,11 @@ def test_step_of_torch_adam_and_missing_groups(tmp_path):
     optimizer = {"optimizer": {"param_groups": groups, "state": state}, "grad_scaler": scaler}
     torch.save({"optimizer": optimizer, "iteration": 10}, folder / "common.pt")
     found = read_param_groups(open_checkpoint(folder))
-    assert [g["step"] for g in found.dense] == [12, 12]
-    assert all("params" not in g for g in found.dense)
+    assert found.common_step == 12
+    assert [g["step"] for g in found.merged()] == [12, 12]
+    assert all("params" not in g for g in found.merged())
     assert found.scaler["growth_tracker"] == 3
-    entry = param_groups(open_checkpoint(folder), Layout(), "fully_reshardable")
+    entry = common_entry(open_checkpoint(folder), 1, "fully_reshardable")
     written = tmp_path / "written.pt"
     written.write_bytes(object_record(entry, found.storages))
     assert torch.load(written)["grad_scaler"] == {"scale": torch.tensor([4096.0]), "growth_tracker": 3}
@@ -241,9 +256,15 @@ def test_flatten_is_what_megatron_wrote(name):
     reader = open_checkpoint(golden(name))
     catalog, found = reader.catalog, optimizer_state(reader)
     parameters, layout, outline = target_of(catalog)
-    groups = read_param_groups(reader)
+    chain = read_param_groups(reader).chain(layout.ep)
     pieces, objects = flatten(
-        parameters, layout, outline, found.candidate.order, states=STATES, groups=groups, args=catalog.args
+        parameters,
+        layout,
+        outline,
+        found.candidate.order,
+        states=FP32,
+        chain=chain,
+        args=catalog.args,
     )
     stored = {t.name: t for t in catalog.tensors.values() if t.opaque}
     buckets = {key: [piece for piece in pieces if piece.key == key] for key in dict.fromkeys(p.key for p in pieces)}
@@ -258,16 +279,17 @@ def test_flatten_is_what_megatron_wrote(name):
         assert [f"__{piece.rank}_" for piece in mine] == [re.match(r"__\d+_", file)[0] for file in files]
         wanted = read_tensor(reader, info)
         known = np.zeros(info.shape, bool)
-        for piece in mine:
-            for source, box, at in piece.copies:
-                value = values[source][box.slices].reshape(-1)
-                where = slice(piece.start + at, piece.start + at + box.volume)
-                assert np.array_equal(wanted[where], value), source
-                assert not known[where].any()
-                known[where] = True
-            for at, length in piece.gaps:  # they hold whatever was in memory
-                assert not known[piece.start + at : piece.start + at + length].any()
-                known[piece.start + at : piece.start + at + length] = True
+        for part in mine:
+            first = part.start
+            for piece in part.pieces:
+                end = first + math.prod(piece.shape)
+                assert not known[first:end].any()
+                known[first:end] = True
+                for copy in piece.copies:  # a gap holds whatever was in memory
+                    value = values[copy.source][copy.source_box.slices].reshape(-1)
+                    assert np.array_equal(wanted[first:end], value), copy.source
+                first = end
+            assert first == part.start + part.length
         assert known.all()
     have = {key for key in catalog.objects if ".dp_group_idx_" in key}
     assert {thing.key for thing in objects} == have
@@ -280,6 +302,13 @@ def test_a_rank_without_parameters_is_refused():
     reader = open_checkpoint(golden("llama4_dpreshardable_pp4dp2"))
     parameters, _, outline = target_of(reader.catalog)
     order = optimizer_state(reader).candidate.order
-    groups = read_param_groups(reader)
+    chain = read_param_groups(reader).chain(1)
     with pytest.raises(RequestError, match="leaves data-parallel rank"):
-        flatten(parameters, Layout(pp=4, dp=2048), outline, order, states=STATES, groups=groups)
+        flatten(
+            parameters,
+            Layout(pp=4, dp=2048),
+            outline,
+            order,
+            states=FP32,
+            chain=chain,
+        )

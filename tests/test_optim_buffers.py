@@ -1,5 +1,6 @@
 """Flat buffers: order of parameters, cuts of buckets, and the round trip through them for random models and jobs."""
 
+import math
 import types
 from collections import Counter
 
@@ -10,23 +11,25 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from support import read_tensor
 
-from converters.archive.records import Payload
 from converters.box import Box
 from converters.catalog import Catalog, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
+from converters.formats.base import Reader
 from converters.formats.common_state import Archive
+from converters.io.arithmetic import rounded
+from converters.megatron.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
+from converters.megatron.layout import Layout
+from converters.megatron.optimizer_parts import OptimizerPart
+from converters.megatron.rank_state_dict import LocalModel
+from converters.megatron.split import Outline
 from converters.optimizer.buckets import flatten
-from converters.optimizer.groups import ParamGroups
+from converters.optimizer.groups import ParamGroups, PartGroups
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.state import candidates, optimizer_state
-from converters.parallel.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
-from converters.parallel.layout import Layout
-from converters.parallel.local import LocalModel
-from converters.parallel.split import Outline
+from converters.param_order import EXPERTS, Order, trainable
 from converters.planning.plan import Target
-from converters.reading.arithmetic import rounded
-from converters.registration import EXPERTS, Order, trainable
+from converters.torchzip.records import Payload
 
 BF16, FP32 = dtype("bfloat16"), dtype("float32")
 
@@ -98,7 +101,7 @@ def test_sections_of_a_mamba_mixer_are_one_parameter():
     "name", ["decoder.layers.0.mlp.new_thing.weight", "vision.blocks.0.weight", "decoder.x.weight"]
 )
 def test_an_unknown_parameter_has_no_place(name):
-    with pytest.raises(FormatError, match="not known where") as caught:
+    with pytest.raises(RequestError, match="not known where") as caught:
         Order().position(name)
     assert caught.value.tensor == name
 
@@ -236,7 +239,7 @@ def gpt(layers, *, experts, gated, tied, bias, mtp):
     return out if tied else out | {"output_layer.weight": (vocab, hidden)}
 
 
-class MadeReader:
+class MadeReader(Reader):
     """A checkpoint whose records lie behind each other in one file."""
 
     name = "made"
@@ -263,14 +266,6 @@ class MadeReader:
         self.catalog = Catalog(self.files[0].parent, "made", "Megatron-LM", self.tensors, objects, self.args)
         return self
 
-    @classmethod
-    def detect(cls, folder):
-        return False
-
-    @classmethod
-    def open(cls, folder):
-        raise NotImplementedError
-
     def fingerprint(self):
         return ""
 
@@ -284,9 +279,6 @@ class MadeReader:
     def object_value(self, key):
         tree = self.objects.get(key)
         return tree[0] if tree is not None else None
-
-    def object_array(self, key, ref):
-        raise NotImplementedError
 
 
 @st.composite
@@ -317,13 +309,23 @@ def make(path, shapes, layout, order, args, flat, values):
         mine, stored = [piece for piece in pieces if piece.key == key], []
         for piece in mine:
             data = np.full(piece.length, np.nan, "<f4")  # gaps hold anything
-            for source, box, at in piece.copies:
-                _, _, state, name = source.split(".", 3)
-                data[at : at + box.volume] = values[state, name][box.slices].reshape(-1)
+            end = 0
+            for inner in piece.pieces:
+                begin, end = end, end + math.prod(inner.shape)
+                for copy in inner.copies:
+                    _, _, state, name = copy.source.split(".", 3)
+                    data[begin:end] = values[state, name][copy.source_box.slices].reshape(-1)
+            assert end == piece.length
             stored.append(((piece.start,), data))
         reader.add(key, FP32, (mine[0].numel,), stored, "flat optimizer bucket")
     reader.objects = {thing.key: Archive.parse(thing.content, thing.key).tree for thing in objects}
     return reader.close()
+
+
+def chain_of(names, ep):
+    part = OptimizerPart("Adam", True, frozenset(), frozenset(names))
+    groups = ({"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3},)
+    return ParamGroups((PartGroups(part, groups),)).chain(ep)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -338,9 +340,11 @@ def test_what_is_flattened_is_found_again(tmp_path, job, seed):
         gated=shapes["decoder.layers.0.mlp.linear_fc1.weight"][0] == 24,
         tied="output_layer.weight" not in shapes,
     )
-    groups = ParamGroups(({"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 3},))
+    chain = chain_of(shapes, layout.ep)
     try:
-        flat = flatten(targets, layout, outline, order, states=("param", "exp_avg"), groups=groups, args=args)
+        flat = flatten(
+            targets, layout, outline, order, states=dict.fromkeys(("param", "exp_avg"), FP32), chain=chain, args=args
+        )
     except RequestError:
         assume(False)  # a data-parallel rank without parameters
     random = np.random.default_rng(seed)
@@ -362,13 +366,12 @@ def test_rows_that_the_source_lacks_are_filled():
     name = "embedding.word_embeddings.weight"
     shapes = {name: (24, 8), "decoder.final_layernorm.weight": (8,), "decoder.layers.0.mlp.linear_fc2.weight": (8, 4)}
     targets = {n: Target(n, BF16, shape) for n, shape in shapes.items()}
-    groups = ParamGroups(({"wd_mult": 1.0},))
     job = (targets, Layout(tp=2), Outline(1), Order())
-    pieces, _ = flatten(*job, states=["param"], groups=groups, available={name: (17, 8)})
+    pieces, _ = flatten(*job, states={"param": FP32}, chain=chain_of(shapes, 1), available={name: (17, 8)})
     rows = Counter()
     for piece in pieces:
-        piece.check()
-        boxes = [box for source, box, _ in piece.copies if source.endswith(name)]
+        assert sum(math.prod(inner.shape) for inner in piece.pieces) == piece.length
+        boxes = [c.source_box for inner in piece.pieces for c in inner.copies if c.source.endswith(name)]
         assert all(box.stop[0] <= 17 for box in boxes)
         rows[piece.key.partition(".gbuf_idx")[0]] += sum(box.shape[0] for box in boxes)
     assert list(rows.values()) == [12, 5]

@@ -14,17 +14,25 @@ from checkpoints import golden, tree, write_llama
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.engine import journal
-from converters.engine.board import Board, claim, dismiss_earlier, is_held
-from converters.engine.destination import beside
-from converters.engine.publish import Staging
-from converters.engine.ranks import Ranks, listed, shares, spans
-from converters.engine.relay import Stopped, packed, unpacked
-from converters.errors import DestinationError, IntegrityError, Interrupted, RequestError
+from converters.errors import (
+    DamagedFileError,
+    DestinationError,
+    FormatError,
+    IntegrityError,
+    Interrupted,
+    RequestError,
+    UnsupportedError,
+)
 from converters.events import FileDone, Moved, StopFlag
+from converters.execute import journal
+from converters.execute.destination import beside
+from converters.execute.error_json import Stopped, packed, unpacked
+from converters.execute.publish import Staging
+from converters.execute.rank_files import Board, claim, dismiss_earlier, is_held
+from converters.execute.ranks import Ranks, listed, shares, spans
 from converters.formats import open_checkpoint
 from converters.planning.job import Task
-from converters.targets.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export, run_export
 
 MIB = 1 << 20
 
@@ -108,7 +116,7 @@ def test_a_lock_says_who_lives(tmp_path):
 
 
 def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("converters.engine.board._PATIENCE", 0.3)
+    monkeypatch.setattr("converters.execute.rank_files._PATIENCE", 0.3)
     (tmp_path / "round").write_text("{}")
     fd, _ = claim(tmp_path / "lock-2")
     with pytest.raises(DestinationError, match="rank 2 of an earlier run"):
@@ -121,7 +129,7 @@ def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
 
 def test_an_earlier_run_that_lives_keeps_its_files(tmp_path, monkeypatch):
     """A second launch must not begin anew in a folder into which ranks of the first still write."""
-    monkeypatch.setattr("converters.engine.board._PATIENCE", 0.2)
+    monkeypatch.setattr("converters.execute.rank_files._PATIENCE", 0.2)
     meeting = beside(tmp_path / "out", "ranks-00000000")
     meeting.mkdir()
     fd, _ = claim(meeting / "lock-1")
@@ -180,6 +188,8 @@ def test_journals_of_all_ranks_become_one(tmp_path):
     [
         IntegrityError("a", details=["b"], hint="c", tensor="d"),
         DestinationError("full"),
+        UnsupportedError("another form"),
+        DamagedFileError("ckpt", {"common.pt": "common.pt is damaged"}, hint="c"),
         Interrupted(15, "stopped"),
         ZeroDivisionError("oops"),
     ],
@@ -191,6 +201,7 @@ def test_errors_arrive_with_the_same_exit_code(error):
     assert "rank 3 on node7" in text
     assert str(error).split("\n")[0] in text
     assert isinstance(there, Stopped) == isinstance(error, Interrupted)
+    assert isinstance(there, FormatError) == isinstance(error, FormatError)
 
 
 def test_passing_trouble_stays_passing():
@@ -326,7 +337,7 @@ def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state)
         raise OSError(errno.ESTALE, "stale")
 
     monkeypatch.setattr(Board, "write", write)
-    monkeypatch.setattr("converters.engine.disk.shutil.rmtree", trouble)
+    monkeypatch.setattr("converters.execute.disk.shutil.rmtree", trouble)
     outcome = together(llama[0], tmp_path / "out", 2)
     assert len(failed) == 2
     assert not outcome.errors

@@ -245,6 +245,50 @@ def test_a_hung_rank_ends_the_job(llama, tmp_path):
     resume(2, llama[0], into, llama[1])
 
 
+# ---------------------------------------------------------------------- what network mounts do
+
+
+@pytest.fixture(scope="module")
+def slow_view(tmp_path_factory):
+    """Environment of a process that sees others' files late, on a mount without locks; see shims/slow_view.c."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no gcc")
+    library = tmp_path_factory.mktemp("shim") / "slow_view.so"
+    source = Path(__file__).parent / "shims" / "slow_view.c"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl", "-pthread"], check=True)
+    return {"LD_PRELOAD": str(library), "SLOW_VIEW_SECONDS": "0.7", "SLOW_VIEW_NO_LOCKS": "1"}
+
+
+@pytest.mark.parametrize("seconds", ["0.7", pytest.param("4", marks=pytest.mark.slow)])
+def test_ranks_that_see_each_other_late_and_have_no_locks(seconds, slow_view, resharded, tmp_path):
+    """A proof, then the writing: what is left of the first list of work must not be taken for the second."""
+    into = tmp_path / "out"
+    args = ("reshard", MIXTRAL, into, *RESHARD, "--json")
+    done = ranks(3, *args, **slow_view | {"SLOW_VIEW_SECONDS": seconds})
+    assert done.codes == [0, 0, 0], done.err
+    assert tree(into) == resharded
+    assert done.seconds > 2 * float(seconds)  # it is seen late
+    assert left_beside(into) == []
+
+
+@pytest.mark.slow
+def test_without_locks_a_killed_rank_is_noticed_by_its_silence(slow_view, llama, tmp_path):
+    into, pids = tmp_path / "out", tmp_path / "pids"
+    pids.mkdir()
+    args = ("export-hf", llama[0], into, *SMALL, "--rank-timeout", "4")
+    processes = start(3, *args, SLOW="0.3", PIDS=str(pids), **slow_view)
+    try:
+        os.kill(working(pids, into, 3)[1], signal.SIGKILL)
+        begin = time.monotonic()
+    finally:
+        done = finish(processes, begin, 40)
+    assert sorted(done.codes) == [-9, 143, 143]
+    assert "rank 1 on " in done.err
+    assert "has not responded for 4 s" in done.err
+    assert not into.exists()
+    resume(2, llama[0], into, llama[1])
+
+
 def test_a_failing_rank_is_the_one_that_is_heard(llama, tmp_path):
     done = ranks(3, "export-hf", llama[0], tmp_path / "out", *SMALL, SLOW="0.05", BUG_RANK="2")
     assert done.codes == [70, 70, 70]

@@ -1,4 +1,4 @@
-"""README.md says what is true: links lead somewhere, transcripts are what the commands print, tables are complete."""
+"""The README and those of the folders say what is true: links lead somewhere, transcripts are what the commands print."""
 
 import re
 import shlex
@@ -11,19 +11,25 @@ from cli_support import ROOT, environment
 from typer.main import get_command
 
 from converters.formats import REGISTRY
-from converters.models import KNOWN
+from converters.models import ARCHITECTURES
 from distckpt_cli.app import app
 from distckpt_cli.commands import COMMANDS
 from distckpt_cli.exits import EPILOG
 
-TEXT = (ROOT / "README.md").read_text()
+DOCUMENTS = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", *(f"{folder}/README.md" for folder in ("distckpt_cli", "converters", "tests", "scripts")))
+}
+TEXT = "\n".join(DOCUMENTS.values())
 FENCED = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PROSE = FENCED.sub("", TEXT)
+PROSE = {name: FENCED.sub("", text) for name, text in DOCUMENTS.items()}
+ALL_PROSE = "\n".join(PROSE.values())
+LINKS = sorted({(name, target) for name, text in PROSE.items() for target in re.findall(r"\]\(([^)]+)\)", text)})
 
 
 def section(title):
     found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
-    assert found, f"README.md has no section {title}"
+    assert found, f"no README has a section {title}"
     return found[1]
 
 
@@ -42,29 +48,33 @@ def first_column(text, header):
 # ---------------------------------------------------------------------- links, tests, scripts
 
 
-def anchors():
-    titles = re.findall(r"^#+ (.*)$", PROSE, re.MULTILINE)
+def anchors(text):
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)]+)\)", PROSE))))
-def test_links_lead_somewhere(target):
+@pytest.mark.parametrize(("name", "target"), LINKS)
+def test_links_lead_somewhere(name, target):
     if target.startswith("https://"):
         return
     path, _, anchor = target.partition("#")
-    assert (ROOT / path).exists()
-    assert not Path(path).is_absolute()
+    file = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+    assert file.exists()
+    assert file.is_relative_to(ROOT)
     if anchor:
-        assert not path
-        assert anchor in anchors()
+        assert anchor in anchors(file.read_text())
 
 
-@pytest.mark.parametrize(("name", "file"), re.findall(r"\[(test_\w+)\]\((tests/[^)]+)\)", PROSE))
-def test_linked_tests_exist(name, file):
-    assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), name
+@pytest.mark.parametrize(
+    ("document", "name", "file"),
+    [(d, *pair) for d, text in PROSE.items() for pair in re.findall(r"\[(test_\w+)\]\(([^)]+\.py)\)", text)],
+)
+def test_linked_tests_exist(document, name, file):
+    source = ((ROOT / document).parent / file).read_text()
+    assert re.search(rf"^def {name}\(", source, re.MULTILINE), name
 
 
-@pytest.mark.parametrize("command", re.findall(r"`pytest ([^`]+)`", PROSE))
+@pytest.mark.parametrize("command", re.findall(r"`pytest ([^`]+)`", ALL_PROSE))
 def test_commands_that_prove_something_select_tests(command):
     words = shlex.split(command)
     files = [word for word in words if word.endswith(".py")]
@@ -119,9 +129,7 @@ def test_transcripts_are_what_the_commands_print(block, tmp_path):
         done = subprocess.run(
             [sys.executable, *(["-m", "distckpt_cli"] if program == "distckpt" else []), *words],
             cwd=tmp_path,
-            env=environment(
-                DISTCKPT_PROGRESS="off", DISTCKPT_PLAN_CACHE=str(tmp_path), PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1"
-            ),
+            env=environment(DISTCKPT_PROGRESS="off", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -157,6 +165,7 @@ MEGATRON = {
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--use-distributed-optimizer",
+    "--use-precision-aware-optimizer",
     "--dist-ckpt-optim-fully-reshardable",
 }
 
@@ -165,7 +174,7 @@ def test_named_options_exist():
     group = get_command(app)
     known = {name for command in COMMANDS for p in group.get_command(None, command).params for name in p.opts}
     named = {
-        name for quoted in re.findall(r"`([^`]+)`", PROSE) for name in re.findall(r"(?<!\S)--[a-z][a-z-]+", quoted)
+        name for quoted in re.findall(r"`([^`]+)`", ALL_PROSE) for name in re.findall(r"(?<!\S)--[a-z][a-z-]+", quoted)
     }
     assert len(named) > 20
     assert named <= known | MEGATRON | {"--help", "--workers", "--all"}  # and one of scripts/test
@@ -181,7 +190,7 @@ def test_the_table_of_commands_is_that_of_help():
 
 def test_the_table_of_families_is_complete():
     named = [cell.split("`")[1] for cell in first_column(section("Hugging Face families"), "family")]
-    assert sorted(named) == sorted(model.name for model in KNOWN)
+    assert sorted(named) == sorted(model.name for model in ARCHITECTURES)
 
 
 def test_formats_that_are_read_are_those_in_the_table():
@@ -210,6 +219,27 @@ def test_environment_variables_are_those_that_are_read():
     assert used <= set(re.findall(r"`(DISTCKPT_[A-Z_]+)`", section("For scripts")))
 
 
-def test_it_is_short_and_names_no_machine():
-    assert len(TEXT.splitlines()) <= 410
+def test_the_first_is_short_and_none_names_a_machine():
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 150
     assert not re.search(r"/(?:home|root|work|Users)/", TEXT)
+
+
+def test_the_picture_is_there_asks_no_server_and_is_of_commands_that_there_are():
+    assert "(scripts/terminal.svg)" in DOCUMENTS["README.md"]
+    picture = (ROOT / "scripts" / "terminal.svg").read_text()
+    assert not re.search(r"url\(.?http|href=|<script", picture)
+    shown = set(re.findall(r"\$&#160;distckpt&#160;([a-z-]+)", picture))
+    assert len(shown) >= 3
+    assert shown <= set(COMMANDS)
+
+
+def test_help_of_the_demo_changes_nothing():
+    done = subprocess.run(
+        ["bash", ROOT / "scripts" / "demo", "--help"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+        check=True,
+    )
+    assert "It takes no options" in done.stdout
+    assert done.stderr == ""

@@ -12,7 +12,6 @@ import yaml
 from checkpoints import GOLDEN, copy_golden, run_cli, tree
 from cli_support import ROOT, environment
 
-SCRIPT = ROOT / "scripts" / "convert_new"
 RECIPES = ROOT / "scripts" / "recipes"
 
 
@@ -28,10 +27,11 @@ def training(tmp_path):
     return run
 
 
-def convert_new(*args, **env):
+def convert_new(run=None, out=None, *command, **env):
     bins = str(Path(sys.executable).parent)
+    words = [run, out, "--", *command] if run else []
     return subprocess.run(
-        [SCRIPT, *map(str, args)],
+        [sys.executable, "-m", "distckpt_cli", "watch", "--once", *map(str, words)],
         env=environment() | {"PATH": f"{bins}:{os.environ['PATH']}"} | env,
         cwd=ROOT,
         capture_output=True,
@@ -45,11 +45,11 @@ def test_each_complete_iteration_is_converted_once(training, tmp_path):
     first = convert_new(training, out, "export-hf", "--progress", "off")
     assert first.returncode == 0, first.stderr
     assert sorted(p.name for p in out.iterdir()) == ["iter_0000010", "iter_0000020"]
-    assert "2 new of 2" in first.stderr
+    assert "2 new of 2" in first.stdout
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     second = convert_new(training, out, "export-hf", "--progress", "off")
     assert second.returncode == 0
-    assert "0 new of 2" in second.stderr
+    assert "0 new of 2" in second.stdout
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     # its job finishes another one, and it was damaged on the way
     (training / "latest_checkpointed_iteration.txt").write_text("30")
@@ -69,24 +69,16 @@ def test_a_damaged_iteration_does_not_keep_the_others_waiting(training, tmp_path
     next((training / "iter_0000010").glob("*.distcp")).unlink()
     done = convert_new(training, out, "export-hf", "--progress", "off")
     assert done.returncode == 1, done.stderr
-    assert "1 new of 1" in done.stderr
-    assert "failed: iter_0000010 (" in done.stderr
+    assert "1 new of 1" in done.stdout
+    assert "failed: iter_0000010 (" in done.stdout
     assert (out / "iter_0000020" / "config.json").exists()
-
-
-def test_the_plan_of_the_first_serves_the_second(training, tmp_path):
-    plans = tmp_path / "plans"
-    done = convert_new(training, tmp_path / "out", "reshard", "--tp", 4, "-v", DISTCKPT_PLAN_CACHE=str(plans))
-    assert done.returncode == 0, done.stderr
-    assert len(list(plans.glob("*"))) == 1, "both iterations have one plan"
-    assert run_cli("inspect", tmp_path / "out" / "iter_0000020").returncode == 0
 
 
 def test_what_is_no_training_run(tmp_path):
     assert convert_new(tmp_path, tmp_path / "out", "export-hf").returncode == 3
     usage = convert_new()
     assert usage.returncode == 2
-    assert "RUN OUT COMMAND" in usage.stderr
+    assert "missing argument" in usage.stderr
 
 
 # srun as far as distckpt sees it: the same command several times, each with its number
@@ -132,7 +124,6 @@ def test_github_actions(training, tmp_path):
     job = workflow["jobs"]["export"]
     step = next(step for step in job["steps"] if step.get("name") == "convert what is new")
     env = job["env"] | {"RUN": str(training), "OUT": str(tmp_path / "out")}
-    env["DISTCKPT_PLAN_CACHE"] = str(tmp_path / "plans")
     python = str(Path(sys.executable).parent)
     everything = environment() | {k: str(v) for k, v in env.items()} | {"PATH": f"{python}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-e", "-c", step["run"]], env=everything, cwd=ROOT, capture_output=True, check=False)
@@ -199,3 +190,40 @@ def test_two_hosts(hosts, tmp_path):
     one = run_cli("reshard", *args[1:2], tmp_path / "one", *args[3:])
     assert one.returncode == 0, one.stderr
     assert tree(tmp_path / "out") == tree(tmp_path / "one")
+
+
+def test_watch_waits_for_the_next_iteration_and_runs_a_command_on_each(training, tmp_path):
+    """Until it is interrupted; then it says what it did."""
+    out, seen = tmp_path / "out", tmp_path / "seen"
+    command = [
+        sys.executable,
+        "-m",
+        "distckpt_cli",
+        "watch",
+        training,
+        out,
+        "--every",
+        "1",
+        "--exec",
+        f"echo $1 >> {seen}",
+    ]
+    process = subprocess.Popen(
+        [*map(str, command), "--", "export-hf", "-q"], env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    (training / "latest_checkpointed_iteration.txt").write_text("10")
+    deadline = time.monotonic() + 60
+    while not (out / "iter_0000010").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (training / "latest_checkpointed_iteration.txt").write_text("20")
+    while not (seen.exists() and len(seen.read_text().splitlines()) == 2) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert "2 new of 2 iterations" in text
+    assert seen.read_text().splitlines() == [str(out / name) for name in ("iter_0000010", "iter_0000020")]
+
+
+def test_watch_runs_only_what_writes(training, tmp_path):
+    refused = convert_new(training, tmp_path / "out", "verify")
+    assert (refused.returncode, "not 'verify'" in refused.stderr) == (2, True)

@@ -12,11 +12,11 @@ import torch
 from checkpoints import copy_golden, payloads
 from support import GOLDEN
 
-from converters.archive.records import TensorLocator, read_directory, read_pickle, tensor_ref
 from converters.dtypes import dtype
 from converters.errors import DistckptError, FormatError
 from converters.formats import open_checkpoint
-from converters.targets.export import plan_export, run_export
+from converters.torchzip.records import TensorLocator, read_directory, read_pickle, tensor_ref
+from converters.write.export import plan_export, run_export
 
 TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 TYPES += ["float8_e4m3fn", "float8_e5m2"]

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.archive.records import TensorLocator
-from converters.archive.records_out import RecordLayout
 from converters.dtypes import dtype
+from converters.torchzip.records import TensorLocator
+from converters.torchzip.records_out import RecordLayout
 
 NAMES = ["float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 NAMES += ["float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "complex64"]

@@ -1,4 +1,4 @@
-"""The real megatron-core loads reshards at their layout, distributed optimizer included, bit for bit."""
+"""The real megatron-core loads reshards at their layout, plain and distributed optimizers included, bit for bit."""
 
 import json
 import shutil
@@ -37,9 +37,11 @@ CASES = [
     ("v009_llama_bucketspace_tp2pp2dp2", "llama", {"pp": 2, "dp": 2}, {"fully_parallel": True}),
     ("mixtral_dpreshardable_ep2pp2", "mixtral", {"tp": 2}, {}),
     ("llama_fullyreshardable_tp2pp2dp2", "llama", {"pp": 2, "dp": 2}, {"optimizer": "dp_reshardable"}),
+    ("llama_adam_tp2pp2", "llama", {"tp": 4}, {}),
 ]
 MORE = [
-    ("llama_adam_tp2pp2", "llama", {"tp": 2, "dp": 2}, {}),
+    ("llama_adam_tp2pp2", "llama", {"tp": 2, "dp": 2}, {"optimizer": "fully_reshardable"}),
+    ("llama_fullyreshardable_tp2pp2dp2", "llama", {"pp": 2}, {"optimizer": "plain"}),
     ("llama_dpzero_tp2pp2dp2", "llama", {"tp": 2, "pp": 2}, {"vocab_size": 120}),
     ("v014_llama_modelspace_tp2pp2dp2", "llama", {"tp": 4, "pp": 2}, {"optimizer": "dp_reshardable"}),
     ("v019_llama_fullyreshardable_tp2dp2", "llama", {"dp": 4}, {}),
@@ -101,7 +103,7 @@ def test_one_wrong_moment_is_seen(megatron_load, tmp_path):
     name = "exp_avg/0/decoder.layers.1.mlp.linear_fc2.weight"
     expected[name][-1, -1] *= 2
     save_file(expected, tmp_path / "other.safetensors")
-    reshard("llama_adam_tp2pp2", tmp_path / "out", {"tp": 2})
+    reshard("llama_fullyreshardable_tp2pp2dp2", tmp_path / "out", {"tp": 2})
     answer = megatron_load(tmp_path / "out", tmp_path / "other.safetensors", tp=2, optimizer=True)
     assert not answer["ok"]
     wrong = [rank["wrong"] for rank in answer["optimizer"]]

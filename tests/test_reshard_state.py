@@ -17,11 +17,11 @@ from support import GOLDEN
 from converters.errors import DestinationError, FormatError, IntegrityError, Interrupted, RequestError
 from converters.events import Resumed, StopFlag
 from converters.formats import open_checkpoint
+from converters.megatron.layout import Layout
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.state import optimizer_state
-from converters.parallel.layout import Layout
-from converters.targets.reshard import ReshardOptions, plan_reshard, run_reshard
-from converters.targets.target_state import open_common
+from converters.write.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.write.target_state import open_common
 
 MIB = 1 << 20
 RNG = {"no_save_rng": True}
@@ -51,10 +51,14 @@ FIRST_ARGS = [
             "pipeline_model_parallel_size": 1,
             "transformer_pipeline_model_parallel_size": 1,
             "expert_tensor_parallel_size": 4,
-            "use_distributed_optimizer": True,
-            "dist_ckpt_optim_fully_reshardable": True,
         }
         | RNG,
+    ),
+    (
+        "llama_adam_tp2pp2",
+        {"tp": 2, "pp": 2},
+        {"optimizer": "fully_reshardable"},
+        {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True},
     ),
     (
         "llama_adam_tp2pp2",
@@ -104,7 +108,7 @@ FIRST_ARGS = [
     (
         "mixtral_adam_ep2tp2",
         {"tp": 2, "ep": 4, "etp": 1, "dp": 2},
-        {},
+        {"optimizer": "fully_reshardable"},
         {
             "expert_model_parallel_size": 4,
             "expert_tensor_parallel_size": 1,
@@ -285,7 +289,7 @@ def test_impossible_requests(name, options, message, hint, tmp_path):
 def test_a_wrong_choice_is_a_usage_error(tmp_path):
     done = run_cli("reshard", golden("llama_adam_tp2pp2"), tmp_path / "out", "--optimizer", "zero")
     assert done.returncode == 2
-    assert "choose fully_reshardable, dp_reshardable, keep or none" in done.stderr
+    assert "choose auto, plain, fully_reshardable, dp_reshardable, keep or none" in done.stderr
 
 
 def test_a_filled_destination_is_refused(tmp_path):
@@ -297,7 +301,7 @@ def test_a_filled_destination_is_refused(tmp_path):
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
-    done = run_cli("reshard", golden("llama_adam_tp2pp2"), tmp_path / "out", "--tp", "4", "-n", "--json")
+    done = run_cli("reshard", golden("llama_adam_tp2pp2"), tmp_path / "out", "--tp", "4", "--pp", "1", "-n", "--json")
     shown = json.loads(done.stdout)
     assert (done.returncode, shown["schema"]) == (0, "distckpt.reshard/1")
     assert shown["dry_run"] is True
@@ -381,11 +385,11 @@ def test_the_swap_of_these_tests_is_the_only_reason(tmp_path):
 KILLED = """
 import os, signal, sys, time
 from pathlib import Path
-from converters.engine import run as engine
+from converters.execute import run as engine
 from converters.events import Moved
 from converters.formats import open_checkpoint
-from converters.parallel.layout import Layout
-from converters.targets.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.megatron.layout import Layout
+from converters.write.reshard import ReshardOptions, plan_reshard, run_reshard
 engine._SAFE_POINT_SECONDS = 0.0
 source, target, after = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 moved = 0

@@ -14,17 +14,8 @@ from support import GOLDEN
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
-from converters.formats.folder import (
-    close_source,
-    exists,
-    is_file,
-    is_folder,
-    listing,
-    open_source,
-    read_at,
-    scan,
-    status,
-)
+from converters.formats.folder import exists, is_file, is_folder, listing, open_source, read_at, scan, status
+from converters.formats.source_file import close_source
 from distckpt_cli.app import main
 
 NEMO1 = "nemo1_zarr_llama4_weights_tp2pp2"
@@ -104,7 +95,7 @@ def test_dialects_long_names_and_a_folder_around_it(form, tmp_path):
     source = pack(GOLDEN / NEMO1, tmp_path / "it.tar", around, form)
     found, wanted = open_checkpoint(source).catalog, open_checkpoint(GOLDEN / NEMO1).catalog
     assert found.tensors.keys() == wanted.tensors.keys()
-    assert found.flavour == "NeMo 1"
+    assert found.framework == "NeMo 1"
     assert found.root == source
     assert main(["export-hf", str(source), str(tmp_path / "hf")]) == 0
 
@@ -305,6 +296,7 @@ def test_compressed_ones_say_what_to_type(mode, name, tmp_path):
         tar.add(GOLDEN / NEMO1, arcname=".")
     error = refused(path)
     assert f"compressed with {name}" in error.message
+    assert error.exit_code == 4
     assert "tar -xf" in error.hint
 
 

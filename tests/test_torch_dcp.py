@@ -93,14 +93,14 @@ def test_transformers_loads_what_fsdp2_saved(name, tied, tmp_path):
 
 def test_flavour_and_kinds():
     catalog = open_checkpoint(GOLDEN / "fsdp2_llama_dp2").catalog
-    assert catalog.flavour == "Hugging Face"
+    assert catalog.framework == "Hugging Face"
     assert catalog.details["state dictionary"] == "model, optim, train"
     assert catalog.tensors["train.rng"].kind == "other"
     assert catalog.tensors["lm_head.weight"].keys == ("model.lm_head.weight",)
     assert len(catalog.weights) == 21
     assert {t.kind for n, t in catalog.tensors.items() if n.startswith("optimizer.state.exp_avg_sq.")} == {"optimizer"}
     assert "optim.param_groups.0.lr" in catalog.objects
-    assert open_checkpoint(GOLDEN / "dtensor_2d").catalog.flavour == "torch DCP"
+    assert open_checkpoint(GOLDEN / "dtensor_2d").catalog.framework == "torch DCP"
     titan = open_checkpoint(GOLDEN / "hsdp_llama_2x2").catalog
     assert titan.tensors["train_state.step"].kind == "other"
     assert titan.tensors["optimizer.state.step.model.norm.weight"].shape == ()
@@ -114,10 +114,10 @@ def test_stored_values_are_not_taken_apart():
     assert all(not stored.wrapped for stored in reader.catalog.objects.values())
 
 
-@pytest.mark.parametrize("command", ["reshard", "export-hf"])
-def test_commands_for_megatrons_models_say_what_else_there_is(command, tmp_path, capsys):
+@pytest.mark.parametrize(("command", "options"), [("reshard", ["--tp", "1"]), ("export-hf", [])])
+def test_commands_for_megatrons_models_say_what_else_there_is(command, options, tmp_path, capsys):
     for name, whose in (("fsdp2_llama_dp2", "Hugging Face's names"), ("dtensor_2d", "names of their own")):
-        assert main([command, str(GOLDEN / name), str(tmp_path / "out")]) == 4
+        assert main([command, str(GOLDEN / name), str(tmp_path / "out"), *options]) == 4
         text = capsys.readouterr().err
         assert whose in text
         assert "convert --to safetensors" in text
@@ -234,6 +234,6 @@ def test_a_tensor_stored_across(tmp_path, capsys):
 
     dcp.save({"layer.a": torch.arange(6.0).reshape(2, 3).T, "layer.b": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt")
     assert main(["inspect", str(tmp_path / "ckpt")]) == 0
-    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--to", "safetensors"]) == 3
+    assert main(["convert", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--to", "safetensors"]) == 4
     assert "layer.a holds a tensor with strides [1, 3]" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

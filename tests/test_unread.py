@@ -11,6 +11,8 @@ from support import GOLDEN
 from test_verify_damage import cli, found, golden_folder
 
 from converters.formats import open_checkpoint
+from converters.megatron.layout import Layout
+from converters.write.convert import plan_convert
 from distckpt_cli.app import main
 
 FILE = "model_optim_rng.pt"
@@ -100,6 +102,22 @@ def test_arguments_with_tensors_are_told(tmp_path):
     args = argparse.Namespace(window=torch.ones(8))
     torch.save({"model": {"a.weight": torch.ones(2)}, "args": args}, path)
     assert "32 bytes of tensors under args are not read" in warnings(path)[0]
+
+
+def test_the_state_of_modelopt_is_named(legacy, tmp_path, capsys):
+    """A legacy job keeps it in each rank's file, one of torch_dist in a folder: in common.pt nobody would look for it."""
+    state = {
+        "modelopt_state_dict": [("quantize", {"config": {"quant_cfg": "fp8"}, "metadata": {}})],
+        "modelopt_version": "1",
+    }
+    change(legacy, lambda tree, number: tree.update(modelopt_state=state))
+    out = tmp_path / "out"
+    assert main(["convert", str(legacy), str(out), "--to", "torch_dist", "--progress", "off"]) == 0
+    captured = capsys.readouterr()
+    assert "modelopt_state" in captured.out + captured.err
+    plan = plan_convert(open_checkpoint(legacy), tmp_path / "again", "torch_dist", layout=Layout(), options={})
+    assert "only ModelOpt" in dict(plan.dropped)["modelopt_state"]
+    assert "modelopt_state" not in open_checkpoint(out).catalog.common
 
 
 def test_goldens_hold_nothing_else():

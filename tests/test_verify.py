@@ -21,15 +21,16 @@ from support import GOLDEN, read_tensor
 from test_optim import swap_on_disk
 from test_verify_damage import cli, found, golden_folder, text_of
 
+from converters.box import Box
 from converters.catalog import Catalog, ObjectInfo, TensorInfo
 from converters.dtypes import dtype
-from converters.engine.manifest import MEGATRON, read_manifest, write_manifest
 from converters.errors import Interrupted, RequestError
 from converters.events import FileDone, Moved, PlanReady, StopFlag
+from converters.execute.manifest import MEGATRON, read_manifest, write_manifest
 from converters.formats import open_checkpoint
+from converters.io.arithmetic import OnHost, examined
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields
-from converters.reading.arithmetic import OnHost, examined
 from converters.verification.report import Check
 from converters.verification.run import VerifyOptions, verify
 from converters.verification.structure import check_structure
@@ -200,7 +201,7 @@ def test_state_that_was_saved_shifted(name, tmp_path):
     check = report.check("optimizer")
     assert check.status == "bad"
     headline, saved, detail = check.findings
-    assert headline.message.startswith("1 of 15 master weights do not round")
+    assert headline.message.startswith("1 of 15 master weights does not round")
     assert ("saved optimizer state shifted" in headline.message) == (name == "llama_fullyreshardable_tp2pp2dp2")
     assert saved.message.startswith("what can be saved: all weights; the optimizer state of 14 of 15 parameters: ")
     assert headline.tensors == detail.tensors
@@ -372,7 +373,7 @@ def stats_of(values: np.ndarray, kind: str = "float32") -> tuple[TensorInfo, dic
     half = max(1, values.size // 2)
     for part in (values.reshape(-1)[:half], values.reshape(-1)[half:]):
         bits = part.view(f"u{values.itemsize}")
-        one.add(examined(OnHost(), lambda on, block: count(on, block, info.dtype), bits), bits)
+        one.add(Box.whole(bits.shape), examined(OnHost(), lambda on, block: count(on, block, info.dtype), bits), [bits])
     return info, one.document()
 
 

@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import random
+import re
+import shlex
 import shutil
 import zlib
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,7 +21,7 @@ from checkpoints import edit_metadata, flip, golden, payloads, tree
 from conformance import _poison as poison
 from support import GOLDEN, nobody
 
-from converters.engine.manifest import write_manifest
+from converters.execute.manifest import write_manifest
 from converters.formats import open_checkpoint
 from converters.pickles import Global, Obj, fields, set_field
 from converters.verification.run import VerifyOptions, verify
@@ -41,7 +43,7 @@ def opened(name: str) -> Path:
 
 
 def everything() -> list[str]:
-    names = (path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name not in ("truth", "pickles"))
+    names = (path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name not in {"truth", "pickles"})
     return sorted(name for name in names if not name.startswith("broken_"))
 
 
@@ -73,6 +75,19 @@ def test_no_false_alarm(name):
         assert check.status in ("ok", "skipped", "warning")
     held = next(c for c in report.checks if c.name == "checksums")
     assert held.status == ("ok" if not held.skipped else "skipped")
+
+
+def test_a_factor_of_an_adapter_that_was_lost(tmp_path):
+    """Second factors that are all zero have not been trained yet (`mb_lora`); one among others has been lost."""
+    folder = shutil.copytree(golden("mb_lora_tp2"), tmp_path / "run")
+    lost = "decoder.layers.0.mlp.linear_fc1.adapter.linear_out.weight"
+    for name, path, offset, size in payloads(folder, "weight"):
+        if name == lost:
+            with path.open("r+b") as file:
+                file.seek(offset)
+                file.write(bytes(size))
+    texts = [f.message for c in found(folder, values=True).checks if c.name == "values" for f in c.findings]
+    assert [text for text in texts if text.startswith(lost)], texts
 
 
 # ---------------------------------------------------------------------- the catalogue of damage to torch DCP
@@ -478,7 +493,7 @@ def test_inspect_of_a_damaged_checkpoint_points_here(tmp_path):
     truncated(copy)
     err = io.StringIO()
     with redirect_stdout(io.StringIO()), redirect_stderr(err):
-        assert main(["inspect", str(copy)]) == 0
+        assert main(["inspect", str(copy)]) == 1
     assert f"distckpt verify {copy}" in err.getvalue()
 
 
@@ -573,3 +588,41 @@ def test_a_flipped_last_byte_is_an_answer_and_hostile_files_are_none(tmp_path):
     (tmp_path / "ck" / "iter_0000010" / ".metadata").write_bytes(b"\x80\x02cposix\nsystem\n.")
     shutil.copy(GOLDEN / DIST / "iter_0000010" / "common.pt", path)
     assert cli(tmp_path / "ck")[0] == 3
+
+
+def test_a_missing_file_is_not_called_wrong_masters(tmp_path):
+    """What cannot be read is neither right nor wrong, and is not among the records that were read."""
+    shutil.copytree(GOLDEN / DIST, tmp_path / "whole")
+    whole = {check.name: check.summary for check in verify(open_checkpoint(tmp_path / "whole")).checks}
+    (tmp_path / "whole" / "iter_0000010" / "__1_0.distcp").unlink()
+    report = verify(open_checkpoint(tmp_path / "whole"))
+    summary = report.check("records").summary
+    lost = int(re.search(r"(\d+) records of missing files could not be read", summary)[1])
+    read = int(re.match(r"(\d+) records hold", summary)[1])
+    assert lost
+    assert f"{read + lost} records hold" in whole["records"]
+    assert not any("not round" in f.message for f in report.check("optimizer").findings)
+
+
+@pytest.mark.parametrize("name", ["pao14_fsm_dp2", "pao16_full_tp2dp2", "pao16_dpr_tp2dp2"])
+def test_remainders_without_a_common_state(name, tmp_path, capsys):
+    """Only what is missing is wrong, and what reshard hints at works."""
+    shutil.copytree(GOLDEN / name, tmp_path / "src")
+    next((tmp_path / "src").rglob("common.pt")).unlink()
+    report = verify(open_checkpoint(tmp_path / "src"))
+    assert [f.severity for f in report.check("optimizer").findings] in ([], ["unchecked"])
+    assert len([f for c in report.checks for f in c.findings if f.severity == "error"]) == 1
+    assert main(["reshard", str(tmp_path / "src"), str(tmp_path / "out"), "--tp", "1", "--progress", "off"]) == 4
+    hint = capsys.readouterr().err.rpartition("hint:")[2].strip()
+    words = shlex.split(hint.removeprefix("distckpt ").partition(" keeps")[0].replace("OUT", str(tmp_path / "out")))
+    assert main([*words, "--progress", "off"]) == 0
+
+
+def test_a_damaged_zip64_directory_is_an_answer(tmp_path):
+    path = tmp_path / "model.pt"
+    shutil.copy(next((GOLDEN / "torch_mixtral_megatron").rglob("*.pt")), path)
+    raw = path.read_bytes()
+    at = raw.rindex(b"PK\x06\x06")
+    path.write_bytes(raw[: at + 1] + bytes([raw[at + 1] ^ 1]) + raw[at + 2 :])
+    code, out, err = cli(path)
+    assert (code, "damaged zip64 directory" in out, "restore the damaged files" in err) == (1, True, True)

@@ -69,7 +69,9 @@ def test_what_transformers_saves_is_described(family, tied, tmp_path):
     model = AutoModelForCausalLM.from_config(tiny(family, tied=tied))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    assert described(clean(tmp_path))
+    report = clean(tmp_path)
+    assert described(report)
+    assert "transformers builds the same model of it" in report.check("structure").summary
 
 
 @pytest.mark.parametrize("head", ["AutoModel", "AutoModelForSequenceClassification"])
@@ -315,7 +317,6 @@ def test_a_strange_layer_costs_nothing(exported, tmp_path):
         ({"model_type": "bert"}, "config.json was not compared: model_type bert is not known"),
         ({"model_type": None}, "model_type None is not known"),
         ({"quantization_config": {"quant_method": "fp8"}}, "config.json was not compared: the weights are quantized"),
-        ({"mlp_bias": True}, "a variant of llama that is not known here"),
     ],
 )
 def test_what_is_not_known_is_a_note(changes, words, exported, tmp_path):
@@ -327,6 +328,29 @@ def test_what_is_not_known_is_a_note(changes, words, exported, tmp_path):
     code, out, _ = cli(copy)
     assert code == 0
     assert words in " ".join(out.split())
+
+
+def test_a_variant_is_compared_with_what_transformers_builds(exported, tmp_path):
+    """Llama with biases has no table here; transformers knows it."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny("llama", tied=False)
+    config.mlp_bias = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "variant")
+    summary = clean(tmp_path / "variant").check("structure").summary
+    assert "a variant of llama that is not known here" in summary
+    assert "transformers builds the same model of it" in summary
+    copy = tmp_path / "hf"
+    shutil.copytree(exported(LLAMA), copy)
+    edit(copy, mlp_bias=True)
+    assert "model.layers.0.mlp.gate_proj.bias of [48] is missing" in text_of(found(copy))
+
+
+def test_a_configuration_of_very_many_layers_is_not_built(exported, tmp_path):
+    copy = tmp_path / "hf"
+    shutil.copytree(exported(LLAMA), copy)
+    edit(copy, mlp_bias=True, num_hidden_layers=100)
+    assert "transformers" not in clean(copy).check("structure").summary
 
 
 def test_no_config_at_all(exported, tmp_path):
@@ -354,7 +378,7 @@ def test_an_index_that_points_to_the_wrong_shard(exported, tmp_path):
     index(copy, lambda d: d["weight_map"].update({"model.norm.weight": names[0]}))
     code, out, err = cli(copy)
     assert code == 1
-    assert f"{names[0]} lacks 1 tensors that model.safetensors.index.json promises" in out + err
+    assert f"{names[0]} lacks 1 tensor that model.safetensors.index.json promises" in out + err
     assert "model.norm.weight" in out + err
 
 

@@ -13,8 +13,8 @@ from checkpoints import flip, payloads, write_llama
 from support import GOLDEN
 from test_verify_damage import found, golden_folder, opened
 
-from converters.engine.crew import Crew
 from converters.events import FileDone
+from converters.execute.work_sharing import Crew
 from converters.formats import open_checkpoint
 from converters.verification import files as reading
 from converters.verification.files import FileRead, FileTask
@@ -92,8 +92,14 @@ def test_pieces_are_shared_and_each_byte_is_read_once(small, tmp_path, monkeypat
     reader, threads, done = open_checkpoint(copy), dict[str, set[int]](), []
     moved = Crew.moved
 
+    all_there = threading.Barrier(3)  # none goes on before each has some, however busy the machine is
+
     def watched(self, event, nbytes):
-        threads.setdefault(threading.current_thread().name, set()).add(id(event))
+        name = threading.current_thread().name
+        if name not in threads:
+            threads[name] = set()
+            all_there.wait(60)
+        threads[name].add(id(event))
         moved(self, event, nbytes)
 
     monkeypatch.setattr(Crew, "moved", watched)

@@ -18,8 +18,8 @@ from support import GOLDEN, read_tensor
 from test_verify_damage import cli, golden_folder, opened
 
 from converters import verify
-from converters.engine.manifest import listed_files, write_manifest
 from converters.errors import FormatError
+from converters.execute.manifest import listed_files, write_manifest
 from converters.formats import open_checkpoint
 from distckpt_cli.app import main
 

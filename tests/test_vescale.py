@@ -10,14 +10,17 @@ from test_torch_dcp import own_case
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
+from converters.pickles import Global, Obj, fields, parse
 from distckpt_cli.app import main
 
 NAME = "vescale_llama_tp2pp2dp2"
+SAVED = "vescale_linear_tp2"  # veScale itself wrote it: two linear layers, no optimizer
 
 
 class TestVeScale(Conformance):
     FORMAT = "vescale"
-    CASES = (own_case(NAME),)
+    CASES = (own_case(SAVED), own_case(NAME))
+    DEEP = 2
 
 
 @pytest.fixture
@@ -32,9 +35,37 @@ def refused(path):
     return caught.value
 
 
+def test_what_vescale_wrote_is_like_what_was_made_after_its_source():
+    """Files, and the classes in `.metadata` with their fields, but for two that torch 2.13 adds to its outermost one."""
+
+    def classes(name):
+        root = parse((GOLDEN / name / "model" / ".metadata").read_bytes())
+        out, todo, seen = {}, [root], set()
+        while todo:
+            node = todo.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            if isinstance(node, Obj):
+                state = fields(node)
+                out.setdefault(node.func.path if isinstance(node.func, Global) else str(node.func), set()).update(state)
+                todo += [*state.values(), *node.args]
+            elif isinstance(node, dict):
+                todo += [*node, *node.values()]
+            elif isinstance(node, (list, tuple)):
+                todo += node
+        return out
+
+    saved, by_hand = classes(SAVED), classes(NAME)
+    by_hand["torch.distributed.checkpoint.metadata.Metadata"] |= {"storage_meta", "version"}
+    assert saved == by_hand
+    names = {path.name for path in (GOLDEN / SAVED / "model").iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+
+
 def test_what_it_is():
     catalog = open_checkpoint(GOLDEN / NAME).catalog
-    assert catalog.flavour == "Hugging Face"
+    assert catalog.framework == "Hugging Face"
     assert len(catalog.weights) == 21
     states = {name.split(".")[2] for name, t in catalog.tensors.items() if t.kind == "optimizer"}
     assert states == {"param", "exp_avg", "exp_avg_sq", "step"}

@@ -22,6 +22,7 @@ from converters.formats.canonical import object_info
 from converters.formats.common_state import Archive
 from converters.formats.megatron import common_facts
 from converters.formats.zarr.array import parse_zarray
+from distckpt_cli.app import main
 
 REAL = ["v009_zarr_llama_adam_tp2pp2", "v009_zarr_llama_distopt_tp2pp2dp2", "nemo1_zarr_llama4_weights_tp2pp2"]
 SPELLINGS = {"bfloat16": "bfloat16", "float32": "<f4", "float16": "<f2", "uint8": "|u1", "int64": "<i8"}
@@ -117,7 +118,7 @@ def test_what_it_is(name):
     catalog = open_checkpoint(GOLDEN / name).catalog
     assert catalog.format == "zarr"
     assert catalog.producer[0] == "Megatron-Core 0.4 to 0.15"
-    assert catalog.flavour == ("NeMo 1" if name.startswith("nemo1") else "Megatron-LM")
+    assert catalog.framework == ("NeMo 1" if name.startswith("nemo1") else "Megatron-LM")
     assert catalog.iteration == 10
     assert not catalog.problems
     assert not any(".sync" in info.name for info in catalog.files)
@@ -158,7 +159,7 @@ def test_nemo_1_configuration_in_the_common_state(tmp_path):
     finally:
         del sys.modules["omegaconf"], sys.modules["omegaconf.dictconfig"]
     catalog = open_checkpoint(tmp_path / "megatron_gpt-last").catalog
-    assert (catalog.flavour, catalog.config, catalog.iteration) == ("NeMo 1", {"hidden_size": 64}, 7)
+    assert (catalog.framework, catalog.config, catalog.iteration) == ("NeMo 1", {"hidden_size": 64}, 7)
     assert common_facts({"hyper_parameters": {"cfg": {"a": [1, None]}}}).hyper_parameters == {"a": [1, None]}
 
 
@@ -389,22 +390,112 @@ def test_a_change_while_it_is_read_is_noticed(copy):
     assert reader.fingerprint() != before
 
 
+# ---------------------------------------------------------------------- chunks that are encoded
+
+
+def zarr2(**changes):
+    return lambda old: ("zarr", old | changes | ({"order": "C"} if len(old["shape"]) < 2 else {}))
+
+
+def zarr3(codecs, key_encoding="default", inner=None):
+    def make(old):
+        chunks = [2 * n for n in old["chunks"]] if inner else old["chunks"]
+        steps = codecs
+        if inner:
+            configuration = {"chunk_shape": old["chunks"], "codecs": codecs, "index_location": "end"}
+            index = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+            steps = [{"name": "sharding_indexed", "configuration": configuration | {"index_codecs": index}}]
+        return "zarr3", {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": old["shape"],
+            "data_type": {"<f4": "float32"}.get(old["dtype"], old["dtype"]),
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunks}},
+            "chunk_key_encoding": {"name": key_encoding},
+            "fill_value": 0,
+            "codecs": steps,
+        }
+
+    return make
+
+
+BYTES = {"name": "bytes", "configuration": {"endian": "little"}}
+ENCODED = {
+    "zlib": zarr2(compressor={"id": "zlib", "level": 1}),
+    "blosc": zarr2(compressor={"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1}, dimension_separator="/"),
+    "zstd, Fortran's order": zarr2(compressor={"id": "zstd", "level": 3}, order="F"),
+    "Fortran's order": zarr2(order="F"),
+    "3, as they are": zarr3([BYTES]),
+    "3, gzip": zarr3([BYTES, {"name": "gzip", "configuration": {"level": 1}}], "v2"),
+    "3, big-endian": zarr3([{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "crc32c"}]),
+}
+
+
+def encode(folder, form):
+    """Rewrites every array by tensorstore."""
+    import tensorstore
+
+    for document in sorted(path for path in folder.glob("*/.zarray") if path.parent.suffix != ".sync"):
+        array, stored = document.parent, json.loads(document.read_text())
+        source = {"driver": "zarr", "kvstore": {"driver": "file", "path": str(array)}}
+        values = tensorstore.open(source).result().read().result()
+        shutil.rmtree(array)
+        driver, metadata = ENCODED[form](stored)
+        target = {"driver": driver, "kvstore": {"driver": "file", "path": str(array)}, "metadata": metadata}
+        tensorstore.open(target, create=True).result().write(values).result()
+        assert not any(path.name == ".zarray" for path in array.iterdir()) or driver == "zarr"
+
+
+@pytest.mark.parametrize("form", ENCODED)
+def test_encoded_chunks(copy, form, tmp_path):
+    """Compressed, in another order, sharded, of zarr 3: the results of every command are those of the plain arrays."""
+    assert main(["reshard", str(copy), str(tmp_path / "plain"), "--tp", "1", "--pp", "1", "-q"]) == 0
+    encode(copy, form)
+    catalog = open_checkpoint(copy).catalog
+    assert not catalog.problems
+    assert all(info.size == (copy / info.name).stat().st_size for info in catalog.files)
+    assert main(["reshard", str(copy), str(tmp_path / "out"), "--tp", "1", "--pp", "1", "-q"]) == 0
+    assert main(["diff", str(tmp_path / "plain"), str(tmp_path / "out"), "-q"]) == 0
+    assert main(["verify", str(copy), "--values", "-q"]) == 0
+
+
+def test_chunks_within_chunks_are_refused(copy, monkeypatch):
+    monkeypatch.setitem(ENCODED, "3, shards", zarr3([BYTES], inner=True))
+    encode(copy, "3, shards")
+    error = refused(copy)
+    assert error.exit_code == 4
+    assert "sharding_indexed" in error.message
+
+
+def test_encoded_chunks_that_are_damaged(copy, tmp_path, capsys):
+    """A chunk that cannot be decoded, or is of another size: a sentence, exit 3, nothing written."""
+    encode(copy, "zlib")
+    chunk = copy / FC1 / "0.0.0"
+    raw = chunk.read_bytes()
+    for bad in (raw[:-9], b"", raw[:20] + b"\xff" * 20 + raw[40:], (copy / FC1 / "0.1.0").read_bytes()[:30]):
+        chunk.write_bytes(bad)
+        assert main(["export-hf", str(copy), str(tmp_path / "out"), "-q"]) == 3
+        assert "cannot be decoded" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        assert main(["verify", str(copy), "--values", "-q"]) != 0
+
+
 # ---------------------------------------------------------------------- hostile .zarray
 
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"compressor": {"id": "blosc", "cname": "lz4"}}, "compressor"),
-        ({"compressor": {"id": "gzip", "level": 1}}, "gzip"),
+        ({"compressor": {"id": "pickle"}}, "compressor"),
+        ({"compressor": {"id": "blosc", "cname": "../x"}}, "compressor"),
+        ({"compressor": "gzip"}, "gzip"),
         ({"filters": [{"id": "pickle"}]}, "filters"),
-        ({"filters": []}, "filters"),
         ({"dtype": "|O"}, "'|O'"),
         ({"dtype": ">f4"}, "'>f4'"),
         ({"dtype": "<V4"}, "'<V4'"),
         ({"dtype": [["a", "<f4"]]}, "type"),
         ({"dtype": None}, "None"),
-        ({"order": "F"}, "order"),
+        ({"order": "K"}, "order"),
         ({"zarr_format": 3}, "zarr_format 3"),
         ({"dimension_separator": "../"}, "dimension_separator"),
         ({"dimension_separator": None}, "dimension_separator"),
@@ -424,9 +515,12 @@ def test_a_change_while_it_is_read_is_noticed(copy):
 )
 def test_refused_by_name(copy, changes, complaint):
     edit(copy, FC1, **changes)
-    message = refused(copy).message
+    error = refused(copy)
+    message = error.message
+    of_zarr = complaint in ("compressor", "filters", "'|O'", "'>f4'", "'<V4'", "zarr_format 3")
+    assert error.exit_code == (4 if of_zarr else 3)
     assert complaint in message
-    assert f"{FC1}/.zarray" in message
+    assert FC1 in message
     assert "\x1b" not in message
 
 
@@ -482,3 +576,10 @@ def test_the_truth_covers_real_zarr():
     assert set(REAL) <= GOLDENS.keys()
     assert set(REAL[:2]) <= set(TRAINED)
     assert truth("llama")
+
+
+def test_locks_of_the_writers_are_not_carried_along(tmp_path):
+    name = "v009_zarr_llama_distopt_tp2pp2dp2"
+    assert list((GOLDEN / name).rglob("*.sync"))
+    assert main(["reshard", str(golden(name)), str(tmp_path / "out"), "--tp", "1", "-q"]) == 0
+    assert not list((tmp_path / "out").rglob("*.sync"))

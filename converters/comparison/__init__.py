@@ -7,7 +7,6 @@ apart = {tensor.name: tensor.values.max_abs for tensor in report.differing}  # e
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,9 +30,10 @@ def diff(
     quick: bool = False,
     vocab_size: int | None = None,
     arch: str | None = None,
+    follow_links: bool = False,
     max_memory: int = 64 << 20,
     threads: int | None = None,
-    device: str = "auto",
+    device: str = "cpu",
     listener: Listener | None = None,
     stop: StopFlag | None = None,
 ) -> DiffReport:
@@ -53,6 +53,7 @@ def diff(
         quick: Names, shapes, types and what is said about them; no values.
         vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
         arch: Hugging Face architecture, where one is such a folder and the inferred one is wrong.
+        follow_links: Files of both may be links out of their folders.
         max_memory: Bytes of buffers.
         threads: Workers; None takes one for each core, 4 at most.
         device: Where values are compared: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one and it pays.
@@ -61,7 +62,7 @@ def diff(
 
     Returns:
         The answer, `identical`; `differing` are the tensors, `plan.matching.only` those that one side lacks,
-        `plan.arguments` and `plan.facts.found` what else is not the same.
+        `plan.arguments` and `plan.facts.differing` what else is not the same.
 
     Raises:
         FormatError: One of them cannot be read.
@@ -72,6 +73,7 @@ def diff(
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
     from converters.comparison.values import Tolerance
     from converters.formats import open_checkpoint
+    from converters.io.memory import default_threads
 
     options = DiffOptions(
         tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
@@ -81,8 +83,10 @@ def diff(
         vocab_size=vocab_size,
         arch=arch,
         max_memory=max_memory,
-        threads=min(len(os.sched_getaffinity(0)), 4) if threads is None else threads,
+        threads=default_threads() if threads is None else threads,
         device=device,
     )
-    plan = plan_diff(open_checkpoint(a), open_checkpoint(b), options)
+    plan = plan_diff(
+        open_checkpoint(a, follow_links=follow_links), open_checkpoint(b, follow_links=follow_links), options
+    )
     return run_diff(plan, listener=listener, stop=stop)

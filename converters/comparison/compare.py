@@ -8,31 +8,34 @@ report.identical, [tensor.name for tensor in report.differing]
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from converters.comparison.facts import Facts, compare_arguments, compare_facts
+from converters.comparison.facts import Fact, Facts, compare_arguments, compare_facts
 from converters.comparison.pairs import Side, match
-from converters.comparison.run import blaming, place, read_values, stretches, tile_size
-from converters.engine.crew import Crew
+from converters.comparison.run import blaming, comparison_device, read_values, stretches, tile_size
+from converters.comparison.trees import ABSENT
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
-from converters.facts.damage import refuse_damage
+from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
+from converters.megatron.damage import refuse_damage
 from converters.names import any_of, printable
+from converters.words import counted
+from converters.write.imported import dequantized_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from converters.comparison.facts import Fact
     from converters.comparison.pairs import Matching, Pair
-    from converters.comparison.run import Stretch
+    from converters.comparison.run import WorkItem
     from converters.comparison.values import Difference, Tolerance
     from converters.dtypes import DType
-    from converters.engine.ranks import Ranks
     from converters.events import Listener, StopFlag
+    from converters.execute.ranks import Ranks
     from converters.formats.base import Reader
 
 __all__ = ["DiffOptions", "DiffPlan", "DiffReport", "TensorReport", "plan_diff", "run_diff"]
@@ -65,7 +68,7 @@ class DiffOptions:
     arch: str | None = None
     max_memory: int = 64 * MIB
     threads: int = 2
-    device: str = "auto"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class DiffPlan:
     arguments: tuple[Fact, ...]
     facts: Facts
     notes: tuple[str, ...]
-    work: Sequence[Stretch]
+    work: Sequence[WorkItem]
     tile_bytes: int
     threads: int
     prints: tuple[str, str]
@@ -174,10 +177,36 @@ class DiffReport:
     def __str__(self) -> str:
         differing = self.differing
         a, b = (printable(str(side.catalog.path)) for side in self.plan.sides)
-        said = f"differ: {self.verdict}" if not self.identical else f"are identical: {len(self.tensors):,} tensors"
-        lines = [f"A {a} and B {b} {said}{'; values were not compared' * self.plan.options.quick}"]
+        outcome = (
+            f"differ: {self.verdict}"
+            if not self.identical
+            else f"are identical: {counted(len(self.tensors), 'tensor')}"
+        )
+        lines = [f"A {a} and B {b} {outcome}{'; values were not compared' * self.plan.options.quick}"]
         lines += [f"{tensor.name}: {tensor.status}" for tensor in differing[:_SHOWN]]
         return "\n".join([*lines, *([f"and {len(differing) - _SHOWN:,} more"] if len(differing) > _SHOWN else [])])
+
+    __repr__ = __str__
+
+    def document(self, *, every: bool = False) -> dict[str, Any]:
+        """Everything as plain data, as `--json` prints it.
+
+        Args:
+            every: List identical tensors, too.
+        """
+        from converters.comparison.document import document
+
+        return document(self, every=every)
+
+    def to_json(self) -> str:
+        """`document` as JSON."""
+        return json.dumps(self.document(), indent=2, default=str)
+
+    def _repr_html_(self) -> str:
+        """The answer in a notebook."""
+        from converters.overview.notebook import lines_as_html
+
+        return lines_as_html(str(self).splitlines(), good=self.identical)
 
     @property
     def verdict(self) -> str:
@@ -185,7 +214,7 @@ class DiffReport:
         matching, plan = self.plan.matching, self.plan
         typed = sum(tensor.status == "type" for tensor in self.tensors)
         only = sum(map(len, matching.only))
-        facts = sum(fact.counts for fact in plan.facts.found)
+        facts = sum(fact.counts for fact in plan.facts.differing)
         arguments = sum(fact.counts for fact in plan.arguments) + len(matching.config)
         parts = [
             _several(len(self.differing) - typed, "tensor"),
@@ -203,8 +232,8 @@ class DiffReport:
         return tuple(tensor for tensor in self.tensors if tensor.differs)
 
 
-def _several(number: int, word: str, words: str | None = None) -> str:
-    return f"{number:,} {word if number == 1 else words or word + 's'}" if number else ""
+def _several(number: int, word: str, words: str = "") -> str:
+    return counted(number, word, words) if number else ""
 
 
 def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffPlan:
@@ -223,6 +252,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
     options = options or DiffOptions()
     tile, threads = tile_size(options.max_memory, options.threads)
     prints = fingerprint_of(a), fingerprint_of(b)
+    a, b, quantized = _multiplied_out(a, b)
     sides = Side.both(a, b)
     wanted, unwanted = any_of(options.tensors), any_of(options.ignore)
 
@@ -235,12 +265,14 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
         vocab_size=options.vocab_size,
         arch=options.arch,
     )
-    if options.tensors and not (matching.pairs or any(matching.only) or matching.shapes):
+    if (options.tensors or options.ignore) and not (matching.pairs or any(matching.only) or matching.shapes):
         raise RequestError(
-            f"no tensor matches {' or '.join(options.tensors)}",
+            f"no tensor matches {' or '.join(options.tensors)}"
+            if options.tensors
+            else "--ignore leaves no tensor to compare",
             hint=f"distckpt inspect {sides[matching.shown].catalog.root} --tensors shows their names",
         )
-    notes = [*sides[0].notes, *sides[1].notes, *matching.notes]
+    notes = [*quantized, *sides[0].notes, *sides[1].notes, *matching.notes]
     if not options.quick:
         _refuse_damage(sides[0], {name for pair in matching.pairs for name in pair.a})
         _refuse_damage(sides[1], {name for pair in matching.pairs for name in pair.b})
@@ -253,8 +285,29 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
         arguments = [fact for fact in compare_arguments(*sides) if keep(fact.name)]
         facts = compare_facts(*sides, keep)
         notes += facts.notes
+    facts.differing += _unread(sides, keep)
     work = () if options.quick else stretches(matching, sides)
     return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, prints)
+
+
+def _unread(sides: tuple[Side, Side], keep: Callable[[str], bool]) -> list[Fact]:
+    """Tensors that lie in the files of one side and that its index does not name: nothing says that both are the same."""
+    out = []
+    for number, side in enumerate(sides):
+        for name, reason in side.catalog.unread.items():
+            if keep(name):
+                out.append(Fact("object", name, *((ABSENT, reason) if number else (reason, ABSENT))))
+    return out
+
+
+def _multiplied_out(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
+    """Quantized weights beside weights that are not are compared as the numbers they stand for; says which are."""
+    if all(reader.catalog.config.get("quantization_config") for reader in (a, b)):
+        return a, b, []
+    (seen_a, in_a), (seen_b, in_b) = dequantized_folder(a), dequantized_folder(b)
+    sides = (("A", in_a), ("B", in_b))
+    notes = [f"{label} is quantized ({side.method}): its weights are multiplied out" for label, side in sides if side]
+    return seen_a, seen_b, notes
 
 
 def _refuse_damage(side: Side, names: set[str]) -> None:
@@ -301,11 +354,13 @@ def run_diff(
         "diff", plan.fingerprint, threads=plan.threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop
     )
     with crew:
-        device, said = place(plan.options.device, plan.nbytes, plan.threads, plan.tile_bytes, plan.sides, ranks)
+        device, note = comparison_device(
+            plan.options.device, plan.nbytes, plan.threads, plan.tile_bytes, plan.sides, ranks
+        )
         if crew.leads and listener is not None:
             memory = plan.threads * 6 * plan.tile_bytes
             listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
-            for text in (*plan.notes, *([said] if said else [])):
+            for text in (*plan.notes, *([note] if note else [])):
                 listener(Note(text))
         values = read_values(
             crew,
@@ -322,7 +377,7 @@ def run_diff(
                     f"{side.label} changed while it was read", hint="wait until nobody writes to it, then compare again"
                 )
         tensors = tuple(
-            _report(plan, pair, *found) for pair, found in zip(plan.matching.pairs, values.found, strict=True)
+            _report(plan, pair, *results) for pair, results in zip(plan.matching.pairs, values.differences, strict=True)
         )
         same = bool(crew.agree(_same(plan, tensors)))
     return DiffReport(plan, tensors, same, values.bytes_read, values.records_checked, time.monotonic() - begin)
@@ -342,4 +397,6 @@ def _same(plan: DiffPlan, tensors: Sequence[TensorReport]) -> bool:
     matching = plan.matching
     if any(matching.only) or matching.shapes or matching.config:
         return False
-    return not any(fact.counts for fact in (*plan.arguments, *plan.facts.found)) and not any(t.differs for t in tensors)
+    return not any(fact.counts for fact in (*plan.arguments, *plan.facts.differing)) and not any(
+        t.differs for t in tensors
+    )

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from converters.comparison.trees import ABSENT, differences, tensor_in
+from converters.comparison.stored_objects import contents, extra_state, is_empty, unwrapped
+from converters.comparison.trees import ABSENT, differences
 from converters.errors import FormatError
-from converters.facts.model_args import ModelArgs
-from converters.formats.base import CommonReader
-from converters.formats.common_state import Archive
-from converters.names import natural_key, parse_key
+from converters.megatron.model_args import ModelArgs
+from converters.names import natural_key, parse_key, printable
 from converters.optimizer.groups import read_param_groups
-from converters.pickles import Obj, describe, parse
-from converters.targets.target_state import open_common
+from converters.pickles import describe
+from converters.write.target_state import open_common
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, ObjectInfo
     from converters.comparison.pairs import Side
     from converters.formats.base import Reader
+    from converters.formats.common_state import Archive
 
 __all__ = ["Fact", "Facts", "argument_names", "compare_arguments", "compare_facts"]
 
@@ -61,12 +61,12 @@ class Facts:
     """What there is to say besides tensors and arguments.
 
     Attributes:
-        found: What is not the same.
+        differing: What is not the same.
         notes: Sentences on what could not be compared.
         compared: Groups that both sides have, the same or not.
     """
 
-    found: list[Fact] = field(default_factory=list)
+    differing: list[Fact] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared: list[str] = field(default_factory=list)
 
@@ -84,7 +84,16 @@ _LEARNING = """
 """
 _TRAINING = frozenset(_LEARNING.split())
 _LAYOUT_FIELDS = frozenset(("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "world_size"))
-_NOT_FACTS = _LAYOUT_FIELDS | {"padded_vocab_size", "source", "notes", "extras", "consumed_train_samples", "dtype"}
+_NOT_FACTS = _LAYOUT_FIELDS | {
+    "padded_vocab_size",
+    "source",
+    "notes",
+    "unknown",
+    "mla_down_fused",
+    "extras",
+    "consumed_train_samples",
+    "dtype",
+}
 _MAY_BE_NONE = frozenset(("window_size", "rope_scaling", "num_experts", "mtp_num_layers", "q_lora_rank"))
 # what frameworks note about themselves in the common state
 _NOTES = ("pytorch-lightning_version", "loops", "callbacks", "datamodule_", "hparams_", "hyper_parameters")
@@ -104,16 +113,23 @@ def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
     """
     out = Facts()
     if a.is_hf != b.is_hf:
+        megatron = b if a.is_hf else a
+        strange = sorted({i.name for i in _by_kind(megatron.catalog, keep)["object"].values()})
+        if strange:
+            named = ", ".join(map(printable, strange[:8])) + (
+                f" and {len(strange) - 8} more" if len(strange) > 8 else ""
+            )
+            out.notes.append(f"{megatron.label} has objects for which Hugging Face has no place: {named}")
         return out
     one, other = a.catalog.iteration, b.catalog.iteration
     if one is not None and other is not None:
         out.compared.append("iteration")
-        out.found += [Fact("iteration", "iteration", one, other)] if one != other else []
+        out.differing += [Fact("iteration", "iteration", one, other)] if one != other else []
     if not a.is_hf:
         _groups(a, b, out)
         _common(a, b, out)
     _objects(a, b, out, keep)
-    out.found = [fact for fact in out.found if keep(fact.name)]
+    out.differing = [fact for fact in out.differing if keep(fact.name)]
     return out
 
 
@@ -133,13 +149,13 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
     stated = all(side.catalog.args or side.catalog.config for side in (a, b))
     for name in (f.name for f in fields(ModelArgs) if f.name not in _NOT_FACTS):
         one, other = getattr(a.args, name), getattr(b.args, name)
-        known = (one is not None and other is not None) or (stated and name in _MAY_BE_NONE)
+        comparable = (one is not None and other is not None) or (stated and name in _MAY_BE_NONE)
         # the training length stands in for the longest position where nothing says more
         guessed = any(side.args.source.get(name, "").endswith("seq_length") for side in (a, b))
-        if one != other and known and not guessed:
+        if one != other and comparable and not guessed:
             out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
     for name in sorted({*a.args.extras, *b.args.extras}):
-        one, other = a.args.extras.get(name), b.args.extras.get(name)
+        one, other = (_without_stages(side.args.extras.get(name)) for side in (a, b))
         if one != other:
             out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
     given_a, given_b = a.catalog.args, b.catalog.args
@@ -157,6 +173,11 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
             out.append(Fact("other arguments", f"args.{name}", one, other, False, "one side does not have it"))
     order = ("model", "training", "other arguments")
     return sorted(out, key=lambda fact: (order.index(fact.group), fact.a is ABSENT or fact.b is ABSENT))
+
+
+def _without_stages(value: Any) -> Any:
+    """The pattern of a hybrid's layers says with `|` where pipeline stages begin; that is layout."""
+    return value.replace("|", "") if isinstance(value, str) else value
 
 
 def argument_names(a: Side, b: Side) -> list[str]:
@@ -191,11 +212,11 @@ def _groups(a: Side, b: Side, out: Facts) -> None:
     for side in (a, b):
         try:
             has = any(name.startswith("optimizer.") for name in side.tensors)
-            found = read_param_groups(side.reader) if has else None
+            param_groups = read_param_groups(side.reader) if has else None
         except FormatError as error:
             out.notes.append(f"{side.label}: param groups are not compared: {error.message}")
             return
-        sides.append({} if found is None else {_group_name(g): g for g in found.merged()})
+        sides.append({} if param_groups is None else {_group_name(g): g for g in param_groups.merged()})
     if not all(sides):
         return
     out.compared.append("param groups")
@@ -204,12 +225,12 @@ def _groups(a: Side, b: Side, out: Facts) -> None:
         path = f"optimizer.param_groups.{name}"
         if groups[0] is None or groups[1] is None:
             one, other = (ABSENT if g is None else describe(g) for g in groups)
-            out.found.append(Fact("param groups", path, one, other))
+            out.differing.append(Fact("param groups", path, one, other))
             continue
         for key in dict.fromkeys((*groups[0], *groups[1])):
             if key in groups[0] and key in groups[1] and key != "is_expert_parallel":
                 for inner, one, other in differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
-                    out.found.append(Fact("param groups", inner, one, other))
+                    out.differing.append(Fact("param groups", inner, one, other))
 
 
 def _group_name(group: Mapping[str, Any]) -> str:
@@ -225,7 +246,7 @@ def _common(a: Side, b: Side, out: Facts) -> None:
     in_a, in_b = _common_archive(a.reader), _common_archive(b.reader)
     if in_a is None or in_b is None:
         return
-    trees = _unwrapped(in_a.tree), _unwrapped(in_b.tree)
+    trees = unwrapped(in_a.tree), unwrapped(in_b.tree)
     if not all(isinstance(tree, Mapping) for tree in trees):
         return
     for name in dict.fromkeys((*trees[0], *trees[1])):
@@ -236,28 +257,18 @@ def _common(a: Side, b: Side, out: Facts) -> None:
             for path, one, other in differences(trees[0][name], trees[1][name], name, in_a, in_b):
                 counts = not name.startswith(_NOTES)
                 note = "" if counts else "a framework's own notes"
-                out.found.append(Fact("common state", path, one, other, counts, note))
+                out.differing.append(Fact("common state", path, one, other, counts, note))
         else:
             # versions and frameworks keep different things there, but a job resumes with another rate without its scheduler
-            counts = name == "opt_param_scheduler" and a.catalog.flavour == b.catalog.flavour
+            counts = name == "opt_param_scheduler" and a.catalog.framework == b.catalog.framework
             one, other = (describe(tree[name]) if name in tree else ABSENT for tree in trees)
-            out.found.append(
+            out.differing.append(
                 Fact("common state", name, one, other, counts, "" if counts else "one side does not have it")
             )
 
 
 def _common_archive(reader: Reader) -> Archive | None:
     return None if reader.catalog.common is None else open_common(reader)[0]
-
-
-def _unwrapped(tree: Any) -> Any:
-    """What is in lists of one: formats wrap objects in none, one or two of them."""
-    while isinstance(tree, list) and len(tree) == 1:
-        tree = tree[0]
-    return tree
-
-
-# ---------------------------------------------------------------------- objects
 
 
 def _objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
@@ -272,10 +283,10 @@ def _objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
                 continue
             reader, info = (a.reader, one[name]) if name in one else (b.reader, other[name])
             # which modules have an extra state changed with every version; without FP8 all of them are empty
-            empty = group == "extra state" and _is_empty(reader, info)
+            empty = group == "extra state" and is_empty(reader, info)
             shown = f"{info.length:,} bytes"
             x, y = (shown, ABSENT) if name in one else (ABSENT, shown)
-            out.found.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
+            out.differing.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
 
 
 def _by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str, dict[str, ObjectInfo]]:
@@ -307,13 +318,13 @@ def _random(a: Side, b: Side, one: Mapping[str, ObjectInfo], other: Mapping[str,
         out.notes.append(f"random states are not compared: A was saved on {shown[0]}, B on {shown[1]}")
         return
     out.compared.append("random states")
-    for place in sorted({*one, *other}):
-        name = f"rng_state.{place}"
-        if place in one and place in other:
-            _object("random state", name, (a.reader, one[place]), (b.reader, other[place]), out)
+    for coordinates in sorted({*one, *other}):
+        name = f"rng_state.{coordinates}"
+        if coordinates in one and coordinates in other:
+            _object("random state", name, (a.reader, one[coordinates]), (b.reader, other[coordinates]), out)
         else:
-            x, y = ("present" if place in side else ABSENT for side in (one, other))
-            out.found.append(Fact("random state", name, x, y))
+            x, y = ("present" if coordinates in side else ABSENT for side in (one, other))
+            out.differing.append(Fact("random state", name, x, y))
 
 
 def _object(
@@ -327,59 +338,12 @@ def _object(
     shown: list[str] = []
     for reader, info in (one, other):
         try:
-            sides.append(_extra_state(reader, info) if group == "extra state" else _contents(reader, info))
+            sides.append(extra_state(reader, info) if group == "extra state" else contents(reader, info))
             shown.append("readable")
         except FormatError as error:
             shown.append(f"unreadable: {error.message}")
     if len(sides) < 2:
-        out.found.append(Fact(group, name, shown[0], shown[1]))
+        out.differing.append(Fact(group, name, shown[0], shown[1]))
         return
     (a, in_a), (b, in_b) = sides
-    out.found += [Fact(group, path, x, y) for path, x, y in differences(a, b, name, in_a, in_b)]
-
-
-def _is_empty(reader: Reader, info: ObjectInfo) -> bool:
-    try:
-        return _extra_state(reader, info)[0] is None
-    except FormatError:
-        return False
-
-
-def _contents(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive]:
-    archive = _open(reader, info)
-    return _unwrapped(archive.tree), archive
-
-
-def _open(reader: Reader, info: ObjectInfo) -> Archive:
-    if not isinstance(reader, CommonReader):
-        return Archive(reader.catalog.path / info.file, info.start, info.length, f"{info.file}: {info.key}")
-    return Archive.parse(reader.object_record(info.key), info.key)
-
-
-def _extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]:
-    """What a module stored, without what it is packed into, and the archive that tensors in it lie in; None if nothing.
-
-    TransformerEngine and Megatron pack an extra state with `torch.save` or `pickle` into a tensor of bytes or a buffer.
-    """
-    archive = _open(reader, info)
-    tree = _unwrapped(archive.tree)
-    ref = tensor_in(tree)
-    if ref is not None and ref.dtype.name == "uint8":
-        raw = archive.elements(ref)
-    elif isinstance(tree, Obj) and tree.func.name == "BytesIO":
-        held = tree.state if isinstance(tree.state, tuple) else tree.args
-        packed = held[0] if held else b""
-        if isinstance(packed, Obj) and packed.args:  # _codecs.encode(text, "latin1"), as protocol 2 writes bytes
-            packed = str(packed.args[0]).encode("latin1", "replace")
-        raw = packed if isinstance(packed, bytes) else b""
-    else:
-        return tree, archive
-    if not raw:
-        return None, None
-    try:
-        if raw[:2] == b"PK":
-            inner = Archive.parse(raw, info.key)
-            return inner.tree, inner
-        return parse(raw, what=info.key), None
-    except FormatError:
-        return raw, None
+    out.differing += [Fact(group, path, x, y) for path, x, y in differences(a, b, name, in_a, in_b)]

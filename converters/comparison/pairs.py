@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.errors import FormatError, IntegrityError, RequestError
-from converters.facts.model_args import ModelArgs
-from converters.models import KNOWN, by_name, check_hf_config, infer, map_to_hf
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.vocabulary import is_vocabulary
+from converters.models import by_name, check_hf_config, infer, map_to_hf, of_type
 from converters.models.described import COMPUTED
 from converters.names import natural_key
 from converters.optimizer.state import has_optimizer, optimizer_state
-from converters.parallel.vocabulary import VOCABULARY
 from converters.planning.plan import Copy
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Side:
     @property
     def is_hf(self) -> bool:
         """Whether its tensors have Hugging Face's names."""
-        return self.catalog.flavour == "Hugging Face"
+        return self.catalog.framework == "Hugging Face"
 
     @cached_property
     def args(self) -> ModelArgs:
@@ -81,13 +81,13 @@ class Side:
         kept = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
         if not has_optimizer(catalog):
             return cls(label, reader, kept)
-        found = optimizer_state(reader, proved=False)  # whether masters fit their weights is for `verify` to say
+        state = optimizer_state(reader, proved=False)  # whether masters fit their weights is for `verify` to say
         rest = {
             name: t
             for name, t in catalog.tensors.items()
-            if t.kind == "optimizer" and name not in found.replaced and not name.startswith("optimizer.state.")
+            if t.kind == "optimizer" and name not in state.replaced and not name.startswith("optimizer.state.")
         }
-        return cls(label, reader, kept | rest | found.tensors, tuple(f"{label}: {text}" for text in found.notes))
+        return cls(label, reader, kept | rest | state.tensors, tuple(f"{label}: {text}" for text in state.notes))
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class Matching:
         skipped: Tensors that are not compared and do not count, with the reason.
         config: Where B's and A's configurations contradict each other, as sentences (Hugging Face against Megatron).
         notes: Sentences a person should read.
+        reshaped: Tensors of Hugging Face whose copies refer to another shape, under that shape.
     """
 
     shown: int = 1
@@ -134,6 +135,7 @@ class Matching:
     skipped: dict[str, str] = field(default_factory=dict)
     config: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    reshaped: dict[str, TensorInfo] = field(default_factory=dict)
 
 
 def match(
@@ -155,8 +157,8 @@ def match(
         return _mapped(a, b, keep, vocab_size, arch)
     out = Matching()
     names = sorted({*a.tensors, *b.tensors}, key=natural_key) if a.is_hf else _in_order(a.tensors, b.tensors)
-    known = [n for n in (a.args.vocab_size, b.args.vocab_size) if n is not None] if not a.is_hf else []
-    rows = vocab_size if vocab_size is not None else max(known, default=None)
+    vocab_sizes = [n for n in (a.args.vocab_size, b.args.vocab_size) if n is not None] if not a.is_hf else []
+    rows = vocab_size if vocab_size is not None else max(vocab_sizes, default=None)
     for name in names:
         if not keep(name):
             continue
@@ -180,7 +182,7 @@ def _parameter(name: str) -> str:
 
 def _same_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...], vocab: int | None) -> None:
     rows = min(a[0], b[0]) if a and b else 0
-    true = vocab if vocab is not None and _parameter(name) in VOCABULARY else None
+    true = vocab if vocab is not None and is_vocabulary(_parameter(name)) else None
     if a != b and (true is None or len(a) != len(b) or a[1:] != b[1:] or true > rows):
         out.shapes[name] = a, b
         return
@@ -208,6 +210,9 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
     for copy in mapping.copies:
         copies[copy.target].append(copy)
     targets = {name: target.shape for name, target in mapping.targets.items()}
+    for name, target in mapping.targets.items():
+        if target.matrix is not None and name in hf.tensors and hf.tensors[name].shape == target.shape:
+            out.reshaped[name] = hf.tensors[name].reshaped(target.matrix)
     if "lm_head.weight" in hf.tensors and "lm_head.weight" not in targets:  # tied, and stored all the same
         copies["lm_head.weight"] = [
             replace(c, target="lm_head.weight") for c in mapping.copies if c.source == _EMBEDDING
@@ -230,23 +235,25 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
     for name, tensor in megatron.tensors.items():
         if tensor.kind == "optimizer":
             out.skipped[name] = "optimizer state, for which Hugging Face has no place"
-        elif name not in used:
-            out.skipped[name] = dropped.get(name, "it has no place in a Hugging Face model")
+        elif name not in used and name in dropped and not name.startswith("mtp."):
+            out.skipped[name] = dropped[name]
+        elif name not in used and keep(name):
+            out.only[megatron is b].append(name)
     return out
 
 
-_EMBEDDING = VOCABULARY[0]
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def _embedding_target(mapping: HfMapping) -> str:
     return next(copy.target for copy in mapping.copies if copy.source == _EMBEDDING)
 
 
-def _mapping(megatron: Side, hf: Side, arch: str | None, asked: int | None) -> tuple[HfMapping, int]:
+def _mapping(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None) -> tuple[HfMapping, int]:
     """The model's table for a Hugging Face folder, and how many rows of the vocabulary mean something."""
     catalog, args = megatron.catalog, megatron.args
     kind = arch or hf.catalog.config.get("model_type")
-    model = by_name(arch) if arch else next((m for m in KNOWN if m.name == kind), None)
+    model = by_name(arch) if arch else of_type(kind)
     if model is None or (not arch and model.unexpressible(args)):
         model = infer(args, catalog)  # that the folder's is another one is found when the configurations are compared
     mtp = "auto"
@@ -257,17 +264,17 @@ def _mapping(megatron: Side, hf: Side, arch: str | None, asked: int | None) -> t
             mtp, mapping = "drop", without
     embedding = _embedding_target(mapping)
     stored = megatron.tensors[_EMBEDDING].shape[0]
-    held = hf.tensors[embedding].shape[:1] if embedding in hf.tensors else ()  # none if it is of another model
-    most = min(*held, stored) if held else asked or args.vocab_size or stored
-    true = asked or args.vocab_size or most
-    rows = true if held and held[0] < true else most
+    hf_rows = hf.tensors[embedding].shape[:1] if embedding in hf.tensors else ()  # none if it is of another model
+    most = min(*hf_rows, stored) if hf_rows else vocab_size or args.vocab_size or stored
+    true = vocab_size or args.vocab_size or most
+    rows = true if hf_rows and hf_rows[0] < true else most
     return map_to_hf(catalog, args, model, vocab_size=rows, mtp=mtp), true
 
 
 def _mapped_tensor(
     out: Matching, name: str, want: tuple[int, ...], have: tuple[int, ...], copies: list[Copy], vocab: int
 ) -> None:
-    vocabulary = copies[0].source in VOCABULARY
+    vocabulary = is_vocabulary(copies[0].source)
     sources = tuple(dict.fromkeys(copy.source for copy in copies))
     in_a, in_b = ((name,), sources) if out.shown == 0 else (sources, (name,))
     if want != have and not (vocabulary and want[1:] == have[1:] and vocab <= have[0]):

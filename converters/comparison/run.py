@@ -16,16 +16,17 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.box import Box, contiguous_tiles
-from converters.comparison.values import Difference, Pairwise, prepared, prepared_type
+from converters.comparison.values import Apart, Difference, prepared, prepared_type
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Moved
+from converters.io.arithmetic import BLOCK
+from converters.io.block_runner import TileChecker, looking_device
+from converters.io.device import Host
+from converters.io.gather import Gatherer
+from converters.io.sources import Sources
 from converters.names import quoted
 from converters.planning.job import landing
 from converters.planning.plan import Op, reversed_copy
-from converters.reading.arithmetic import BLOCK
-from converters.reading.device import Host
-from converters.reading.examiner import Examiner, looking_device
-from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.comparison.pairs import Matching, Side
     from converters.comparison.values import Tolerance
-    from converters.engine.crew import Crew
-    from converters.engine.ranks import Ranks
+    from converters.execute.ranks import Ranks
+    from converters.execute.work_sharing import Crew
+    from converters.io.device import Device
     from converters.planning.plan import Copy
-    from converters.reading.device import Device
 
-__all__ = ["Stretch", "Values", "blaming", "place", "read_values", "stretches", "tile_size"]
+__all__ = ["Values", "WorkItem", "blaming", "comparison_device", "read_values", "stretches", "tile_size"]
 
 MIB = 1 << 20
 _TILE = 2 * MIB
@@ -52,7 +53,7 @@ _BLOCKS = 12 * 8 * BLOCK  # what `compare` makes of a block
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class WorkItem:
     """What one worker does in one go: small pairs of tensors, or a part of a large one.
 
     Attributes:
@@ -71,12 +72,12 @@ class Values:
     """What reading has shown.
 
     Attributes:
-        found: For each pair, what there is to say of its elements, and of its padding.
+        differences: For each pair, what there is to say of its elements, and of its padding.
         bytes_read: Bytes read of A, and of B.
         records_checked: Records of both whose checksum was compared.
     """
 
-    found: list[tuple[Difference, Difference]]
+    differences: list[tuple[Difference, Difference]]
     bytes_read: tuple[int, int] = (0, 0)
     records_checked: int = 0
 
@@ -97,13 +98,13 @@ def tile_size(max_memory: int, threads: int) -> tuple[int, int]:
     return tile, max(1, min(threads, max_memory // (6 * tile + _BLOCKS)))
 
 
-def place(
-    asked: str, nbytes: int, threads: int, tile_bytes: int, sides: tuple[Side, Side], ranks: Ranks | None
+def comparison_device(
+    requested: str, nbytes: int, threads: int, tile_bytes: int, sides: tuple[Side, Side], ranks: Ranks | None
 ) -> tuple[Device, str | None]:
     """Where values are compared, and a sentence about it if a person should know; see `looking_device`.
 
     Args:
-        asked: The device that was asked for.
+        requested: The device that was asked for.
         nbytes: Bytes to compare, of both sides.
         threads: Workers in this process.
         tile_bytes: Bytes of a tile of one side.
@@ -116,10 +117,10 @@ def place(
     least = min((t.dtype.itemsize for side in sides for t in side.tensors.values()), default=1)
     local = ranks.local if ranks else 0
     tile, elements = 2 * tile_bytes, tile_bytes // least
-    return looking_device(asked, nbytes, threads=threads, tile_bytes=tile, elements=elements, local_rank=local)
+    return looking_device(requested, nbytes, threads=threads, tile_bytes=tile, elements=elements, local_rank=local)
 
 
-def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[Stretch]:
+def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
     """Cuts the work into parts of about equal size, in the order of the pairs; the same on every rank."""
     source, target = sides[1 - matching.shown].tensors, sides[matching.shown].tensors
 
@@ -128,27 +129,27 @@ def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[Stretch]:
 
     total = sum(c.target_box.volume * size_of(c) for pair in matching.pairs for c in (*pair.copies, *pair.padding))
     most = min(max(total // _STRETCHES, _STRETCH[0]), _STRETCH[1])
-    out: list[Stretch] = []
+    out: list[WorkItem] = []
     parts: list[tuple[int, int, Box]] = []
-    held = 0
+    stretch_bytes = 0
     for number, pair in enumerate(matching.pairs):
         for index, copy in enumerate((*pair.copies, *pair.padding)):
             size = size_of(copy)
             for box in contiguous_tiles(copy.target_box, max(1, most // size)):
                 nbytes = box.volume * size
-                if parts and held + nbytes > most:
-                    out.append(Stretch(len(out), tuple(parts), held))
-                    parts, held = [], 0
+                if parts and stretch_bytes + nbytes > most:
+                    out.append(WorkItem(len(out), tuple(parts), stretch_bytes))
+                    parts, stretch_bytes = [], 0
                 parts.append((number, index, box))
-                held += nbytes
+                stretch_bytes += nbytes
     if parts:
-        out.append(Stretch(len(out), tuple(parts), held))
+        out.append(WorkItem(len(out), tuple(parts), stretch_bytes))
     return out
 
 
 def read_values(
     crew: Crew,
-    work: Sequence[Stretch],
+    work: Sequence[WorkItem],
     matching: Matching,
     sides: tuple[Side, Side],
     *,
@@ -176,12 +177,12 @@ def read_values(
     device = device or Host()
     shared = _Shared(crew, matching, sides, tile_bytes, tolerance, device)
     results = crew.map(work, lambda: _Worker(shared), shared.leave)
-    found = [(Difference(), Difference()) for _ in matching.pairs]
+    differences = [(Difference(), Difference()) for _ in matching.pairs]
     for number in sorted(results):
         for at, padding, values in results[number]:
-            found[at][padding].add(_unpacked(values))
+            differences[at][padding].add(_unpacked(values))
     bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.left, strict=True))
-    return Values(found, (bytes_a, bytes_b), records)
+    return Values(differences, (bytes_a, bytes_b), records)
 
 
 class _Shared:
@@ -198,9 +199,9 @@ class _Shared:
     ) -> None:
         self.crew, self.matching, self.tile_bytes, self.tolerance = crew, matching, tile_bytes, tolerance
         self.device = device
-        self.tensors = [side.tensors for side in sides]
+        self.tensors = [{**side.tensors, **matching.reshaped} if side.is_hf else side.tensors for side in sides]
         self.sides = sides
-        self.sources = [Sources(side.reader, side.tensors) for side in sides]
+        self.sources = [Sources(side.reader, each) for side, each in zip(sides, self.tensors, strict=True)]
 
     def leave(self) -> list[int]:
         """Reads what is left of records that were read in part; bytes read of each side, and records compared."""
@@ -234,29 +235,23 @@ class _Worker:
 
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
-        self._gatherers = [Gatherer(sources) for sources in shared.sources]
-        self._examiner = Examiner(shared.device, 2 * shared.tile_bytes)
+        device, tile_bytes = shared.device, 2 * shared.tile_bytes
+        self._checker = TileChecker(shared.sources, device=device, tile_bytes=tile_bytes, check=shared.crew.check)
+        self.close = self._checker.close
 
-    def close(self) -> None:
-        """Closes all files."""
-        self._examiner.close()
-        for gatherer in self._gatherers:
-            gatherer.close()
-
-    def do(self, task: Stretch) -> list[Any]:
+    def do(self, task: WorkItem) -> list[Any]:
         """See `read_values`; plain data, as it may travel to another rank."""
         matching = self._shared.matching
-        found: dict[tuple[int, int], Difference] = {}
+        differences: dict[tuple[int, int], Difference] = {}
         for at, index, box in task.parts:
             pair = matching.pairs[at]
             padding = int(index >= len(pair.copies))
             copy = pair.padding[index - len(pair.copies)] if padding else pair.copies[index]
-            out = found.setdefault((at, padding), Difference())
+            out = differences.setdefault((at, padding), Difference())
             for tile in self._tiles(copy, box):
-                self._shared.crew.check()
                 self._compare(copy, tile, out)
-        self._examiner.flush()
-        return [(*where, _packed(difference)) for where, difference in found.items()]
+        self._checker.flush()
+        return [(*where, _packed(difference)) for where, difference in differences.items()]
 
     def _tiles(self, copy: Copy, box: Box) -> Iterator[Box]:
         source, target = self._infos(copy)
@@ -266,8 +261,9 @@ class _Worker:
             yield from contiguous_tiles(box, most)
             return
         side = max(1, math.isqrt(most))  # rows of one are columns of the other: squares keep the runs of both long
-        for rows in box.split(0, side):
-            yield from rows.split(1, side)
+        first, second = [axis for axis, n in enumerate(copy.target_box.shape) if n > 1 or len(box.shape) == 2][:2]
+        for rows in box.split(first, side):
+            yield from rows.split(second, side)
 
     def _infos(self, copy: Copy) -> tuple[TensorInfo, TensorInfo]:
         shown, tensors = self._shared.matching.shown, self._shared.tensors
@@ -278,31 +274,24 @@ class _Worker:
         shown = self._shared.matching.shown
         source, target = self._infos(copy)
         part = landing(reversed_copy(copy), tile)
-        moves = copy.op is Op.COPY
         kind = prepared_type(source.dtype, copy.op, target.dtype)
 
-        def gather(into: Sequence[NDArray[np.uint8] | None]) -> list[NDArray[Any]]:
+        def theirs(gatherer: Gatherer, into: NDArray[np.uint8] | None) -> NDArray[Any]:
             with blaming(self._shared.sides[1 - shown]):
-                theirs = self._gatherers[1 - shown].gather(copy.source, part, into[1 - shown] if moves else None)
-            with blaming(self._shared.sides[shown]):
-                ours = self._gatherers[shown].gather(copy.target, tile, into[shown])
-            self._shared.crew.moved(Moved(theirs.nbytes + ours.nbytes), theirs.nbytes + ours.nbytes)
-            theirs = prepared(theirs, source.dtype, copy.op, target.dtype).reshape(ours.shape)
-            return [theirs, ours] if shown else [ours, theirs]
+                bits = gatherer.gather(copy.source, part, into if copy.op is Op.COPY else None)
+            self._shared.crew.moved(Moved(bits.nbytes), bits.nbytes)
+            return prepared(bits, source.dtype, copy.op, target.dtype).reshape(tile.shape)
 
-        def done(rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
-            found = pair.difference(rows, arrays)
-            for name in ("first", "worst"):
-                spot = getattr(found, name)
-                if spot is not None:
-                    index = tuple(i + start for i, start in zip(spot[0], tile.start, strict=True))
-                    setattr(found, name, (index, *spot[1:]))
-            out.add(found)
+        def ours(gatherer: Gatherer, into: NDArray[np.uint8] | None) -> NDArray[Any]:
+            with blaming(self._shared.sides[shown]):
+                bits = gatherer.gather(copy.target, tile, into)
+            self._shared.crew.moved(Moved(bits.nbytes), bits.nbytes)
+            return bits
 
         kinds = (kind, target.dtype) if shown else (target.dtype, kind)
-        pair = Pairwise(*kinds, self._shared.tolerance)
         sizes = [tile.volume * each.itemsize for each in kinds]
-        self._examiner.look(sizes, gather, pair, done, host=pair.on_host)
+        question = Apart(*kinds, self._shared.tolerance, out)
+        self._checker.ask_tile(question, tile, sizes, (theirs, ours) if shown else (ours, theirs))
 
 
 _FIELDS = tuple(f.name for f in fields(Difference))

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records import tensor_ref
 from converters.errors import FormatError
 from converters.pickles import Global, Obj, PersId, describe, pairs
 from converters.pickles import fields as attributes
+from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from converters.archive.records import TensorRef
     from converters.formats.common_state import Archive
+    from converters.torchzip.records import TensorRef
 
 __all__ = ["ABSENT", "differences", "tensor_in"]
 
@@ -111,8 +111,8 @@ def _children(node: Any) -> tuple[str, dict[Any, Any]] | None:
     if node.pairs is not None and node.state is None:
         return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in pairs(node)}
     parts: dict[Any, Any] = dict(enumerate(node.args))
-    held = attributes(node)
-    parts |= held if held or node.state is None else {"state": node.state}
+    attrs = attributes(node)
+    parts |= attrs if attrs or node.state is None else {"state": node.state}
     parts |= {f"item {n}": item for n, item in enumerate(node.items or ())}
     return _spelling(node.func), parts
 

@@ -9,21 +9,20 @@ The numbers, over all elements of a tensor, in fp64:
     cosine      a . b / (|a| |b|) over the elements that are finite on both sides; 1 if both are 0, 0 if one is
 
 NaN equals NaN, and an infinity the infinity of its sign. Values of different types are widened first, which is exact.
-The answers are the same on the host and on a GPU, see `converters.reading.arithmetic`. The sums behind the cosine are fp64,
+The answers are the same on the host and on a GPU, see `converters.io.arithmetic`. The sums behind the cosine are fp64,
 and fp32 for blocks of equal bits, where they cancel out: trees within blocks, blocks in order.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters.dtypes import dtype
-from converters.planning.plan import Op
-from converters.reading.arithmetic import (
+from converters.io.arithmetic import (
     BLOCK,
     CASTABLE,
     OnDevice,
@@ -33,15 +32,17 @@ from converters.reading.arithmetic import (
     squares,
     widened,
 )
+from converters.planning.plan import Op
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
+    from converters.box import Box
     from converters.dtypes import DType
 
-__all__ = ["Difference", "Pairwise", "Tolerance", "compare", "prepared", "prepared_type"]
+__all__ = ["Apart", "Difference", "Pairwise", "Tolerance", "compare", "prepared", "prepared_type"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,11 @@ class Pairwise:
     tolerance: Tolerance | None = None
 
     @property
+    def columns(self) -> int:
+        """Numbers of a block."""
+        return 13
+
+    @property
     def on_host(self) -> bool:
         """Whether only the host compares them: complex numbers and integers, of which there are few."""
         return not (self.kind_a.floating and self.kind_b.floating)
@@ -268,6 +274,27 @@ class Pairwise:
         if out.max_abs > 0:
             out.worst = spot(int(rows[:, 7].argmax()), 10)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Apart(Pairwise):
+    """The question of `diff`: what the tiles of two tensors say is added to what is known of them.
+
+    Attributes:
+        so_far: That.
+    """
+
+    so_far: Difference = field(default_factory=Difference)
+
+    def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
+        """Takes in a tile; indices are those of the tensor."""
+        difference = self.difference(rows, arrays)
+        for name in ("first", "worst"):
+            spot = getattr(difference, name)
+            if spot is not None:
+                index = tuple(i + start for i, start in zip(spot[0], tile.start, strict=True))
+                setattr(difference, name, (index, *spot[1:]))
+        self.so_far.add(difference)
 
 
 def _value(bits: NDArray[Any], kind: DType) -> Any:

@@ -6,52 +6,65 @@ file a stored piece lies (`locate`). The engine does all reading, for every form
 
 from __future__ import annotations
 
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
 
 from converters.errors import FormatError
+from converters.formats.common_state import Archive
+from converters.formats.folder import exists, refresh
+from converters.formats.links import followed_links
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from pathlib import Path
 
-    from converters.archive.records import Payload
-    from converters.catalog import Catalog
-    from converters.formats.common_state import Archive
+    from converters.catalog import Catalog, StoredArray
+    from converters.param_order import Order
+    from converters.torchzip.records import Payload, TensorRef
 
-__all__ = ["ArchiveReader", "CommonReader", "Reader", "StoredArchive", "fingerprint_of"]
+__all__ = ["COMMON_OBJECT", "Reader", "ReaderPair", "ReaderView", "StoredArchive", "fingerprint_of"]
+
+COMMON_OBJECT = "common_state/shard_0_1"
+"""Key of the object that holds the common state where there is no `common.pt` (Megatron-Core 0.19 and later)."""
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """An open checkpoint.
+
+    A format answers four questions: which tensors there are (`catalog`), which file a record is in (`file_of`), where in it
+    the elements lie (`locate`), and whether all of that is still the same (`fingerprint`). All others have an answer here,
+    which is that of a folder with a `common.pt` and one `torch.save` archive for each object.
 
     Attributes:
         name: Name of the format, as `inspect` prints it.
         catalog: What the checkpoint holds.
+        files: The files that records refer to, by position; a format with a file for each chunk makes the paths on demand.
+        modules: How the job's modules were made, where their names tell.
     """
 
     name: ClassVar[str]
     catalog: Catalog
-
-    @property
-    def files(self) -> Sequence[Path]:
-        """The files that records refer to, by position; a format with a file for each chunk makes the paths on demand."""
-        ...
+    files: Sequence[Path]
+    modules: Order | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Reader:
         """Reads what is needed to know the catalog; no tensor data.
 
         Raises:
-            FormatError: Unreadable, unsafe, or not in this format after all.
+            FormatError: Unreadable, unsafe, or not in this format after all; or no folder is of this kind (a view).
         """
-        ...
+        raise FormatError(f"{printable(folder.name)} is not opened as {cls.name}")
 
+    @abstractmethod
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
-        ...
 
+    @abstractmethod
     def locate(self, record: int, read: Read) -> Payload:
         """Where in that file the record's elements lie.
 
@@ -62,30 +75,136 @@ class Reader(Protocol):
         Raises:
             FormatError: The record is damaged, or holds something else than the catalog says.
         """
-        ...
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """A digest that changes when the checkpoint changes: its metadata, its files' sizes and times."""
-        ...
+
+    def common_state(self) -> Archive | None:
+        """The common state as a `common.pt` holds it; a new one with each call, which the caller may change.
+
+        Returns:
+            None if the checkpoint has none.
+        """
+        path = self.catalog.path / "common.pt"
+        if exists(path):
+            return Archive(path)
+        return self.stored_object(COMMON_OBJECT) if COMMON_OBJECT in self.catalog.objects else None
+
+    def stored_object(self, key: str) -> Archive:
+        """An object of the catalog, whose value is the archive's tree; a new one with each call.
+
+        Raises:
+            FormatError: It cannot be read, or there is none of this key.
+        """
+        info = self.catalog.objects.get(key)
+        if info is None:
+            raise FormatError(f"{printable(self.catalog.path.name)} holds no object {printable(key)}")
+        what = printable(f"{info.file}: {info.key}")
+        archive = Archive(self.catalog.path / info.file, info.start, info.length, what)
+        if info.wrapped and isinstance(archive.tree, list) and len(archive.tree) == 1:
+            archive.tree = archive.tree[0]
+        return archive
+
+    def object_value(self, key: str) -> Any:
+        """The inert tree of a stored object, None if there is none; tensors in it are not read."""
+        return None
+
+    def object_array(self, key: str, ref: TensorRef) -> StoredArray:
+        """A tensor inside the tree of `object_value`, as an array with a record number of its own.
+
+        Raises:
+            FormatError: The format has no tensors there.
+        """
+        raise FormatError(f"{self.name} has no tensor inside {printable(key)}")
+
+    def archives(self, file: int) -> Iterable[StoredArchive]:
+        """The `torch.save` archives in a file that is not itself one, in the order in which they lie in it.
+
+        Every member of such an archive has a checksum, not only those with elements: `verify` compares them all.
+
+        Args:
+            file: Position in `files`.
+        """
+        return ()
 
 
-@runtime_checkable
-class CommonReader(Reader, Protocol):
-    """A reader whose checkpoint has neither `common.pt` nor objects in records of their own: it makes them.
+class ReaderView(Reader):
+    """The same records under another catalog.
 
-    Attributes:
-        optimizer_doubt: Why the optimizer's tensors must be proved before anything is published; None if they are certain.
+    Args:
+        reader: The open checkpoint.
+        catalog: What its records are seen as.
     """
 
-    optimizer_doubt: str | None
+    name: ClassVar[str] = "safetensors"
 
-    def common_archive(self) -> Archive:
-        """The common state as a `common.pt` would hold it; a new one with each call, which the caller may change."""
-        ...
+    def __init__(self, reader: Reader, catalog: Catalog) -> None:
+        self._reader, self.catalog, self.files = reader, catalog, reader.files
 
-    def object_record(self, key: str) -> bytes:
-        """The record of an object of the catalog, as torch_dist stores it."""
-        ...
+    def file_of(self, record: int) -> int:
+        """See `Reader`."""
+        return self._reader.file_of(record)
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """See `Reader`."""
+        return self._reader.locate(record, read)
+
+    def fingerprint(self) -> str:
+        """See `Reader`."""
+        return self._reader.fingerprint()
+
+
+class ReaderPair(ReaderView):
+    """Two checkpoints as one source: the records of the second have numbers behind those of the first.
+
+    Args:
+        first: An open checkpoint.
+        second: Another one.
+        offset: What is added to the record numbers of the second; greater than all numbers of the first.
+        catalog: What the records of both are seen as.
+    """
+
+    def __init__(self, first: Reader, second: Reader, offset: int, catalog: Catalog) -> None:
+        super().__init__(first, catalog)
+        self._second, self._offset = second, offset
+        self.files = _Chained(first.files, second.files)
+
+    def file_of(self, record: int) -> int:
+        """See `Reader`."""
+        if record < self._offset:
+            return super().file_of(record)
+        return len(self._reader.files) + self._second.file_of(record - self._offset)
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """See `Reader`."""
+        if record < self._offset:
+            return super().locate(record, read)
+        return self._second.locate(record - self._offset, read)
+
+    def fingerprint(self) -> str:
+        """See `Reader`."""
+        return hashlib.sha256(f"{super().fingerprint()}:{self._second.fingerprint()}".encode()).hexdigest()
+
+
+class _Chained(Sequence["Path"]):
+    """The files of one checkpoint and those of another, of which either may make its paths on demand."""
+
+    def __init__(self, first: Sequence[Path], second: Sequence[Path]) -> None:
+        self._first, self._second = first, second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    @overload
+    def __getitem__(self, at: int) -> Path: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Path]: ...
+    def __getitem__(self, at: int | slice) -> Path | Sequence[Path]:
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        beyond = at - len(self._first)
+        return self._first[at] if beyond < 0 else self._second[beyond]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,22 +224,6 @@ class StoredArchive:
     key: str
 
 
-@runtime_checkable
-class ArchiveReader(Reader, Protocol):
-    """A reader whose files are not one `torch.save` archive each, but hold several, or one among other things.
-
-    Every member of such an archive has a checksum, not only those with elements: `verify` compares them all.
-    """
-
-    def archives(self, file: int) -> Iterable[StoredArchive]:
-        """The archives of a file, in the order in which they lie in it.
-
-        Args:
-            file: Position in `files`.
-        """
-        ...
-
-
 class Read(Protocol):
     """Reads `length` bytes at `offset` of a file already chosen; fewer only at the file's end."""
 
@@ -134,7 +237,9 @@ def fingerprint_of(reader: Reader) -> str:
         FormatError: A file cannot be asked for its size and time.
     """
     try:
-        return reader.fingerprint()
+        refresh(reader.catalog.path)
+        digest, links = reader.fingerprint(), "".join(followed_links(reader.files))
+        return hashlib.sha256(f"{digest}{links}".encode()).hexdigest() if links else digest
     except OSError as error:
         what = printable(str(error.filename or reader.catalog.path))
         raise FormatError(f"reading {what} failed: {error.strerror or error}") from error

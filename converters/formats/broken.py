@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
-from converters.errors import DamagedFileError, FormatError
+from converters.errors import DamagedFileError, FormatError, UnsupportedError
 from converters.formats.folder import is_file, open_source, read_at
 from converters.names import printable, quoted
 from converters.pickles import PickleFormatError
@@ -44,7 +44,7 @@ def read_part(
     """
     try:
         return read(folder, name, *args, **more)
-    except (PickleFormatError, DamagedFileError):
+    except (PickleFormatError, DamagedFileError, UnsupportedError):
         raise
     except FormatError as error:
         if error.hint or isinstance(error.__cause__, PermissionError):
@@ -52,21 +52,21 @@ def read_part(
         raise damaged_file(folder, {name: error.message}, *error.details) from error
 
 
-def refuse_empty(place: Path, error: FormatError) -> None:
+def refuse_empty(folder: Path, error: FormatError) -> None:
     """Raises an error that says which file is empty or cut, if one is.
 
     Args:
-        place: The folder with the data, or the one file.
+        folder: The folder with the data, or the one file.
         error: What opening it ended with.
 
     Raises:
         DamagedFileError: One is.
     """
-    alone = is_file(place)
-    paths = [place] if alone else [place / name for name in _DESCRIBING]
+    alone = is_file(folder)
+    paths = [folder] if alone else [folder / name for name in _DESCRIBING]
     files = {path.name: text for path in paths if (text := _trouble(path)) is not None}
     if files:
-        raise damaged_file(place.parent if alone else place, files, error.message) from error
+        raise damaged_file(folder.parent if alone else folder, files, error.message) from error
 
 
 def _trouble(path: Path) -> str | None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.archive.records import TensorRef
 from converters.catalog import ObjectInfo, Part, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
 from converters.names import natural_key, parse_key, printable
+from converters.torchzip.records import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -66,11 +66,11 @@ def canonical_tensors(stored: Iterable[KeyedArray], problems: list[Problem]) -> 
     for tensor in stored:
         key = tensor.array.key
         parsed = parse_key(tensor.spelling or key)
-        made = list(_unstack(tensor, parsed))
+        infos = list(_unstack(tensor, parsed))
         if tensor.trouble:
             text = f"{printable(key)}: {tensor.trouble}"
-            problems.append(Problem("error", text, tensors=tuple(t.name for t in made)))
-        for info in made:
+            problems.append(Problem("error", text, tensors=tuple(t.name for t in infos)))
+        for info in infos:
             if parsed.half:
                 halves.setdefault(info.name, {})[parsed.half] = info
             elif info.name in tensors:
@@ -128,9 +128,9 @@ def _join_halves(name: str, pair: Mapping[str, TensorInfo], problems: list[Probl
     present = next(iter(pair.values()))
     rows = present.shape[0]
     if len(pair) < 2 or pair["w"].shape != pair["v"].shape or pair["w"].dtype != pair["v"].dtype:
-        found = ", ".join(f"_{half} {list(info.shape)}" for half, info in sorted(pair.items()))
+        halves = ", ".join(f"_{half} {list(info.shape)}" for half, info in sorted(pair.items()))
         problems.append(
-            Problem("error", f"{printable(name)}: gate and up do not form a pair: {found}", tensors=(name,))
+            Problem("error", f"{printable(name)}: gate and up do not form a pair: {halves}", tensors=(name,))
         )
     parts: list[Part] = []
     for half, info in sorted(pair.items(), reverse=True):  # w, then v
@@ -162,13 +162,13 @@ class TensorsInside:
 
 def object_info(key: str, file: str, start: int, length: int, *, wrapped: bool = True) -> ObjectInfo:
     """An object by its key, whose grid suffix says which shard it is: `rng_state/shard_0.1_2.2`."""
-    found = _OBJECT.fullmatch(key)
-    name, offset, grid = (found[1], found[2], found[3]) if found else (key, "0", "1")
+    match = _OBJECT.fullmatch(key)
+    name, offset, grid = (match[1], match[2], match[3]) if match else (key, "0", "1")
     numbers = [tuple(int(n) for n in text.split(".") if n) for text in (offset, grid)]
     return ObjectInfo(name, key, numbers[0], numbers[1], file, start, length, wrapped)
 
 
 def iteration_of(folder: Path) -> int | None:
     """The iteration that the folder's name states."""
-    found = re.fullmatch(r"iter_(\d+)", folder.name)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    return int(match[1]) if match else None

@@ -7,24 +7,23 @@ stays what it was. Tensors inside (a step counter, a random state) are members o
 from __future__ import annotations
 
 import math
-import zlib
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records import member_offset, read_directory, read_pickle
-from converters.archive.records_out import archive
+from converters.crc import crc32
 from converters.errors import FormatError
-from converters.formats.base import CommonReader
-from converters.formats.folder import exists, open_source, read_at
+from converters.formats.folder import open_source, read_at
 from converters.pickles import dumps
+from converters.torchzip.records import member_offset, read_directory, read_pickle
+from converters.torchzip.records_out import archive, object_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.archive.records import TensorRef
-    from converters.formats.base import Read, Reader
+    from converters.formats.base import Read
+    from converters.torchzip.records import TensorRef
 
-__all__ = ["Archive", "read_tree", "stored_common"]
+__all__ = ["Archive", "read_tree"]
 
 _LIMIT = 1 << 30
 
@@ -61,9 +60,9 @@ class Archive:
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Archive:
         """An archive that is in memory."""
-        made = cls.__new__(cls)
-        made._read(lambda at, n: raw[at : at + n], 0, len(raw), what)
-        return made
+        archive = cls.__new__(cls)
+        archive._read(lambda at, n: raw[at : at + n], 0, len(raw), what)
+        return archive
 
     def _read(self, read: Read, start: int, size: int, what: str) -> None:
         self._what = what
@@ -74,7 +73,7 @@ class Archive:
             if member.size > _LIMIT:
                 raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
             data = read(member_offset(read, start, member, what), member.size)
-            if zlib.crc32(data) != member.crc:
+            if crc32(data) != member.crc:
                 raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
             self._members[name] = data
 
@@ -85,9 +84,20 @@ class Archive:
         Args:
             members: The other members, with the storages that the tree refers to.
         """
-        made = cls.__new__(cls)
-        made.tree, made._members, made._what = tree, dict(members), what
-        return made
+        archive = cls.__new__(cls)
+        archive.tree, archive._members, archive._what = tree, dict(members), what
+        return archive
+
+    @classmethod
+    def of_object(cls, value: Any, storages: Mapping[str, bytes], what: str) -> Archive:
+        """An object that its format keeps otherwise, as an archive of its own: the caller may change its tree.
+
+        Args:
+            storages: The storages that the value refers to, under `data/`.
+        """
+        archive = cls.parse(object_record([value], storages), what)
+        archive.tree = archive.tree[0]
+        return archive
 
     @property
     def members(self) -> Mapping[str, bytes]:
@@ -121,14 +131,6 @@ class Archive:
         members.pop(".data/serialization_id", None)  # a fingerprint of contents that have changed; readers need none
         return archive(name, members)
 
-
-def stored_common(reader: Reader) -> Archive | None:
-    """The common state of a checkpoint, wherever it keeps it; a new archive with each call. None if it has none."""
-    if isinstance(reader, CommonReader):
-        return reader.common_archive()
-    folder, stored = reader.catalog.path, reader.catalog.objects.get("common_state/shard_0_1")
-    if exists(folder / "common.pt"):
-        return Archive(folder / "common.pt")
-    if stored is None:
-        return None
-    return Archive(folder / stored.file, stored.start, stored.length, f"{stored.file}: common_state")
+    def record(self) -> bytes:
+        """The record of an object whose value is the tree, as torch_dist stores it: a list of one."""
+        return self.dump([self.tree], "archive")

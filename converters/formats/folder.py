@@ -1,35 +1,34 @@
-"""Reading folders and files of a checkpoint, also those that lie in a tar file.
+"""Reading folders and files of a checkpoint, also those that lie in a tar file, in an object store, or both.
 
 A path may lead into a tar file as if that were a folder: `model.nemo/model_weights/common.pt`. Nothing is unpacked: such a
-file is a range of the tar file. So readers look at folders and files only through what is here.
+file is a range of the tar file. And it may be the address of an object, whose ranges are fetched. So readers look at folders
+and files only through what is here.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from converters.errors import FormatError
+from converters.formats.links import escape, follows_links, refuse_escape
+from converters.formats.source_file import FileContent, SourceFile
 from converters.formats.tar import read_tree
 from converters.names import printable
+from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from converters.formats.tar import Member, Tree
 
 __all__ = [
     "Entry",
-    "SourceFile",
     "Status",
-    "close_source",
-    "enclose",
-    "escape",
     "exists",
     "is_file",
     "is_folder",
@@ -37,43 +36,13 @@ __all__ = [
     "open_source",
     "read_at",
     "read_small",
+    "refresh",
     "scan",
     "status",
     "walk",
 ]
 
 _SMALL = 256 << 20
-_enclosed: dict[Path, str] = {}  # folders and files as they were named, and where they really are
-
-
-class SourceFile:
-    """An open file of a checkpoint, read-only: a file of its own, or a range of a tar file.
-
-    Attributes:
-        fd: Descriptor; `base` is the offset there of this file's first byte.
-        size: Bytes.
-        name: Its name, for errors.
-    """
-
-    __slots__ = ("base", "fd", "name", "size")
-
-    def __init__(self, fd: int, base: int, size: int, name: str) -> None:
-        self.fd, self.base, self.size, self.name = fd, base, size, name
-
-    def __enter__(self) -> SourceFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        close_source(self)
-
-    def read_into(self, view: memoryview, offset: int) -> int:
-        """Fills `view` from an offset on; returns how many bytes came, less than asked for at the end or any time."""
-        room = self.size - offset
-        return os.preadv(self.fd, [view[:room] if len(view) > room else view], self.base + offset) if room > 0 else 0
-
-    def forget(self, offset: int, length: int) -> None:
-        """Lets the page cache drop a range."""
-        os.posix_fadvise(self.fd, self.base + offset, length, os.POSIX_FADV_DONTNEED)
 
 
 class Status(NamedTuple):
@@ -126,44 +95,6 @@ class _Sizes(Protocol):
     def st_mtime_ns(self) -> int: ...
 
 
-def enclose(root: Path) -> None:
-    """From now on nothing below a folder is read through a link that leads out of it; the folder itself may be a link.
-
-    Args:
-        root: A checkpoint as it was named: a folder, or a file together with what lies beside it.
-    """
-    for place in (root,) if root.is_dir() else (root, root.parent):
-        _enclosed[place] = os.path.realpath(place)
-
-
-def escape(path: Path) -> str | None:
-    """Where links on the way to a path lead to, if that is outside of the checkpoint; None if it is in it.
-
-    A folder in Hugging Face's cache is all links into `blobs` beside its `snapshots`: those are its own.
-    """
-    root = next((place for place in (path, *path.parents) if place in _enclosed), None)
-    if root is None:
-        return None
-    inner = itertools.takewhile(lambda place: place != root, (path, *path.parents))
-    try:
-        if not any(place.is_symlink() for place in inner):
-            return None
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    real, home = os.path.realpath(path), _enclosed[root]
-    cache, snapshots, _ = home.rpartition("/snapshots/")
-    return None if real.startswith((f"{home}/", f"{cache}/blobs/" if snapshots else f"{home}/")) else real
-
-
-def _refuse_escape(path: Path) -> None:
-    found = escape(path)
-    if found is not None:
-        raise FormatError(
-            f"{printable(str(path))} is a link to {printable(found)}, outside of the checkpoint",
-            hint="put what it leads to in its place, or name the folder that it leads to",
-        )
-
-
 def open_source(path: Path) -> SourceFile:
     """Opens a regular file for reading; devices, pipes and folders are refused without waiting on them.
 
@@ -171,7 +102,9 @@ def open_source(path: Path) -> SourceFile:
         FormatError: Missing, not a regular file, no permission, a link out of the checkpoint, or in a tar file that is
             refused.
     """
-    _refuse_escape(path)
+    if isinstance(path, RemotePath):
+        return _open_object(path)
+    refuse_escape(path)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -181,14 +114,32 @@ def open_source(path: Path) -> SourceFile:
     except OSError as error:
         raise _unreadable(path, error) from error
     try:
-        found = os.fstat(fd)
+        file_stat = os.fstat(fd)
     except OSError as error:
         os.close(fd)
         raise _unreadable(path, error) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(file_stat.st_mode):
         os.close(fd)
         raise FormatError(f"{printable(str(path))} is not a regular file")
-    return SourceFile(fd, 0, found.st_size, path.name)
+    return SourceFile(FileContent(fd), 0, file_stat.st_size, path.name)
+
+
+def _open_object(path: RemotePath) -> SourceFile:
+    from converters.remote.content import RemoteContent
+    from converters.remote.store import store_of
+
+    try:
+        properties = path.properties()
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except NotADirectoryError:
+        return _open_member(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if properties is None:
+        raise FormatError(f"{printable(str(path))} is not a regular file")
+    root, key = path.root_and_key
+    return SourceFile(RemoteContent(store_of(root), key, properties, path), 0, properties.size, path.name)
 
 
 def _unreadable(path: Path, error: OSError) -> FormatError:
@@ -213,23 +164,23 @@ def read_at(source: SourceFile, offset: int, length: int) -> bytes:
     Raises:
         FormatError: Reading failed.
     """
-    pieces, left = [], min(length, source.size - offset)
-    while left > 0:
-        try:
-            piece = os.pread(source.fd, left, source.base + offset)
-        except OSError as error:
-            raise FormatError(f"reading {printable(source.name)} failed: {error.strerror or error}") from error
-        if not piece:
-            break
-        pieces.append(piece)
-        offset, left = offset + len(piece), left - len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    try:
+        return source.content.read(source.base + offset, max(min(length, source.size - offset), 0))
+    except OSError as error:
+        raise FormatError(f"reading {printable(source.name)} failed: {error.strerror or error}") from error
 
 
-def close_source(source: SourceFile) -> None:
-    """Closes a file that was only read; that it fails (a network file system, gone) changes nothing about what was read."""
-    with contextlib.suppress(OSError):
-        os.close(source.fd)
+def refresh(path: Path) -> None:
+    """Forgets what is remembered of the listings of an object store at and below a path; nothing is remembered of a disk.
+
+    Raises:
+        OSError: The store cannot be asked.
+    """
+    if isinstance(path, RemotePath):
+        from converters.remote.tree import tree_of
+
+        root, key = path.root_and_key
+        tree_of(root).refresh(key)
 
 
 def exists(path: Path) -> bool:
@@ -239,17 +190,17 @@ def exists(path: Path) -> bool:
 
 def is_folder(path: Path) -> bool:
     """Whether a path is a folder, or a tar file."""
-    found = status(path)
-    if found is None or not found.file:
-        return found is not None and found.folder
+    path_status = status(path)
+    if path_status is None or not path_status.file:
+        return path_status is not None and path_status.folder
     around = _tar_around(path)
     return around is not None and not around.within
 
 
 def is_file(path: Path) -> bool:
     """Whether a path is a regular file."""
-    found = status(path)
-    return found is not None and found.file
+    path_status = status(path)
+    return path_status is not None and path_status.file
 
 
 def status(path: Path) -> Status | None:
@@ -260,26 +211,37 @@ def status(path: Path) -> Status | None:
         OSError: No permission, or a failing disk.
     """
     try:
-        found = path.stat()
+        file_stat = path.stat()
     except FileNotFoundError:
         return None
     except NotADirectoryError:
         around = _tar_around(path)
         return None if around is None else around.status()
-    return Status(stat.S_ISDIR(found.st_mode), stat.S_ISREG(found.st_mode), found.st_size, found.st_mtime_ns)
+    return Status(
+        stat.S_ISDIR(file_stat.st_mode), stat.S_ISREG(file_stat.st_mode), file_stat.st_size, file_stat.st_mtime_ns
+    )
 
 
 @contextlib.contextmanager
 def scan(folder: Path) -> Iterator[Iterator[Entry]]:
     """As `os.scandir`, also of a tar file and of folders in it; a link out of the checkpoint is refused."""
-    _refuse_escape(folder)
+    refuse_escape(folder)
     try:
+        if isinstance(folder, RemotePath):
+            yield (
+                _ListedEntry(name, *((stored.size, stored.mtime_ns) if stored is not None else (None,)))
+                for name, stored in folder.entries().items()
+            )
+            return
         entries = os.scandir(folder)
     except NotADirectoryError:
-        found = _tar_around(folder)
-        if found is None or found.within not in found.tree:
+        around = _tar_around(folder)
+        if around is None or around.within not in around.tree:
             raise
-        yield (_TarEntry(name, member, found.mtime_ns) for name, member in found.tree[found.within].items())
+        yield (
+            _ListedEntry(name, None if member is None else member.size, around.mtime_ns)
+            for name, member in around.tree[around.within].items()
+        )
         return
     with entries:
         yield entries
@@ -292,45 +254,46 @@ def listing(folder: Path) -> list[str]:
 
 
 def walk(folder: Path, within: str = "") -> Iterator[tuple[str, Status]]:
-    """Every file below a folder as `(path from there, status)`, in order; links are not followed.
+    """Every file below a folder as `(path from there, status)`, in order; links to folders are not followed.
 
     Raises:
         OSError: A folder cannot be listed.
     """
-    with scan(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
+    with scan(folder) as scanned:
+        entries = sorted(scanned, key=lambda entry: entry.name)
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
             yield from walk(folder / entry.name, f"{within}{entry.name}/")
         else:
             with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                size = entry.stat(follow_symlinks=False)
-                file = entry.is_file(follow_symlinks=False)
+                follow = follows_links(folder) and entry.is_file()
+                size = entry.stat(follow_symlinks=follow)
+                file = entry.is_file(follow_symlinks=follow)
                 yield f"{within}{entry.name}", Status(False, file, size.st_size, size.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
-class _TarEntry:
-    """Something in a folder of a tar file: an `Entry`."""
+class _ListedEntry:
+    """Something in a folder that the kernel does not know, of a tar file or a store: an `Entry`. A folder has no size."""
 
     name: str
-    _member: Member | None
-    st_mtime_ns: int
+    _size: int | None
+    st_mtime_ns: int = 0
 
     @property
     def st_size(self) -> int:
-        return self._member.size if self._member is not None else 0
+        return self._size or 0
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self._member is None
+        return self._size is None
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return self._member is not None
+        return self._size is not None
 
     def is_symlink(self) -> bool:
         return False
 
-    def stat(self, *, follow_symlinks: bool = True) -> _TarEntry:
+    def stat(self, *, follow_symlinks: bool = True) -> _ListedEntry:
         return self
 
 
@@ -367,24 +330,32 @@ def _tar_around(path: Path) -> _Place | None:
     """The tar file that a path leads into; None if it leads into none."""
     for outer in (path, *path.parents):
         try:
-            found = outer.stat()
+            file_stat = outer.stat()
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if not stat.S_ISREG(found.st_mode) or escape(outer) is not None:
+        if not stat.S_ISREG(file_stat.st_mode) or escape(outer) is not None:
             return None
-        tree = read_tree(outer, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        tree = read_tree(
+            outer, (file_stat.st_dev, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns), _open_tar
+        )
         if tree is None:
             return None
-        return _Place(outer, tree, "/".join(path.relative_to(outer).parts), found.st_mtime_ns)
+        return _Place(outer, tree, "/".join(path.relative_to(outer).parts), file_stat.st_mtime_ns)
     return None
 
 
 def _open_member(path: Path) -> SourceFile:
-    place = _tar_around(path)
-    member = place.member() if place is not None else None
-    if place is None or member is None:
+    around = _tar_around(path)
+    member = around.member() if around is not None else None
+    if around is None or member is None:
         raise _missing(path)
-    return SourceFile(open_source(place.tar).fd, member.offset, member.size, path.name)
+    return SourceFile(open_source(around.tar).content, member.offset, member.size, path.name)
+
+
+@contextlib.contextmanager
+def _open_tar(path: Path) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
+    with open_source(path) as source:
+        yield lambda at, length: read_at(source, at, length), source.size
 
 
 def _missing(path: Path) -> FormatError:

@@ -14,13 +14,13 @@ from converters.formats.canonical import iteration_of
 from converters.formats.folder import is_file, is_folder, read_small
 from converters.formats.registry import backend_of
 from converters.names import parse_key, printable
-from converters.pickles import Obj, fields
+from converters.pickles import Global, Obj, fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["CommonFacts", "common_facts", "find_flavour", "find_producer", "megatron_catalog"]
+__all__ = ["CommonFacts", "common_facts", "find_framework", "find_producer", "megatron_catalog"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def _plain(node: Any, depth: int = 0) -> Any:
     return node if isinstance(node, str | int | float | bool) else None
 
 
-def find_flavour(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
+def find_framework(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tuple[str, Mapping[str, Any]]:
     """Which framework wrote a folder, and the model configuration it left there as plain data.
 
     Returns:
@@ -101,16 +101,19 @@ def megatron_catalog(
 ) -> Catalog:
     """The catalog of a distributed checkpoint of Megatron's: what common state and configuration say, and `more` of it."""
     facts = common_facts(common)
-    flavour, config = find_flavour(folder, facts, keys)
+    framework, config = find_framework(folder, facts, keys)
+    document = _yaml(folder / "run_config.yaml") if framework == "Megatron-Bridge" else {}
     if backend_of(folder) is None:
         text = "metadata.json is missing: Megatron writes it last, so the save may be unfinished"
         problems.append(Problem("warning", text))
     return Catalog(
         path=folder,
         format=name,
-        flavour="Megatron-Core" if flavour == "torch DCP" else flavour,
+        framework="Megatron-Core" if framework == "torch DCP" else framework,
         args=facts.args,
         config=config,
+        training=_training(document),
+        adapters=peft if isinstance(peft := document.get("peft"), Mapping) else {},
         common=common,
         content=facts.content,
         iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
@@ -125,6 +128,34 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     return read_yaml(path)
 
 
+# of Megatron-Bridge's run_config.yaml: (section, setting) -> training argument (core, distributed_data_parallel_config.py,
+# optimizer_config.py; Megatron-LM, training/training.py `get_model`)
+_TRAINING = {
+    ("ddp", "overlap_grad_reduce"): "overlap_grad_reduce",
+    ("ddp", "bucket_size"): "ddp_bucket_size",
+    ("ddp", "num_buckets"): "ddp_num_buckets",
+    ("ddp", "pad_buckets_for_high_nccl_busbw"): "ddp_pad_buckets_for_high_nccl_busbw",
+    ("ddp", "grad_reduce_in_fp32"): "accumulate_allreduce_grads_in_fp32",
+    ("optimizer", "use_precision_aware_optimizer"): "use_precision_aware_optimizer",
+    ("optimizer", "main_params_dtype"): "main_params_dtype",
+    ("optimizer", "overlap_param_gather_with_optimizer_step"): "overlap_param_gather_with_optimizer_step",
+}
+
+
+def _training(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of Megatron-Bridge's job that `_TRAINING` names; a type is `{"_target_": "torch.float32", ..}`."""
+    out: dict[str, Any] = {}
+    for (section, setting), name in _TRAINING.items():
+        inner = document.get(section)
+        value = inner.get(setting) if isinstance(inner, Mapping) else None
+        if isinstance(value, Mapping):
+            module, _, leaf = str(value.get("_target_", "")).rpartition(".")
+            value = Global(module, leaf)
+        if value is not None:
+            out[name] = value
+    return out
+
+
 def _fiddle(path: Path) -> Mapping[str, Any]:
     """The settings in `io.json`, all that the first versions of NeMo 2 kept: those that somebody set, no defaults."""
     try:
@@ -132,13 +163,13 @@ def _fiddle(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise FormatError("io.json is not JSON", details=[printable(str(error))[:200]]) from error
     objects = document.get("objects") if isinstance(document, dict) else None
-    found: dict[str, Any] = {}
-    for made in objects.values() if isinstance(objects, dict) else ():
-        items = made.get("items") if isinstance(made, dict) else None
+    fields_of: dict[str, Any] = {}
+    for entry in objects.values() if isinstance(objects, dict) else ():
+        items = entry.get("items") if isinstance(entry, dict) else None
         values = dict(filter(None, map(_setting, items if isinstance(items, list) else ())))
-        if "num_layers" in values and len(values) > len(found):
-            found = values
-    return found
+        if "num_layers" in values and len(values) > len(fields_of):
+            fields_of = values
+    return fields_of
 
 
 def _setting(item: Any) -> tuple[str, Any] | None:

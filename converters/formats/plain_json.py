@@ -42,10 +42,10 @@ def parse_json(raw: bytes, what: str) -> Any:
 
 
 def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(entries)
-    if len(made) != len(entries):
+    unique = dict(entries)
+    if len(unique) != len(entries):
         raise ValueError("a name stands there twice")
-    return made
+    return unique
 
 
 def _no_constant(text: str) -> Any:

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from converters.errors import FormatError
 from converters.formats.broken import damaged_file
-from converters.formats.folder import (
-    exists,
-    is_file,
-    is_folder,
-    listing,
-    open_source,
-    read_at,
-    read_small,
-)
+from converters.formats.folder import exists, is_file, is_folder, listing, open_source, read_at, read_small
 from converters.names import natural_key, printable
 
 if TYPE_CHECKING:
@@ -109,7 +101,7 @@ class Format:
 def detect(path: Path) -> Format | None:
     """The first format that a folder, or a file, is in; None if we know none."""
     seen = Seen(path)
-    return next((found for found in REGISTRY if found.detect(seen)), None)
+    return next((entry for entry in REGISTRY if entry.detect(seen)), None)
 
 
 def backend_of(folder: Path) -> str | None:
@@ -146,20 +138,20 @@ def dcp_folders(folder: Path) -> list[str]:
         OSError: There are some, and another that cannot be read.
         FormatError: Likewise, of a tar file that is refused.
     """
-    found: list[str] = []
+    folders: list[str] = []
     trouble: Exception | None = None
     for name in ("model", "optimizer", "optim"):
         try:
             if is_file(folder / name / ".metadata"):
-                found.append(f"{name}/")
+                folders.append(f"{name}/")
             elif name != "model" and is_folder(folder / name):
                 stages = [stage for stage in listing(folder / name) if re.fullmatch(r"pp_\d+", stage)]
-                found += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key)]
+                folders += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key)]
         except (OSError, FormatError) as error:
             trouble = trouble or error
-    if found and trouble is not None:
+    if folders and trouble is not None:
         raise trouble
-    return found
+    return folders
 
 
 def _torch_dist(seen: Seen) -> bool:
@@ -199,10 +191,11 @@ def _torch_dcp(seen: Seen) -> bool:
 
 
 def _zarr(seen: Seen) -> bool:
-    """`metadata.json` names the backend or, if it is lost, a folder holds a `.zarray`."""
+    """`metadata.json` names the backend or, if it is lost, a folder holds an array."""
     if seen.backend is not None:
         return seen.backend == "zarr"
-    return any(_has_file(seen.path / name / ".zarray") for name in seen.names if not name.endswith(".sync"))
+    folders = [seen.path / name for name in seen.names if not name.endswith(".sync")]
+    return any(_has_file(folder / name) for folder in folders for name in (".zarray", "zarr.json"))
 
 
 def _legacy(seen: Seen) -> bool:
@@ -232,7 +225,7 @@ REGISTRY: tuple[Format, ...] = (
         "torch_dist of Megatron-LM, NeMo and Megatron-Bridge",
         "torch_dist.reader:TorchDistReader",
         _torch_dist,
-        read="Megatron-Core 0.9.0, 0.12.0, 0.14.0, 0.16.1, 0.19.1",
+        read="Megatron-Core 0.9.0, 0.12.0, 0.14.0, 0.16.1, 0.19.1, 0.20.0 (main of 2026-08)",
         written="loaded by Megatron-Core 0.16.1, 0.19.1",
     ),
     Format(

@@ -12,79 +12,84 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import FormatError
-from converters.formats.folder import enclose, exists, is_file, is_folder, listing, read_small, scan, status
+from converters.errors import FormatError, UnfinishedError, UnsupportedError
+from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
+from converters.formats.links import enclose
 from converters.formats.registry import Seen, detect
 from converters.names import printable, quoted
+from converters.remote.address import NO_LISTING, RemotePath, is_bucket, named_path
 
 if TYPE_CHECKING:
     from converters.formats.folder import Entry
 
-__all__ = ["TRACKER", "iterations", "resolve"]
+__all__ = ["DATA_FOLDERS", "ITERATION", "TRACKER", "iterations", "resolve", "single_files"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_(\d{7,})|release")
+ITERATION = re.compile(r"iter_(\d{7,})|release")
+"""Names of Megatron's iteration folders."""
 _ALONE = ("safetensors", "torch")  # formats whose checkpoint may be one file
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".nemo", ".tar")
 _LOOKED_AT = 1000
 _PART = re.compile(r"model\.safetensors|pytorch_model\.bin|.*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
 _OF_A_RANK = re.compile(r"mp_rank_\d+|tp_rank_\d+_pp_rank_\d+")
 _PARTS_FILE = "model_weights.ckpt"
-_DATA_FOLDERS = ("weights", "model_weights")  # NeMo 2, NeMo 1
+DATA_FOLDERS = ("weights", "model_weights")
+"""Where NeMo 2 and NeMo 1 keep the data inside of their own folder."""
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 def iterations(root: Path) -> list[str]:
     """Names of the iteration folders in a training root, oldest first."""
     with scan(root) as entries:
-        found = [entry.name for entry in entries if _ITERATION.fullmatch(entry.name) and _is_dir(entry)]
-    return sorted(found, key=lambda name: (name == "release", len(name), name))
+        names = [entry.name for entry in entries if ITERATION.fullmatch(entry.name) and _is_dir(entry)]
+    return sorted(names, key=lambda name: (name == "release", len(name), name))
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, *, follow_links: bool = False) -> Path:
     """The folder with the checkpoint's data that `path` means, or the file if it is a checkpoint of its own.
 
     Args:
         path: A data folder, a training root with its tracker file, an iteration, NeMo's outer folder, or a file inside;
             a tar file is a folder.
+        follow_links: Links in it may lead out of it.
 
     Raises:
         FormatError: Nothing there, or more than one checkpoint and no tracker file to choose.
     """
     if not str(path):
         raise FormatError("no checkpoint was named: the path is empty", hint="is a shell variable unset?")
-    given = Path(path).expanduser()
-    if given.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
-        given = given.absolute() if not given.name else given.resolve()
+    named = named_path(path)
+    if named.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
+        named = named.absolute() if not named.name else named.resolve()
     try:
-        enclose(given)
-        found = status(given)
+        enclose(named, follow_links=follow_links)
+        state = status(named)
     except OSError as error:
-        raise FormatError(f"cannot read {printable(str(given))}: {error.strerror}") from error
-    if found is None:
-        raise _nowhere(given)
-    rank = given if found.folder else given.parent
-    if found.folder:
-        _refuse_closed(given)
+        raise FormatError(f"cannot read {printable(str(named))}: {error.strerror}") from error
+    if state is None:
+        raise _nowhere(named)
+    rank = named if state.folder else named.parent
+    if state.folder:
+        _refuse_closed(named)
     _refuse_parts(rank)
     if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
         return rank.parent
-    if not is_folder(given):
-        around = _is_data_folder(given.parent)
-        if around and not _stands_alone(given):
-            _refuse_unfinished(given.parent)
-            return given.parent
-        if detect(given):
-            return given
-        _refuse_compressed(given)
-        hint = f"distckpt inspect {quoted(given.parent)}" if given.name == TRACKER else None
+    if not is_folder(named):
+        around = _is_data_folder(named.parent)
+        if around and not _stands_alone(named):
+            _refuse_unfinished(named.parent)
+            return named.parent
+        if detect(named):
+            return named
+        _refuse_compressed(named)
+        hint = f"distckpt inspect {quoted(named.parent)}" if named.name == TRACKER else None
         raise FormatError(
-            f"{printable(str(given))} is {'not a checkpoint' if found.size else 'empty (0 bytes)'}", hint=hint
+            f"{printable(str(named))} is {'not a checkpoint' if state.size else 'empty (0 bytes)'}", hint=hint
         )
     try:
-        if found.file and len(inner := listing(given)) == 1 and is_folder(given / inner[0]):  # tar -cf it.tar folder
-            given = given / inner[0]
-        return _descend(given)
+        if state.file and len(inner := listing(named)) == 1 and is_folder(named / inner[0]):  # tar -cf it.tar folder
+            named = named / inner[0]
+        return _descend(named)
     except PermissionError as error:
         raise FormatError(f"cannot read {printable(str(error.filename))}: {error.strerror}") from error
 
@@ -101,10 +106,10 @@ def _refuse_parts(folder: Path) -> None:
     """NeMo 1 before its distributed checkpoints: one of these files alone would look like a small, whole model."""
     names = [f"{name}/{_PARTS_FILE}" for name in _names(folder) if _OF_A_RANK.fullmatch(name)]
     names += [_PARTS_FILE] if _OF_A_RANK.fullmatch(folder.name) else []
-    found = next((name for name in names if exists(folder / name)), None)
-    if found is not None:
-        raise FormatError(
-            f"{printable(str(folder / found))} is the part of one rank of a NeMo 1 model; that form is not read",
+    name_found = next((name for name in names if exists(folder / name)), None)
+    if name_found is not None:
+        raise UnsupportedError(
+            f"{printable(str(folder / name_found))} is the part of one rank of a NeMo 1 model; that form is not read",
             hint="make one partition of it with NeMo 1 (megatron_change_num_partitions.py, to TP 1 and PP 1)",
         )
 
@@ -116,7 +121,7 @@ def _descend(folder: Path) -> Path:
         return folder
     if is_file(folder / TRACKER):
         return _by_tracker(folder)
-    for name in _DATA_FOLDERS:
+    for name in DATA_FOLDERS:
         if _is_data_folder(folder / name):
             return folder / name
     if folder.name == "context" and _is_data_folder(folder.parent / "weights"):  # inside a NeMo 2 checkpoint
@@ -129,30 +134,30 @@ def _descend(folder: Path) -> Path:
             hint=f"name one: {quoted(folder / names[-1])}",
         )
     candidates = [folder / name for name in names] or _folders(folder)
-    found, closed = list[Path](), list[Path]()
+    checkpoints, closed = list[Path](), list[Path]()
     for inner in candidates:
         try:
-            inside = (inner / name for name in _DATA_FOLDERS)
+            inside = (inner / name for name in DATA_FOLDERS)
             if _is_data_folder(inner) or is_file(inner / TRACKER) or any(map(_is_data_folder, inside)):
-                found.append(inner)
+                checkpoints.append(inner)
         except FormatError:  # one, but broken: whoever opens it says how
-            found.append(inner)
+            checkpoints.append(inner)
         except OSError:
             closed.append(inner)
-    if len(found) == 1:
-        return _descend(found[0])
+    if len(checkpoints) == 1:
+        return _descend(checkpoints[0])
     if names:
         _refuse_closed(folder / names[0])
         return folder / names[0]
-    files = [] if found else _files(folder)
+    files = [] if checkpoints else single_files(folder)
     if len(files) == 1:  # nothing but model.pt
         return _descend(files[0]) if is_folder(files[0]) else files[0]
     if len(closed) == len(candidates) == 1 and not files:
         _refuse_closed(closed[0])
-    raise _unknown(folder, found or files)
+    raise _unknown(folder, checkpoints or files)
 
 
-def _files(folder: Path) -> list[Path]:
+def single_files(folder: Path) -> list[Path]:
     """Files that are checkpoints of their own: `model.pt`, `model.nemo`."""
     inside, out = listing(folder), []
     for name in inside[:_LOOKED_AT]:
@@ -224,21 +229,32 @@ def _by_tracker(root: Path) -> Path:
 
 def _refuse_unfinished(folder: Path) -> None:
     # NeMo puts NAME-unfinished beside a checkpoint while it is being written (lightning/pytorch/callbacks)
-    for outer in (folder, folder.parent) if folder.name in _DATA_FOLDERS else (folder,):
-        marker = outer.with_name(f"{outer.name}-unfinished") if outer.name not in ("", "..") else None
+    for outer in (folder, folder.parent) if folder.name in DATA_FOLDERS else (folder,):
+        alone = outer.name in ("", "..") or is_bucket(outer)
+        marker = None if alone else outer.with_name(f"{outer.name}-unfinished")
+        uploading = outer.with_name(f".{outer.name}.distckpt-upload") if isinstance(outer, RemotePath) else None
+        if marker is not None and uploading is not None and _is_uploading(uploading):
+            raise UnfinishedError(
+                f"{printable(outer.name)} is unfinished: distckpt's mark {printable(uploading.name)} still lies beside it",
+                hint="wait until the upload is complete, or run the command that began it again",
+            )
         if marker is not None and exists(marker):
-            raise FormatError(
+            raise UnfinishedError(
                 f"{printable(outer.name)} is unfinished: NeMo's marker {printable(marker.name)} still lies beside it",
                 hint="wait until the save is complete, or use an earlier checkpoint",
             )
 
 
+def _is_uploading(mark: Path) -> bool:
+    return exists(mark) and b'"uploading": true' in read_small(mark, 4096)
+
+
 def _refuse_compressed(path: Path) -> None:
     head = Seen(path).head
-    found = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
-    if found is not None:
-        raise FormatError(
-            f"{printable(str(path))} is compressed with {found}, so nothing in it can be found without unpacking all of it",
+    method = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
+    if method is not None:
+        raise UnsupportedError(
+            f"{printable(str(path))} is compressed with {method}, so nothing in it can be found without unpacking all of it",
             hint=f"mkdir unpacked && tar -xf {quoted(path)} -C unpacked && distckpt inspect unpacked",
         )
 
@@ -249,17 +265,23 @@ def _nowhere(path: Path) -> FormatError:
     with contextlib.suppress(OSError):
         near = difflib.get_close_matches(path.name, listing(parent), n=1)
     hint = f"did you mean {quoted(parent / near[0])}?" if near else None
+    if (
+        hint is None and len(path.parts) == 2 and not path.is_absolute() and not exists(parent)
+    ):  # meta-llama/Llama-3.1-8B
+        hint = f"a model of the Hugging Face hub is hf://{printable(path.as_posix())}"
+    if path.parts[:1] in (("http:",), ("https:",)):
+        hint = NO_LISTING
     return FormatError(f"{printable(str(path))} does not exist", hint=hint)
 
 
-def _unknown(folder: Path, found: list[Path]) -> FormatError:
+def _unknown(folder: Path, checkpoints: list[Path]) -> FormatError:
     names = listing(folder)
     if not names:
         return FormatError(f"{printable(str(folder))} is empty")
-    if found:
+    if checkpoints:
         return FormatError(
-            f"{printable(str(folder))} holds {len(found)} checkpoints",
-            hint=f"name one: {quoted(found[0])}",
+            f"{printable(str(folder))} holds {len(checkpoints)} checkpoints",
+            hint=f"name one: {quoted(checkpoints[0])}",
         )
     shown = ", ".join(printable(name) for name in names[:6]) + (", ..." if len(names) > 6 else "")
     return FormatError(

@@ -13,8 +13,6 @@ Sources: POSIX.1-2001 pax interchange format; GNU tar manual, "Basic Tar Format"
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
@@ -24,7 +22,10 @@ from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
+
+    Opened = Callable[[Path], AbstractContextManager[tuple[Callable[[int, int], bytes], int]]]
 
 __all__ = ["Member", "Tree", "is_tar", "read_tree"]
 
@@ -62,29 +63,19 @@ def is_tar(head: bytes) -> bool:
 
 
 @lru_cache(maxsize=4)
-def read_tree(path: Path, identity: tuple[int, ...]) -> Tree | None:
+def read_tree(path: Path, identity: tuple[int, ...], opened: Opened) -> Tree | None:
     """The folders and files in a tar file; None if it is something else. The last few are remembered.
 
     Args:
         path: The tar file, a regular file.
         identity: Device, inode, size and time of the file: another file of the same name is read anew.
+        opened: Opens it, and says what reads it and how large it is.
 
     Raises:
         FormatError: Cut short, or with members that are refused; the message names the member.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(at: int, length: int) -> bytes:
-        data = os.pread(fd, length, at)
-        while len(data) < length and (more := os.pread(fd, length - len(data), at + len(data))):
-            data += more  # network file systems may return it in pieces
-        return data
-
-    try:
-        return _Scan(read, os.fstat(fd).st_size, printable(path.name)).tree() if is_tar(read(0, _BLOCK)) else None
-    finally:
-        with contextlib.suppress(OSError):  # nothing was written
-            os.close(fd)
+    with opened(path) as (read, size):
+        return _Scan(read, size, printable(path.name)).tree() if is_tar(read(0, _BLOCK)) else None
 
 
 @dataclass
@@ -103,7 +94,7 @@ class _Scan:
         self._tree: Tree = {"": {}}
 
     def tree(self) -> Tree:
-        at, said, count = 0, _Extension(), 0
+        at, extension, count = 0, _Extension(), 0
         while True:
             header = self._read(at, _BLOCK)
             if header == bytes(_BLOCK):
@@ -113,22 +104,24 @@ class _Scan:
                     f"{self._what} ends at byte {self._size:,} without the mark that ends a tar file: it was cut short",
                     hint="copy it again",
                 )
-            at = self._member(header, at, said)
+            at = self._member(header, at, extension)
             count += 1
             if count > _MOST_MEMBERS:
                 raise FormatError(f"{self._what} has more than {_MOST_MEMBERS:,} members")
-        if said != _Extension():
+        if extension != _Extension():
             raise FormatError(f"{self._what}: the last member has a long name and no contents")
         return self._tree
 
-    def _member(self, header: bytes, at: int, said: _Extension) -> int:
+    def _member(self, header: bytes, at: int, extension: _Extension) -> int:
         """Takes one header; returns where the next one lies."""
-        place = f"{self._what} at byte {at:,}"
-        if not is_tar(header) or _checksum(header) != _number(header[148:156], f"{place}: the checksum"):
-            raise FormatError(f"{place}: there should be the header of a member, and is not; the file is damaged")
-        kind, name = header[156:157], said.name if said.name is not None else _short_name(header)
+        where = f"{self._what} at byte {at:,}"
+        if not is_tar(header) or _checksum(header) != _number(header[148:156], f"{where}: the checksum"):
+            raise FormatError(f"{where}: there should be the header of a member, and is not; the file is damaged")
+        kind, name = header[156:157], extension.name if extension.name is not None else _short_name(header)
         shown = printable(name.decode("utf-8", "surrogateescape"))
-        size = _number(header[124:136], f"{self._what}: the size of {shown}") if said.size is None else said.size
+        size = (
+            _number(header[124:136], f"{self._what}: the size of {shown}") if extension.size is None else extension.size
+        )
         begin = at + _BLOCK
         if begin + size > self._size:
             raise FormatError(
@@ -136,27 +129,27 @@ class _Scan:
                 hint="copy it again",
             )
         if kind in b"LKxg":
-            self._extend(kind, begin, size, shown, said)
+            self._extend(kind, begin, size, shown, extension)
         else:
             if kind in _REFUSED or kind not in b"057\x00":
-                found = _REFUSED.get(kind, f"of the unknown type {kind!r}")
+                refused = _REFUSED.get(kind, f"of the unknown type {kind!r}")
                 raise FormatError(
-                    f"{self._what}: {shown} is {found}; only plain files and folders are read from a tar file",
+                    f"{self._what}: {shown} is {refused}; only plain files and folders are read from a tar file",
                     hint="if you trust it, unpack it and give the folder",
                 )
             folder = kind == b"5" or (kind != b"7" and name.endswith(b"/"))
             self._add(name, None if folder else Member(begin, size))
             size = 0 if folder else size
-            said.name = said.size = None
+            extension.name = extension.size = None
         return begin + -(-size // _BLOCK) * _BLOCK
 
-    def _extend(self, kind: bytes, begin: int, size: int, shown: str, said: _Extension) -> None:
+    def _extend(self, kind: bytes, begin: int, size: int, shown: str, extension: _Extension) -> None:
         """Long names and sizes: GNU's 'L', and the attributes of pax, of which those that matter here are few."""
         if size > _LONGEST_EXTENSION:
             raise FormatError(f"{self._what}: {shown} has a header of {size:,} bytes")
         data = self._read(begin, size)
         if kind == b"L":
-            said.name = _once(said.name, data.rstrip(b"\0"), f"{self._what}: {shown}")
+            extension.name = _once(extension.name, data.rstrip(b"\0"), f"{self._what}: {shown}")
         if kind not in b"xg":
             return
         for key, value in _attributes(data, f"{self._what}: {shown}"):
@@ -167,10 +160,10 @@ class _Scan:
             if kind == b"g":
                 raise FormatError(f"{self._what}: {shown} gives every member the same {key.decode()}")
             if key == b"path":
-                said.name = _once(said.name, value, f"{self._what}: {shown}")
+                extension.name = _once(extension.name, value, f"{self._what}: {shown}")
             else:
                 number = int(value) if value.isdigit() and len(value) < 20 else -1
-                said.size = _once(said.size, number, f"{self._what}: {shown}")
+                extension.size = _once(extension.size, number, f"{self._what}: {shown}")
                 if number < 0:
                     raise FormatError(f"{self._what}: {shown} gives a member the size {printable(repr(value))[:40]}")
 
@@ -188,8 +181,8 @@ class _Scan:
         for depth, part in enumerate(parts):
             inner = self._tree.setdefault(folder, {})
             last = depth == len(parts) - 1
-            known = inner.get(part, _ABSENT)
-            if (known is not _ABSENT) if last and member is not None else isinstance(known, Member):
+            entry = inner.get(part, _ABSENT)
+            if (entry is not _ABSENT) if last and member is not None else isinstance(entry, Member):
                 raise FormatError(f"{self._what}: {printable(text)} is there twice")
             inner[part] = member if last else None
             folder = f"{folder}/{part}" if folder else part
@@ -203,8 +196,8 @@ _ABSENT: Final = object()
 _T = TypeVar("_T")
 
 
-def _once(known: _T | None, value: _T, what: str) -> _T:
-    if known is not None and known != value:
+def _once(stated: _T | None, value: _T, what: str) -> _T:
+    if stated is not None and stated != value:
         raise FormatError(f"{what}: what follows is given two names or sizes")
     return value
 
@@ -235,7 +228,7 @@ def _number(raw: bytes, what: str) -> int:
 
 def _attributes(data: bytes, what: str) -> list[tuple[bytes, bytes]]:
     """pax: records `LENGTH KEY=VALUE\\n`, the length of the whole record in decimal."""
-    found, at = [], 0
+    records, at = [], 0
     while at < len(data):
         digits, _, _ = data[at : at + 20].partition(b" ")
         length = int(digits) if digits.isdigit() else 0
@@ -243,6 +236,6 @@ def _attributes(data: bytes, what: str) -> list[tuple[bytes, bytes]]:
         key, equals, value = record[len(digits) + 1 : -1].partition(b"=")
         if length < len(digits) + 3 or not equals or not record.endswith(b"\n") or len(record) != length:
             raise FormatError(f"{what} has attributes that are not those of pax")
-        found.append((key, value))
+        records.append((key, value))
         at += length
-    return found
+    return records

@@ -1,47 +1,53 @@
 """What ranks of a job want in common is read once and exchanged.
 
     exchange = Exchange(ranks, plan, device)
-    while exchange.step(loading): ...           # a round of every group of replicas, see load_rounds
+    exchange.allocate()
+    for number in range(len(exchange)):         # a round of every group of replicas, see `rounds`
+        ...                                     # fill the buffers of exchange.own_parts(number)
+        for fetch, memory in exchange.gather(): # those of all members, filled
+            ...
+    exchange.abandon()                          # where there was an error: the others shall not wait
 
 Tensor data travels as raw bytes in one collective for each round: every member of a group of replicas gives the fetches
-that it has read and gets those of all others (`all_gather`, over NCCL or gloo). In front of each part stands whether its
-rank is well, so nobody waits for one that has failed: it says so in its next round, and the members of each group that
-hears it say so in theirs. Messages of errors travel over gloo when all rounds are over. A rank that dies breaks gloo's
-connections at once, which is an error; of NCCL's, torch's watchdog takes notice, which ends the processes that wait.
+that it has read and gets those of all others (`all_gather`, over NCCL or gloo).
 
-    round    | ok | fetches of rank 0 ... | ok | fetches of rank 2 ...     rank 0 reads the next round meanwhile
+    round    | fetches of rank 0 ... | fetches of rank 2 ...     rank 0 reads the next round meanwhile
+
+Before each round its members tell each other over gloo, in one number, whether they are well: so nobody enters a collective
+that another one will not enter. Who is not well says so once to every group that has rounds left, and does none of them.
+Messages of errors travel over gloo when all rounds are over. A rank that dies breaks gloo's connections at once, which is
+an error; of NCCL's, torch's watchdog takes notice, which ends the processes that wait.
 """
 
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import DistckptError
+from converters.io.gather import Gatherer
+from converters.io.memory import memory_for
+from converters.io.sources import Sources
 from converters.loading.job_ranks import Elsewhere, lost
 from converters.loading.rounds import rounds
-from converters.reading.gather import Gatherer, Sources
-from converters.reading.memory import memory_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from converters.formats.base import Reader
+    from converters.io.device import Device
     from converters.loading.job_ranks import JobRanks
-    from converters.loading.moving import Loading
-    from converters.loading.plan import Fetch, LoadPlan
+    from converters.loading.plan import LoadPlan, ReadItem
     from converters.loading.rounds import Part
-    from converters.reading.device import Device, Lane
 
-__all__ = ["Choice", "Exchange"]
+__all__ = ["Buffer", "Choice", "Exchange"]
 
 MIB = 1 << 20
-_HEADER = 64
+_ALIGNMENT = 64
 _WORTH = 64 * MIB  # shared bytes; with less, setting up an exchange takes longer than reading
 _SAMPLE = 32 * MIB
 _GAIN = 0.8  # an exchange is chosen if it should take less than this part of the time
@@ -62,16 +68,33 @@ class Choice:
     bytes_read: int = 0
 
 
-@dataclass
+class Buffer(NamedTuple):
+    """Memory for the bytes of a fetch."""
+
+    fetch: ReadItem
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Group:
+    """Ranks that share fetches.
+
+    Attributes:
+        members: Their numbers.
+        data: The process group that tensor data travels in.
+        health: The one in which they say whether they are well; gloo.
+        rounds: What each of them reads, round by round.
+    """
+
     members: tuple[int, ...]
-    group: Any
+    data: Any
+    health: Any
     rounds: list[list[Part]]
 
 
-@dataclass
-class _Step:
-    """A round of one group: `length` bytes of each member, its header included."""
+@dataclass(frozen=True)
+class _Round:
+    """A round of one group: `length` bytes of each member."""
 
     group: _Group
     parts: list[Part]
@@ -97,31 +120,29 @@ class Exchange:
 
         self._ranks, self._device = ranks, device
         # NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), whatever number each of them knows it by
-        places = ranks.gathered((socket.gethostname(), device.serial()))
-        own_gpus = all(serial for _, serial in places) and len(set(places)) == len(places)
+        devices = ranks.gathered((socket.gethostname(), device.serial()))
+        own_gpus = all(serial for _, serial in devices) and len(set(devices)) == len(devices)
         self.backend = "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
-        self._direct = device.unified or self.backend == "nccl"
         self.bytes_received = 0
-        groups: list[_Group] = []
-        self._groups = groups
-        for members in sorted({members for known in ranks.gathered(list(plan.groups)) for members in known}):
-            made = ranks.group(members, self.backend)
+        self._groups: list[_Group] = []
+        for members in sorted({members for shared in ranks.gathered(list(plan.groups)) for members in shared}):
+            data = ranks.group(members, self.backend)
+            health = ranks.group(members, "gloo") if self.backend == "nccl" else data
             if members in plan.groups:
                 schedule = rounds(plan.groups[members], len(members), plan.tile_bytes)
-                groups.append(_Group(members, made, schedule))
-        self._steps = [_Step(group, parts, _length(parts)) for group in groups for parts in group.rounds]
+                self._groups.append(_Group(members, data, health, schedule))
+        self._rounds = [_Round(group, parts, _length(parts)) for group in self._groups for parts in group.rounds]
         self._send: list[torch.Tensor] = []
         self._receive = torch.empty(0)
-        self._filled: list[_Latch | None] = [None, None]
-        self._at = 0
-        self._failed = False
-        self._lane: Lane | None = None
-        self._largest = plan.largest
+        self._next = 0  # the first round of which nothing was said
+
+    def __len__(self) -> int:
+        return len(self._rounds)
 
     @property
     def memory(self) -> int:
         """Bytes of buffers."""
-        return max((step.length * (len(step.group.members) + 2) for step in self._steps), default=0)
+        return max((one.length * (len(one.group.members) + 2) for one in self._rounds), default=0)
 
     @property
     def on_device(self) -> bool:
@@ -130,126 +151,82 @@ class Exchange:
 
     def owned(self) -> set[tuple[str, Any]]:
         """Keys of the shared fetches that this rank is to read."""
-        return {
-            part.fetch.key
-            for step in self._steps
-            for part in step.parts
-            if step.group.members[part.owner] == self._ranks.rank
-        }
+        return {part.fetch.key for one in self._rounds for part in self._own(one)}
 
-    def shared(self) -> list[Fetch]:
+    def shared(self) -> list[ReadItem]:
         """All shared fetches."""
-        return [part.fetch for step in self._steps for part in step.parts]
+        return [part.fetch for one in self._rounds for part in one.parts]
 
     # ------------------------------------------------------------------ rounds
 
-    def step(self, loading: Loading) -> bool:
-        """Does one round; False when none is left, or there was nothing to do.
+    def allocate(self) -> None:
+        """Makes the buffers, before anything is read.
 
-        A failure of this rank is `loading.failure`, that of another one becomes it.
+        Raises:
+            RequestError: There is too little memory.
         """
-        if self._at >= len(self._steps):
-            return False
-        if not self._send:
-            self._allocate()
-        step, well = self._steps[self._at], loading.failure is None and not self._failed
-        if well:
-            for number in (self._at, self._at + 1):
-                self._fill(loading, number)
-            latch = self._filled[self._at % 2]
-            well = latch is None or latch.wait(loading)
-        if self._gather(step, well=well):
-            self._scatter(step, loading)
-            self._filled[self._at % 2] = None
-            self._at += 1
-        else:
-            loading.fail(Elsewhere("another rank of the job has failed"))
-            self._failed = True
-            group = step.group
-            while self._at < len(self._steps) and self._steps[self._at].group is group:
-                self._at += 1
-        return True
+        if self._rounds:
+            self._send = [self._buffer(max(one.length for one in self._rounds)) for _ in range(2)]
+            self._receive = self._buffer(max(one.length * len(one.group.members) for one in self._rounds))
 
-    def finish(self, loading: Loading, error: BaseException) -> None:
-        """Tells all that wait for this rank that it has failed."""
-        loading.fail(error)
-        while self.step(loading):
-            pass
+    def own_parts(self, number: int) -> list[Buffer]:
+        """What this rank is to read for a round, nothing behind the last; the one two before it must have been gathered."""
+        if number >= len(self):
+            return []
+        send = self._send[number % 2]
+        parts = self._own(self._rounds[number])
+        return [Buffer(part.fetch, send[part.at : part.at + part.fetch.nbytes]) for part in parts]
+
+    def gather(self) -> list[Buffer]:
+        """Exchanges the next round, of which this rank's parts are filled.
+
+        Returns:
+            The parts of all members, filled; the memory is that of the next round, too.
+
+        Raises:
+            Elsewhere: Another rank of the group has failed.
+            DistckptError: One has ended.
+        """
+        number, one = self._next, self._rounds[self._next]
+        if not self._all_well(one.group, well=True):
+            raise Elsewhere("another rank of the job has failed")
+        receive = self._receive[: one.length * len(one.group.members)]
+        with lost():
+            self._device.do(lambda: _all_gather(receive, self._send[number % 2][: one.length], one.group.data))
+            self._device.wait()
+        own = sum(part.fetch.nbytes for part in self._own(one))
+        self.bytes_received += sum(part.fetch.nbytes for part in one.parts) - own
+        return [
+            Buffer(part.fetch, receive[begin : begin + part.fetch.nbytes])
+            for part in one.parts
+            for begin in (part.owner * one.length + part.at,)
+        ]
+
+    def abandon(self) -> None:
+        """Tells all that would wait for this rank that it does no more rounds; nothing, if all are done."""
+        while self._next < len(self._rounds):
+            self._all_well(self._rounds[self._next].group, well=False)
 
     def close(self) -> None:
         """Gives up its buffers."""
-        if self._lane is not None:
-            self._lane.close()
-        self._send, self._lane = [], None
+        import torch
+
+        self._send, self._receive = [], torch.empty(0)
+
+    def _own(self, one: _Round) -> list[Part]:
+        return [part for part in one.parts if one.group.members[part.owner] == self._ranks.rank]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return self._device.empty("uint8", (nbytes,)) if self.on_device else memory_for("uint8", (nbytes,), "cpu")
 
-    def _allocate(self) -> None:
-        largest = max(step.length for step in self._steps)
-        self._send = [self._buffer(largest) for _ in range(2)]
-        gathered = max(step.length * len(step.group.members) for step in self._steps)
-        self._receive = self._buffer(gathered)
-
-    def _fill(self, loading: Loading, number: int) -> None:
-        """Has threads read this rank's part of a round."""
-        if number >= len(self._steps) or self._filled[number % 2] is not None:
-            return
-        step, send = self._steps[number], self._send[number % 2]
-        mine = [part for part in step.parts if step.group.members[part.owner] == self._ranks.rank]
-        latch = self._filled[number % 2] = _Latch(len(mine))
-        mark = self._device.mark()
-        for part in mine:
-            begin = _HEADER + part.at
-            loading.submit(self._reading(loading, part.fetch, send[begin : begin + part.fetch.nbytes], latch, mark))
-
-    def _reading(
-        self, loading: Loading, fetch: Fetch, into: torch.Tensor, latch: _Latch, mark: Any
-    ) -> Callable[[Gatherer, Lane], None]:
-        def task(gatherer: Gatherer, lane: Lane) -> None:
-            read = loading.read_into(gatherer, fetch)
-            if self.on_device:
-                lane.run(read, fetch.nbytes, into=into, done=latch.down, after=[mark])
-            else:
-                read(into.numpy())
-                latch.down()
-
-        return task
-
-    def _gather(self, step: _Step, *, well: bool) -> bool:
-        """Exchanges a round; whether every member is well."""
-        send = self._send[self._at % 2][: step.length]
-        receive = self._receive[: step.length * len(step.group.members)]
-        heard: list[torch.Tensor] = []
-
-        def gather() -> None:
-            send[0] = 0 if well else 1
-            _all_gather(receive, send, step.group.group)
-            heard.append(receive.view(len(step.group.members), step.length)[:, 0].any())
-
-        with lost():
-            self._device.do(gather)
-            self._device.wait()
-            return not heard[0].item()
-
-    def _scatter(self, step: _Step, loading: Loading) -> None:
-        if not self._direct and self._lane is None:
-            self._lane = self._device.lane(self._largest)
-        for part in step.parts:
-            begin = part.owner * step.length + _HEADER + part.at
-            there = self._receive[begin : begin + part.fetch.nbytes]
-            if step.group.members[part.owner] != self._ranks.rank:
-                self.bytes_received += part.fetch.nbytes
-            if self._lane is None:
-                loading.place(part.fetch, there)
-            else:
-                loading.run(self._lane, part.fetch, _copying(there))
-        if self._lane is not None:
-            self._lane.flush()
-            return
-        self._device.wait()
-        for part in step.parts:
-            loading.landed(part.fetch)
+    def _all_well(self, group: _Group, *, well: bool) -> bool:
+        """Tells the group of the next round how this rank is; without all of them, none of its rounds is done."""
+        self._next += 1
+        if not self._ranks.all_true(well, group.health):
+            while self._next < len(self._rounds) and self._rounds[self._next].group is group:
+                self._next += 1
+            return False
+        return True
 
     # ------------------------------------------------------------------ is it worth it?
 
@@ -261,28 +238,27 @@ class Exchange:
             return Choice(False, f"ranks share {most / MIB:.1f} MiB at most, too little for an exchange")
         read, nbytes = _reading_rate(plan, reader)
         times = [0.0, 0.0]
+        send, receive = self._ranks.together(lambda: (self._buffer(_SAMPLE), self._buffer(_SAMPLE)))
         for group in self._groups:
             total = sum(part.fetch.nbytes for parts in group.rounds for part in parts)
-            received = self._gathering_rate(group)
+            received = self._gathering_rate(group, send, receive)
             times[0] += total / read
             times[1] += max(total / len(group.members) / read, total / received)
-        seen = self._ranks.gathered((*times, read))
-        every, once = (max(row[i] for row in seen) for i in (0, 1))
-        rates = f"a rank reads {min(row[2] for row in seen) / 1e9:.2f} GB/s beside all others"
-        told = f"{rates}: reading everything everywhere takes {every:.1f} s, once with {self.backend} {once:.1f} s"
-        return Choice(once < _GAIN * every, told, nbytes)
+        rows = self._ranks.gathered((*times, read))
+        every, once = (max(row[i] for row in rows) for i in (0, 1))
+        rates = f"a rank reads {min(row[2] for row in rows) / 1e9:.2f} GB/s beside all others"
+        reason = f"{rates}: reading everything everywhere takes {every:.1f} s, once with {self.backend} {once:.1f} s"
+        return Choice(once < _GAIN * every, reason, nbytes)
 
-    def _gathering_rate(self, group: _Group) -> float:
+    def _gathering_rate(self, group: _Group, send: torch.Tensor, receive: torch.Tensor) -> float:
         """Bytes a second that a member of a group gets."""
-
         members = len(group.members)
-        each = max(1, _SAMPLE // members)
-        send, receive = self._buffer(each), self._buffer(each * members)
+        send, receive = send[: len(send) // members], receive[: len(receive) // members * members]
         seconds = 0.0
         for _ in range(2):  # the first time connections are made
             begin = time.monotonic()
             with lost():
-                self._device.do(lambda: _all_gather(receive, send, group.group))
+                self._device.do(lambda: _all_gather(receive, send, group.data))
                 self._device.wait()
             seconds = time.monotonic() - begin
         return receive.numel() / max(seconds, 1e-6)
@@ -309,14 +285,7 @@ def _reading_rate(plan: LoadPlan, reader: Reader) -> tuple[float, int]:
 
 def _length(parts: Sequence[Part]) -> int:
     ends = max(part.at + part.fetch.nbytes for part in parts)
-    return int(_HEADER + -(-ends // _HEADER) * _HEADER)
-
-
-def _copying(there: torch.Tensor) -> Callable[[Any], None]:
-    def read(into: Any) -> None:
-        into[:] = there.numpy()
-
-    return read
+    return int(-(-ends // _ALIGNMENT) * _ALIGNMENT)
 
 
 def _all_gather(receive: torch.Tensor, send: torch.Tensor, group: Any) -> None:
@@ -325,23 +294,3 @@ def _all_gather(receive: torch.Tensor, send: torch.Tensor, group: Any) -> None:
     # its name since torch 2.12
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(receive, send, group=group)
-
-
-class _Latch:
-    """Opens when as many things are done as were begun."""
-
-    def __init__(self, count: int) -> None:
-        self._left, self._change = count, threading.Condition()
-
-    def down(self) -> None:
-        """One is done."""
-        with self._change:
-            self._left -= 1
-            self._change.notify_all()
-
-    def wait(self, loading: Loading) -> bool:
-        """Waits for all; False as soon as the load has failed."""
-        with self._change:
-            while self._left and loading.failure is None:
-                self._change.wait(0.1)
-            return not self._left and loading.failure is None

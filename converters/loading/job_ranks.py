@@ -1,7 +1,7 @@
 """The processes of a job over torch.distributed: they agree, put small things together, and one failure is everybody's.
 
-with job(timeout=600) as ranks:                 # torch.distributed's group, or one made from the environment
-    ranks.agree(error)                          # raises on every rank if there was an error on any
+with job(timeout=600, stop=stop) as ranks:      # torch.distributed's group, or one made from the environment
+    answer = ranks.together(step)               # does something on every rank; raises on all if there was an error on any
     rows = ranks.collected(mine)                # on rank 0
 """
 
@@ -12,27 +12,33 @@ import datetime
 import functools
 import itertools
 import os
+import re
+import socket
+import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters import errors
-from converters.engine.ranks import Ranks, listed
-from converters.errors import DistckptError, RequestError
+from converters.errors import DistckptError, Interrupted, RequestError, from_json
+from converters.execute.ranks import Ranks, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from converters.events import StopFlag
 
 __all__ = ["Elsewhere", "JobRanks", "job", "lost", "refuse_differences"]
 
 _Any = TypeVar("_Any")
 _SHOWN = 8
+_PATIENCE = 5.0  # seconds that a stopped rank waits for an answer: others read their part of a round in less
 
 
 @contextlib.contextmanager
-def job(timeout: float) -> Iterator[JobRanks]:
+def job(timeout: float, stop: StopFlag | None = None) -> Iterator[JobRanks]:
     """The ranks that were started together. A process group that is made here is destroyed at the end.
 
     Args:
         timeout: Seconds after which a rank that does not answer counts as lost.
+        stop: Polled while waiting for others.
 
     Raises:
         RequestError: torch.distributed cannot be started from the environment.
@@ -40,8 +46,8 @@ def job(timeout: float) -> Iterator[JobRanks]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import PrefixStore
 
-    made = not dist.is_initialized()
-    if made:
+    own_group = not dist.is_initialized()
+    if own_group:
         started = Ranks.from_environment()
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
         if missing:
@@ -56,12 +62,12 @@ def job(timeout: float) -> Iterator[JobRanks]:
             dist.init_process_group("gloo", store=store, rank=started.rank, world_size=started.world, timeout=limit)
     ranks = None
     try:
-        ranks = JobRanks(timeout)
+        ranks = JobRanks(timeout, stop)
         yield ranks
     finally:
         if ranks is not None:
             ranks.close()
-        if made:
+        if own_group and (ranks is None or not ranks.left):
             dist.destroy_process_group()
 
 
@@ -83,14 +89,19 @@ class JobRanks:
     Attributes:
         rank: Number of this process.
         world: How many there are.
+        local: Number of this process on its machine.
+        left: This rank was stopped while it waited for others: it asks them nothing any more.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, stop: StopFlag | None = None) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world, self._timeout = dist.get_rank(), dist.get_world_size(), timeout
+        self.rank, self.world, self._timeout, self._stop = dist.get_rank(), dist.get_world_size(), timeout, stop
+        self.left = False
         self._groups: list[Any] = []
         self._all = self.group(range(self.world), "gloo")
+        hosts = self.gathered(socket.gethostname())
+        self.local = hosts[: self.rank].count(hosts[self.rank])
 
     def group(self, members: Sequence[int], backend: str) -> Any:
         """A process group; every rank calls this, member or not, for the same groups in the same order."""
@@ -99,10 +110,37 @@ class JobRanks:
         # not use_local_synchronization: the name it makes (torch 2.13) differs on ranks that are in more groups than others
         limit = datetime.timedelta(seconds=self._timeout)
         with lost():
-            made = dist.new_group(list(members), timeout=limit, backend=backend)
+            group = dist.new_group(list(members), timeout=limit, backend=backend)
         if self.rank in members:
-            self._groups.append(made)
-        return made
+            self._groups.append(group)
+        return group
+
+    def all_true(self, value: bool, group: Any) -> bool:
+        """Whether all members of a gloo group give True; waits for them, and not much longer once it is to stop.
+
+        Raises:
+            DistckptError: One of them has ended.
+            Interrupted: This rank was stopped, and they do not answer.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self.left:
+            return False
+        false = torch.tensor([0 if value else 1], dtype=torch.int32)
+        deadline, pause = None, 1e-4
+        with lost():
+            work = dist.all_reduce(false, dist.ReduceOp.MAX, group=group, async_op=True)
+            while not work.is_completed():
+                if self._stop is not None and self._stop.is_set():
+                    deadline = deadline or time.monotonic() + _PATIENCE
+                    if time.monotonic() > deadline:
+                        self.left = True
+                        raise Interrupted(self._stop.signum or 2, "stopped while other ranks did not answer")
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            work.wait()
+        return not false.item()
 
     def gathered(self, value: _Any) -> list[_Any]:
         """What every rank gives, on every rank; small."""
@@ -132,38 +170,43 @@ class JobRanks:
         heard: _Any = box[0]
         return heard
 
-    def agree(self, error: BaseException | None, asked: Mapping[str, tuple[str, str]] | None = None) -> None:
+    def together(self, step: Callable[[], _Any]) -> _Any:
+        """Does something that may fail, on all ranks; if one fails, all do: see `agree`."""
+        error: Exception | None = None
+        try:
+            answer = step()
+        except Exception as failure:  # noqa: BLE001 - raised again below, here and on all ranks
+            error = failure
+        self.agree(error)
+        return answer  # where there was a failure, `agree` has raised
+
+    def agree(self, error: BaseException | None) -> None:
         """Raises on every rank if there was an error on any: the own one where there was one, else that of the first.
 
         Args:
             error: What went wrong here.
-            asked: What must be the same on all ranks, by name: what is compared, and how it is shown.
 
         Raises:
-            RequestError: On all ranks: something in `asked` is not the same.
             BaseException: See above; of another rank's the message, and of the library's own errors all of it.
         """
-        said = None
-        if isinstance(error, DistckptError) and not isinstance(error, Elsewhere):
-            said = type(error).__name__, error.message, error.details, error.hint, error.tensor
-        elif error is not None and not isinstance(error, Elsewhere):
-            said = type(error).__name__, str(error), [], None, None
-        heard = self.gathered((said, asked))
-        if said is not None and error is not None:
+        if self.left and error is not None:
             raise error
-        for rank, (message, _) in enumerate(heard):
-            if message is not None:
-                raise _retold(rank, *message)
+        own = None
+        if error is not None and not isinstance(error, Elsewhere):
+            ours = error if isinstance(error, DistckptError) else DistckptError(f"{type(error).__name__}: {error}")
+            own = ours.to_json()
+        documents = self.gathered(own)
+        for rank, document in enumerate(documents):
+            if own is None and document is not None:
+                raise from_json(document, f"rank {rank} failed: ")
         if error is not None:
             raise error
-        if asked is not None:
-            refuse_differences([other for _, other in heard if other is not None])
 
     def close(self) -> None:
-        """Destroys the groups."""
+        """Destroys the groups, but for those in which this rank's call was never answered: that would wait for it."""
         import torch.distributed as dist
 
-        for group in self._groups:
+        for group in [] if self.left else self._groups:
             with contextlib.suppress(Exception):  # one of its members may be gone
                 dist.destroy_process_group(group)
 
@@ -172,32 +215,28 @@ class Elsewhere(DistckptError):
     """Another rank has failed, and will say why."""
 
 
-def _retold(rank: int, kind: str, message: str, details: list[str], hint: str | None, tensor: str | None) -> Exception:
-    found = getattr(errors, kind, None)
-    if isinstance(found, type) and issubclass(found, DistckptError) and found is not errors.Interrupted:
-        return found(f"rank {rank} failed: {message}", details=details, hint=hint, tensor=tensor)
-    return DistckptError(f"rank {rank} failed: {kind}: {message}" if message else f"rank {rank} failed: {kind}")
+def refuse_differences(requests: Sequence[Mapping[str, tuple[str, str]]]) -> None:
+    """Compares what each rank was asked for.
 
-
-def refuse_differences(asked: Sequence[Mapping[str, tuple[str, str]]]) -> None:
-    """Compares what each rank was asked for: see `JobRanks.agree`.
+    Args:
+        requests: For each rank, by name: what is compared, and how it is shown.
 
     Raises:
         RequestError: Not all of it is the same; in a few lines, however many ranks there are.
     """
     details, differing = [], []
-    for name in asked[0]:
-        said: dict[str, list[int]] = {}
-        for rank, answers in enumerate(asked):
-            said.setdefault(answers[name][0], []).append(rank)
-        if len(said) > 1:
+    for name in requests[0]:
+        ranks_by_answer: dict[str, list[int]] = {}
+        for rank, answers in enumerate(requests):
+            ranks_by_answer.setdefault(answers[name][0], []).append(rank)
+        if len(ranks_by_answer) > 1:
             differing.append(name)
-            for ranks in list(said.values())[:_SHOWN]:
+            for ranks in list(ranks_by_answer.values())[:_SHOWN]:
                 scattered = len(ranks) > _SHOWN and ranks[-1] - ranks[0] >= len(ranks)
                 who = f"{len(ranks)} ranks, the first of them {ranks[0]}" if scattered else listed(ranks)
-                details.append(f"{who}: {asked[ranks[0]][name][1]}")
-            if len(said) > _SHOWN:
-                details.append(f"and {len(said) - _SHOWN} more")
+                details.append(f"{who}: {requests[ranks[0]][name][1]}")
+            if len(ranks_by_answer) > _SHOWN:
+                details.append(f"and {len(ranks_by_answer) - _SHOWN} more")
     if differing:
         raise RequestError(
             f"the ranks of this job do not load the same: {', '.join(differing)} differ{'s' * (len(differing) == 1)}",
@@ -210,7 +249,7 @@ def refuse_differences(asked: Sequence[Mapping[str, tuple[str, str]]]) -> None:
 
 @contextlib.contextmanager
 def lost() -> Iterator[None]:
-    """What torch raises when a rank has gone, in one sentence.
+    """What torch.distributed raises, in one sentence: that a rank has gone, where it says so.
 
     Raises:
         DistckptError: In place of torch's error.
@@ -218,8 +257,18 @@ def lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # DistBackendError, and gloo's own
-        raise DistckptError(
-            "another rank of the job has ended or does not answer",
-            details=[str(error).splitlines()[0][:300]],
-            hint="its own output says why; start all ranks again",
-        ) from error
+        details = [(str(error).splitlines() or [""])[0][:300]]
+        if _GONE.search(str(error)):
+            text, hint = (
+                "another rank of the job has ended or does not answer",
+                "its own output says why; start all ranks again",
+            )
+            raise DistckptError(text, details=details, hint=hint) from error
+        raise DistckptError("torch.distributed failed", details=details) from error
+
+
+_GONE = re.compile(
+    r"clos\w+ by (?:peer|remote)|connection|broken pipe|tim(?:ed? ?|e)out|remote process|remote rank|peer",
+    re.IGNORECASE,
+)
+"""In what gloo, NCCL and the store say of a rank that has ended or is silent."""

@@ -12,7 +12,10 @@
 What is promised:
 
 - Bytes: each rank reads what it needs, 1.0 times, whatever the saved layout was: a half of each row is read as halves of
-  rows. With an exchange the ranks of a job read together what is needed once.
+  rows. With an exchange the ranks of a job read together what is needed once. Beside a master weight the weight that it
+  must round to is read, a seventh more with optimizer=True.
+- Master weights are those of the weights: every element that is read of one is compared, in every format. Remainders are
+  completed by the weights; there it is refused what may have been saved shifted.
 - Checksums: each record that a rank reads whole is compared with the CRC-32 that torch stored with it. A record of which a
   rank needs a part (TP grows) cannot be checked by that rank alone without reading the rest. In a job, the ranks put the
   sums of their parts together, so all that was read together whole is checked; `report.records_unchecked` counts the
@@ -31,16 +34,18 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
 
 from converters.dtypes import from_option
-from converters.engine.ranks import Ranks
 from converters.errors import RequestError
+from converters.execute.ranks import Ranks
 from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
+from converters.io.platforms import find_device
+from converters.loading.prepare import prepare
 from converters.loading.rank_plan import plan_load
-from converters.loading.run import LoadOptions, LoadReport, LoadRun
+from converters.loading.run import LoadOptions, LoadReport, LoadRequest
+from converters.megatron.layout import Layout
 from converters.names import printable
-from converters.parallel.layout import Layout
-from converters.reading.platforms import find_device
-from converters.registration import Order
+from converters.param_order import Order
+from converters.words import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,8 +54,8 @@ if TYPE_CHECKING:
 
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
-    from converters.loading.plan import LoadPlan
-    from converters.reading.device import Device
+    from converters.loading.job_ranks import JobRanks
+    from converters.loading.run import Prepared
 
 __all__ = ["LoadReport", "LoadStream", "LoadedState", "load"]
 
@@ -101,18 +106,19 @@ class LoadStream(Iterator[tuple[str, Any]]):
         report: What the load has done so far; complete at the end.
     """
 
-    def __init__(self, source: Iterator[tuple[str, Any]], report: LoadReport) -> None:
-        self._source, self.report = source, report
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared, self._tensors, self.report = prepared, prepared.tensors(), prepared.report
 
     def __next__(self) -> tuple[str, Any]:
-        return next(self._source)
+        return next(self._tensors)
 
     def __iter__(self) -> Self:
         return self
 
     def close(self) -> None:
         """Ends it; what was not given yet is lost."""
-        self._source.close()  # type: ignore[attr-defined]
+        self._tensors.close()
+        self._prepared.close()
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +137,7 @@ class _Options(TypedDict, total=False):
     modules: Order | None
     vocab_size: int | None
     arch: str | None
+    follow_links: bool
     max_memory: int
     threads: int | None
     timeout: float
@@ -166,6 +173,7 @@ def load(
     modules: Order | None = None,
     vocab_size: int | None = None,
     arch: str | None = None,
+    follow_links: bool = False,
     max_memory: int = 64 * MIB,
     threads: int | None = None,
     timeout: float = 1800.0,
@@ -182,7 +190,8 @@ def load(
             srun. Where several processes were started, they load together: all of them call this, for the same checkpoint
             with the same layout and options; where they do not, all get an error that names the ranks. With a rank and
             broadcast=False this process loads alone, whatever else was started.
-        device: "cpu", "cuda:N", or "cuda": the GPU of this process's number on its machine.
+        device: "cpu", "cuda:N", or "cuda": the GPU that this process took with `torch.cuda.set_device`, else the one of
+            its number on its machine.
         names: "megatron": as modules of Megatron-Core's GPTModel call them, on this rank and its pipeline stage. "hf": as in
             a checkpoint on the Hub, for `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=state)`; the
             layout may then have replicas only.
@@ -197,6 +206,7 @@ def load(
             infers it from the checkpoint's arguments.
         vocab_size: True rows of the vocabulary, where the checkpoint does not tell.
         arch: Hugging Face architecture for names="hf"; None infers it.
+        follow_links: Files of the checkpoint may be links out of its folder.
         max_memory: Bytes of host memory for buffers.
         threads: Threads that read; None takes one for each core, 8 at most.
         timeout: Seconds after which a rank of the job that does not answer counts as lost.
@@ -217,7 +227,7 @@ def load(
         DistckptError: Another rank has failed; with its message.
     """
     settings = LoadOptions(
-        broadcast, stream, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
+        broadcast, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
     )
     _refuse_types(layout, modules, rank=rank, max_memory=max_memory, threads=threads)
     if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
@@ -225,32 +235,32 @@ def load(
             f"broadcast is {broadcast!r}, verify is {verify!r}", hint="True, False, 'auto'; 'read', 'all'"
         )
     started = _started()
-    wanted, together = _who(started, layout, rank, broadcast)
-    report = LoadReport(wanted)
+    own_rank, together = _choose_rank(started, layout, rank, broadcast)
     kind = None if dtype is None else str(dtype)
     options = {"names": names, "optimizer": optimizer, "dtype": kind, "vocab_size": vocab_size, "arch": arch}
-    asked: dict[str, tuple[str, str]] = {}
 
-    def prepare() -> tuple[Reader, LoadPlan, Device]:
+    def make(ranks: JobRanks | None) -> LoadRequest:
         if together and started.world != layout.world_size:
             raise RequestError(
-                f"{started.world} processes were started, the layout has {layout.world_size} ranks "
+                f"{started.world} processes were started, the layout has {counted(layout.world_size, 'rank')} "
                 f"(tp {layout.tp} x cp {layout.cp} x dp {layout.dp} x pp {layout.pp})",
-                hint=f"torchrun with {layout.world_size} processes, or another dp",
+                hint=f"torchrun with {counted(layout.world_size, 'process', 'processes')}, or another dp",
             )
-        if rank not in (None, wanted):  # here, so that all ranks hear of it
+        if rank not in (None, own_rank):  # here, so that all ranks hear of it
             raise RequestError(
-                f"process {wanted} of the job asked for the tensors of rank {rank}",
+                f"process {own_rank} of the job asked for the tensors of rank {rank}",
                 hint="leave rank out, or pass broadcast=False to load any rank's tensors, alone",
             )
-        where = find_device(str(device), started.local)
-        reader = open_checkpoint(path)
-        if together:
-            asked.update(_asked(reader, layout, **options, modules=modules, broadcast=broadcast, verify=verify))
+        local = ranks.local if ranks is not None and not started.launch else started.local  # mpirun does not say it
+        target = find_device(str(device), local)
+        reader = open_checkpoint(path, follow_links=follow_links)
+        alike = (
+            _alike(reader, layout, **options, modules=modules, broadcast=broadcast, verify=verify) if together else {}
+        )
         plan = plan_load(
             reader,
             layout,
-            wanted,
+            own_rank,
             names=names,
             optimizer=optimizer,
             order=modules,
@@ -259,19 +269,15 @@ def load(
             arch=arch,
             together=together,
         )
-        return reader, plan, where
+        return LoadRequest(reader, plan, target, alike)
 
-    run = LoadRun(settings, report)
-    source = run.tensors(prepare, together=together, asked=asked)
-    next(source)  # everything before the first byte is read happens, and fails, now
+    prepared = prepare(make, settings, own_rank, in_job=together)
     if stream:
-        return LoadStream(source, report)
-    state = LoadedState(report)
-    for name, tensor in source:
-        state[name] = tensor
-    order = {name: number for number, name in enumerate(run.names)}
-    for name in sorted(state, key=order.__getitem__):
-        state[name] = state.pop(name)
+        return LoadStream(prepared)
+    state = LoadedState(prepared.report)
+    tensors = dict(prepared.tensors())
+    for name in prepared.names:
+        state[name] = tensors.pop(name)
     return state
 
 
@@ -279,24 +285,26 @@ def _refuse_types(layout: object, modules: object, **counts: object) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(f"load needs a Layout, such as Layout(tp=2, dp=4), in place of {layout!r}")
     if not (modules is None or isinstance(modules, Order)):
-        raise TypeError(f"modules is {modules!r}, not a converters.registration.Order")
+        raise TypeError(f"modules is {modules!r}, not a converters.param_order.Order")
     for name, value in counts.items():
         if not (isinstance(value, Integral) or (value is None and name != "max_memory")):
             raise TypeError(f"{name} is {value!r}, not a whole number")
 
 
-def _asked(reader: Reader, layout: Layout, **options: Any) -> dict[str, tuple[str, str]]:
-    """What all ranks of a job have to be asked for alike: see `JobRanks.agree`. Where a checkpoint lies may differ."""
+def _alike(reader: Reader, layout: Layout, **options: Any) -> dict[str, tuple[str, str]]:
+    """What must be the same on all ranks of a job: see `refuse_differences`. Where a checkpoint lies may differ."""
     digest, catalog = fingerprint_of(reader), reader.catalog
     iteration = "" if catalog.iteration is None else f"iteration {catalog.iteration}, "
     where = f"{printable(str(catalog.path))}, {iteration}fingerprint {digest[:16]}"
     sizes = {f.name: value for f in fields(layout) if (value := getattr(layout, f.name)) != f.default}
     shown = f"Layout({', '.join(f'{name}={value!r}' for name, value in sizes.items())})"
-    told = {name: f"{name}={value!r}" for name, value in options.items()}
-    return {"checkpoint": (digest, where), "layout": (shown, shown)} | {n: (text, text) for n, text in told.items()}
+    texts = {name: f"{name}={value!r}" for name, value in options.items()}
+    return {"checkpoint": (digest, where), "layout": (shown, shown)} | {n: (text, text) for n, text in texts.items()}
 
 
-def _who(started: Ranks, layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]) -> tuple[int, bool]:
+def _choose_rank(
+    started: Ranks, layout: Layout, rank: int | None, broadcast: bool | Literal["auto"]
+) -> tuple[int, bool]:
     """The rank whose tensors are wanted, and whether the processes of the job load together."""
     if started.world == 1 or (rank is not None and broadcast is False):
         if rank is None and layout.world_size > 1:
@@ -318,5 +326,5 @@ def _started() -> Ranks:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
-            return Ranks(dist.get_rank(), dist.get_world_size(), started.local)
+            return Ranks(dist.get_rank(), dist.get_world_size(), started.local, started.launch)
     return started

@@ -12,31 +12,35 @@ begun and not taken yet.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from converters.box import Box, runs
 from converters.errors import Interrupted
 from converters.events import Moved
+from converters.io.cast import apply
+from converters.io.gather import Gatherer
+from converters.io.joint_sums import JointSums
+from converters.io.sources import Sources
 from converters.planning.plan import Op
-from converters.reading.cast import apply
-from converters.reading.gather import Gatherer, Sources
-from converters.reading.joint_sums import JointSums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
     from converters.dtypes import DType
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
-    from converters.loading.plan import Fetch, Landing, LoadPlan
-    from converters.reading.device import Device, Lane
+    from converters.io.device import Device, Lane
+    from converters.loading.exchange import Buffer
+    from converters.loading.plan import CopyTo, LoadPlan, ReadItem
 
     Task = Callable[[Gatherer, Lane], None]
 
@@ -66,7 +70,7 @@ class Loading:
         reader: The checkpoint.
         device: Where tensors go.
         threads: Number of threads.
-        shared: Fetches that are made elsewhere, and `place`d.
+        shared: Fetches that are not these threads' own: they are read as `read` says, and come back to `scatter`.
         joint: Whether the checksum of a fetch counts for the whole job.
         ahead: Bytes of tensors begun and not yet taken, above which no thread begins another while there is one to be
             taken; None for no limit.
@@ -86,8 +90,8 @@ class Loading:
         device: Device,
         *,
         threads: int,
-        shared: Collection[Fetch] = (),
-        joint: Callable[[Fetch], bool] = lambda fetch: True,
+        shared: Collection[ReadItem] = (),
+        joint: Callable[[ReadItem], bool] = lambda fetch: True,
         ahead: int | None = None,
         keep_cache: bool = False,
         listener: Listener | None = None,
@@ -102,13 +106,14 @@ class Loading:
         self._begun: dict[str, _Begun] = {}
         # what nothing stored fills is ready from the beginning
         self._ready: deque[str] = deque(name for name in plan.wanted if name not in self._left)
-        self._untaken, self._given = 0, 0
+        self._untaken, self._handed_over = 0, 0
         elsewhere = {fetch.key for fetch in shared}
         self._own = deque(fetch for fetch in plan.fetches if fetch.key not in elsewhere)
         self._urgent: deque[Task] = deque()
         self._silent = {fetch.key for fetch in self._own if not fetch.landings}  # no tensor waits for them
         self._lock = threading.Condition()
         self._closed = False
+        self._lane: Lane | None = None  # of the thread that calls `scatter`
         self._threads = [threading.Thread(target=self._work, name=f"load-{n}", daemon=True) for n in range(threads)]
 
     def __enter__(self) -> Self:
@@ -122,6 +127,8 @@ class Loading:
             self._lock.notify_all()
         for thread in self._threads:
             thread.join()
+        if self._lane is not None:
+            self._lane.close()
 
     # ------------------------------------------------------------------ the caller's thread
 
@@ -132,13 +139,18 @@ class Loading:
             BaseException: What went wrong in a thread.
         """
         while self._unfinished():
-            with self._lock:
-                while not self._ready and self.failure is None and self._unfinished():
-                    self._check_stop()
-                    self._lock.wait(0.5)
-            if self.failure is not None:
-                raise self.failure
+            self._wait(lambda: bool(self._ready) or not self._unfinished())
             yield from self.ready()
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        """Waits for something that threads do; raises what went wrong in one."""
+        with self._lock:
+            while self.failure is None and not come():
+                if self._stop is not None and self._stop.is_set():
+                    raise Interrupted(self._stop.signum or 2, "stopped before everything was loaded")
+                self._lock.wait(0.5)
+        if self.failure is not None:
+            raise self.failure
 
     def ready(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete by now and were not given yet."""
@@ -151,25 +163,66 @@ class Loading:
             with self._lock:
                 del self._begun[name]
                 self._untaken -= self.plan.wanted[name].nbytes
-                self._given += 1
+                self._handed_over += 1
                 self._lock.notify_all()
             tensor = begun.tensor.view(self.plan.wanted[name].shape)
             del begun
             yield name, tensor
             del tensor
 
-    def submit(self, task: Task) -> None:
-        """Has a thread do something before it goes on with its own fetches."""
+    def read(self, buffers: Sequence[Buffer], *, on_device: bool) -> Callable[[], None]:
+        """Has threads fill buffers before they go on with their own fetches.
+
+        Args:
+            on_device: The buffers are the device's memory, not the host's.
+
+        Returns:
+            Waits until all are filled, and raises what went wrong in a thread.
+        """
+        left, mark = {buffer.fetch.key for buffer in buffers}, self.device.mark()
+
+        def task(buffer: Buffer) -> Task:
+            fetch, memory = buffer
+
+            def filled() -> None:
+                with self._lock:
+                    left.discard(fetch.key)
+                    self._lock.notify_all()
+
+            def fill(gatherer: Gatherer, lane: Lane) -> None:
+                read = self._reading(gatherer, fetch)
+                if on_device:
+                    lane.run(read, fetch.nbytes, into=memory, done=filled, after=[mark])
+                else:
+                    read(memory.numpy())
+                    filled()
+
+            return fill
+
         with self._lock:
-            self._urgent.append(task)
-            self._lock.notify()
+            self._urgent += [task(buffer) for buffer in buffers]
+            self._lock.notify_all()
+        return lambda: self._wait(lambda: not left)
 
-    def place(self, fetch: Fetch, there: torch.Tensor) -> None:
-        """Puts the bytes of a fetch, which are on the device, where they go; `landed` is for the caller to say."""
-        tensors = [self._begin(landing.target).tensor for landing in fetch.landings]
-        self.device.do(lambda: self._put(fetch, there, tensors))
+    def scatter(self, buffers: Sequence[Buffer], *, on_device: bool) -> None:
+        """Takes the bytes of filled buffers to the tensors that they are for; returns when all of it is done."""
+        if on_device or self.device.unified:
+            for fetch, memory in buffers:
+                tensors = [self._begin(landing.target).tensor for landing in fetch.landings]
+                self.device.do(functools.partial(self._put, fetch, memory, tensors))
+            self.device.wait()
+            for fetch, _ in buffers:
+                self._landed(fetch)
+            return
+        if self._lane is None:
+            self._lane = self.device.lane(self.plan.largest)
+        for fetch, memory in buffers:
+            self._run(self._lane, fetch, functools.partial(np.copyto, src=memory.numpy()))
+        self._lane.flush()
 
-    def landed(self, fetch: Fetch) -> None:
+    # ------------------------------------------------------------------ from bytes to tensors
+
+    def _landed(self, fetch: ReadItem) -> None:
         """Notes that a fetch is where it goes."""
         with self._lock:
             for landing in fetch.landings:
@@ -182,7 +235,7 @@ class Loading:
         if self._listener is not None:
             self._listener(Moved(fetch.nbytes))
 
-    def read_into(self, gatherer: Gatherer, fetch: Fetch) -> Callable[[NDArray[np.uint8]], None]:
+    def _reading(self, gatherer: Gatherer, fetch: ReadItem) -> Callable[[NDArray[np.uint8]], None]:
         """What fills host memory with the bytes of a fetch, for `Lane.run`."""
 
         def read(into: NDArray[np.uint8]) -> None:
@@ -191,14 +244,14 @@ class Loading:
 
         return read
 
-    def run(self, lane: Lane, fetch: Fetch, read: Callable[[NDArray[np.uint8]], None]) -> None:
+    def _run(self, lane: Lane, fetch: ReadItem, read: Callable[[NDArray[np.uint8]], None]) -> None:
         """Takes the bytes of a fetch from `read` to where they go."""
         begun = [self._begin(landing.target) for landing in fetch.landings]
         marks = [one.mark for one in begun if one.mark is not None]
         straight = self._straight(fetch) if fetch.landings else None
 
         def done() -> None:
-            self.landed(fetch)
+            self._landed(fetch)
 
         if straight is not None:
             lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)
@@ -206,7 +259,7 @@ class Loading:
             tensors = [one.tensor for one in begun]
             lane.run(read, fetch.nbytes, put=lambda there: self._put(fetch, there, tensors), done=done, after=marks)
 
-    def fail(self, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Notes that something went wrong; threads end after their fetch."""
         with self._lock:
             if self.failure is None:
@@ -228,7 +281,7 @@ class Loading:
                 lane.close()
                 gatherer.close()
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
-            self.fail(error)
+            self._fail(error)
 
     def _take(self, lane: Lane) -> Task | None:
         """The next thing to do; waits while there may be one. None: there will be none."""
@@ -243,25 +296,21 @@ class Loading:
                         fetch = self._own.popleft()
                         for landing in fetch.landings:  # now, so that the next thread sees how much is begun
                             self._begin(landing.target)
-                        return lambda gatherer, lane: self.run(lane, fetch, self.read_into(gatherer, fetch))
+                        return lambda gatherer, lane: self._run(lane, fetch, self._reading(gatherer, fetch))
                     if not patient:
                         break
                     self._lock.wait(0.5)
             lane.flush()  # what is under way may be what others wait for
         return None
 
-    def _may_begin(self, fetch: Fetch) -> bool:
+    def _may_begin(self, fetch: ReadItem) -> bool:
         if self._ahead is None or not self._ready:  # nobody can take anything: go on, whatever the order of fetches
             return True
         fresh = sum(self.plan.wanted[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
         return not fresh or self._untaken + fresh <= self._ahead
 
     def _unfinished(self) -> bool:
-        return self._given < len(self.plan.wanted) or bool(self._silent)
-
-    def _check_stop(self) -> None:
-        if self._stop is not None and self._stop.is_set():
-            raise Interrupted(self._stop.signum or 2, "stopped before everything was loaded")
+        return self._handed_over < len(self.plan.wanted) or bool(self._silent)
 
     def _begin(self, name: str) -> _Begun:
         """The memory of a tensor; the first that asks allocates it."""
@@ -277,7 +326,7 @@ class Loading:
                 self._untaken += wanted.nbytes
             return begun
 
-    def _straight(self, fetch: Fetch) -> torch.Tensor | None:
+    def _straight(self, fetch: ReadItem) -> torch.Tensor | None:
         """The bytes of the tensor that a fetch fills, if it fills them as they are read."""
         import torch
 
@@ -291,7 +340,7 @@ class Loading:
         flat = self._begun[landing.target].tensor.reshape(-1)[first : first + length]
         return flat.view(torch.uint8)
 
-    def _put(self, fetch: Fetch, there: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def _put(self, fetch: ReadItem, there: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Casts, transposes and scatters the bytes of a fetch into a tensor for each landing, on the device they are on."""
         source = self.plan.sources[fetch.source].dtype
         values = _typed(there[: fetch.nbytes], source, fetch.box.shape)
@@ -310,7 +359,7 @@ def _zero(tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
         tensor[box.slices].zero_()
 
 
-def _land(values: torch.Tensor, landing: Landing, tensor: torch.Tensor) -> None:
+def _land(values: torch.Tensor, landing: CopyTo, tensor: torch.Tensor) -> None:
     """`tensor[box] = op(values)`, as the engine that writes files does it."""
     if landing.op is Op.TRANSPOSE:
         values = values.T

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from converters.box import Box, contiguous_tiles, find_overlap
-from converters.facts.damage import refuse_damage
+from converters.megatron.damage import refuse_damage
 from converters.planning.job import landing
 from converters.planning.plan import Copy
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.planning.plan import Op
 
-__all__ = ["Fetch", "Landing", "LoadPlan", "Wanted", "plan_copies", "plan_whole"]
+__all__ = ["CopyTo", "LoadPlan", "OutTensor", "ReadItem", "plan_copies", "plan_whole"]
 
 TILE = 8 << 20
 """The largest fetch, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class OutTensor:
     """A tensor that the caller gets.
 
     Attributes:
@@ -58,7 +58,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
+class CopyTo:
     """Where the elements of a fetch go: a box of a wanted tensor, in coordinates of its `matrix`."""
 
     target: str
@@ -67,7 +67,7 @@ class Landing:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class ReadItem:
     """A box of a stored tensor, read in one go.
 
     Attributes:
@@ -81,7 +81,7 @@ class Fetch:
     source: str
     box: Box
     nbytes: int
-    landings: tuple[Landing, ...]
+    landings: tuple[CopyTo, ...]
     again: bool = False
 
     @property
@@ -100,18 +100,16 @@ class LoadPlan:
         fetches: What is read, in that order.
         groups: For each set of two ranks or more that make the same fetches, this one among them, those fetches.
         empty: Keys of modules' extra states, which hold no tensors: None in the state dict.
-        doubt: Pairs of keys, master weight and weight, that must agree: nothing but the values tells whose state it is.
         tile_bytes: The largest that a fetch of any rank may be.
         notes: Sentences a person should read.
     """
 
     sources: Mapping[str, TensorInfo]
-    wanted: Mapping[str, Wanted]
-    fetches: Sequence[Fetch]
+    wanted: Mapping[str, OutTensor]
+    fetches: Sequence[ReadItem]
     tile_bytes: int
-    groups: Mapping[tuple[int, ...], Sequence[Fetch]] = field(default_factory=dict)
+    groups: Mapping[tuple[int, ...], Sequence[ReadItem]] = field(default_factory=dict)
     empty: Sequence[str] = ()
-    doubt: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
 
     @property
@@ -132,14 +130,14 @@ class LoadPlan:
 
 def plan_whole(reader: Reader, tensors: Mapping[str, TensorInfo], tile_bytes: int = TILE) -> LoadPlan:
     """Stored tensors as they are, whole, under their canonical names."""
-    wanted = {name: Wanted(name, info.dtype, info.shape, info.shape) for name, info in tensors.items()}
+    wanted = {name: OutTensor(name, info.dtype, info.shape, info.shape) for name, info in tensors.items()}
     copies = [Copy(n, Box.whole(w.shape), n, Box.whole(w.shape)) for n, w in wanted.items()]
     return plan_copies(tensors, wanted, copies, tile_bytes, reader.catalog)
 
 
 def plan_copies(
     tensors: Mapping[str, TensorInfo],
-    wanted: Mapping[str, Wanted],
+    wanted: Mapping[str, OutTensor],
     copies: Iterable[Copy],
     tile_bytes: int,
     catalog: Catalog,
@@ -164,28 +162,28 @@ def plan_copies(
         if copy.source_box.volume:
             together.setdefault((copy.source, copy.source_box), []).append(copy)
     refuse_damage(catalog, {source for source, _ in together})
-    fetches: list[Fetch] = []
-    groups: dict[tuple[int, ...], list[Fetch]] = defaultdict(list)
+    fetches: list[ReadItem] = []
+    groups: dict[tuple[int, ...], list[ReadItem]] = defaultdict(list)
     for (source, box), mine in together.items():
         size = tensors[source].dtype.itemsize
         again = find_overlap([*boxes[source], box]) is not None if boxes[source] else False
         boxes[source].append(box)
         parts = [box] if box.volume * size <= tile_bytes else contiguous_tiles(box, tile_bytes // size)
-        made = [
-            Fetch(
+        pieces = [
+            ReadItem(
                 source,
                 part,
                 part.volume * size,
                 tuple(
-                    Landing(c.target, c.target_box if part is box else landing(c, part), c.op) for c in mine if c.target
+                    CopyTo(c.target, c.target_box if part is box else landing(c, part), c.op) for c in mine if c.target
                 ),
                 again,
             )
             for part in parts
         ]
-        fetches += made
+        fetches += pieces
         ranks = () if peers is None else tuple(sorted(peers[source, box]))
         if len(ranks) > 1:
-            groups[ranks] += made
+            groups[ranks] += pieces
     sources = {name: tensors[name] for name in boxes}
     return LoadPlan(sources, wanted, fetches, tile_bytes, dict(sorted(groups.items())))

@@ -9,26 +9,29 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.errors import RequestError
-from converters.facts.damage import refuse_contradictions, refuse_foreign_names
-from converters.facts.model_args import ModelArgs
-from converters.loading.plan import TILE, LoadPlan, Wanted, plan_copies
+from converters.loading.plan import TILE, LoadPlan, OutTensor, plan_copies
+from converters.megatron.damage import refuse_contradictions, refuse_foreign_names
+from converters.megatron.layout_check import check as check_layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.rank_state_dict import LocalModel, likely_order
+from converters.megatron.vocabulary import embedding_name, is_vocabulary
+from converters.model_parts import LANGUAGE
 from converters.models import by_name, infer, map_to_hf
-from converters.names import parse_key
+from converters.names import parse_key, printable
+from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
-from converters.parallel.layout_check import check as check_layout
-from converters.parallel.local import LocalModel, likely_order
-from converters.parallel.vocabulary import VOCABULARY
-from converters.planning.plan import Copy
+from converters.param_order import trainable
+from converters.planning.plan import Copy, Target, account, pieces_of, prove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from converters.catalog import Catalog
+    from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
     from converters.formats.base import Reader
-    from converters.parallel.layout import Coordinates, Layout
-    from converters.parallel.local import LocalTensor
-    from converters.registration import Order
+    from converters.megatron.layout import Coordinates, Layout
+    from converters.megatron.rank_state_dict import LocalTensor
+    from converters.param_order import Order
 
 __all__ = ["plan_load"]
 
@@ -36,7 +39,6 @@ MIB = 1 << 20
 _SMALLEST = MIB
 _MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte
 _LITTLE = 100  # one row in so many may be read for a checksum alone
-_EMBEDDING = VOCABULARY[0]
 _STATE = "optimizer.state."
 _FP8 = (
     "FP8 scaling factors and their histories are not loaded: TransformerEngine would execute what stands in the file; "
@@ -92,14 +94,25 @@ def plan_load(
     local = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
     notes = check_layout(args, layout, {name: target.shape for name, target in local.tensors.items()})
     state = _OptimizerState(reader) if optimizer else None
-    wanted, copies = _held(local, at, dtype, state, shapes)
+    wanted, copies = _wanted_tensors(local, at, dtype, state, shapes)
     sources = dict(catalog.weights) | (state.tensors if state else {})
+    _account(catalog, local, state)
+    _prove(wanted, copies, sources)
     peers = _Peers(local, at, shapes) if together else None
     plan = plan_copies(sources, wanted, copies, tile, catalog, peers)
     empty = _extra_states(catalog, local, at, order, wanted)
-    doubt = [pair for pair in state.pairs(wanted) if pair[1] in wanted] if state and state.doubt else []
     notes += [_FP8] if empty and order.fused_norms and catalog.args.get("fp8") else []
-    return replace(plan, empty=empty, doubt=doubt, notes=[*notes, *(state.notes if state else ())])
+    notes += [*(state.notes if state else ()), *_left_objects(catalog)]
+    return replace(plan, empty=empty, notes=notes)
+
+
+def _prove(wanted: Mapping[str, OutTensor], copies: Iterable[Copy], sources: Mapping[str, TensorInfo]) -> None:
+    """Every element of this rank's tensors is filled once; copies to nowhere are read for a checksum alone."""
+    pieces = pieces_of(
+        {n: Target(n, w.dtype, w.matrix) for n, w in wanted.items()}, (copy for copy in copies if copy.target)
+    )
+    shapes = {name: info.shape for name, info in sources.items()}
+    prove([replace(piece, fills=wanted[name].fills) for name, piece in pieces.items()], shapes, None)
 
 
 def _plan_hf(
@@ -112,9 +125,9 @@ def _plan_hf(
             hint="names='hf' needs a layout of tp 1, pp 1, ep 1 and cp 1, with any dp",
         )
     notes: Sequence[str] = ()
-    if not catalog.megatron and catalog.flavour == "Hugging Face":
+    if not catalog.megatron and catalog.framework == "Hugging Face":
         kinds = {n: dtype if dtype and t.dtype.floating else t.dtype for n, t in catalog.weights.items()}
-        wanted = {n: Wanted(n, kinds[n], t.shape, t.shape) for n, t in catalog.weights.items()}
+        wanted = {n: OutTensor(n, kinds[n], t.shape, t.shape) for n, t in catalog.weights.items()}
         copies = [Copy(n, Box.whole(w.shape), n, Box.whole(w.shape)) for n, w in wanted.items()]
     else:
         _refuse_foreign(catalog)
@@ -122,11 +135,32 @@ def _plan_hf(
         refuse_contradictions(args, catalog)
         model = by_name(arch) if arch else infer(args, catalog)
         mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=vocab_size)
-        wanted = {n: Wanted(n, t.dtype, t.shape, t.shape) for n, t in mapping.targets.items()}
+        stored = {name: info.shape for name, info in catalog.tensors.items() if info.kind != "optimizer"}
+        prove(mapping.pieces.values(), stored, mapping.drops)
+        wanted = {n: OutTensor(n, t.dtype, t.shape, t.laid) for n, t in mapping.targets.items()}
         copies, notes = mapping.copies, mapping.notes
     everyone = range(layout.world_size)
     peers = defaultdict[tuple[str, Box], Sequence[int]](lambda: everyone)
+    notes = [*notes, *_left_objects(catalog)]
     return replace(plan_copies(catalog.weights, wanted, copies, tile, catalog, peers), notes=notes)
+
+
+_JOBS_OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
+
+
+def _left_objects(catalog: Catalog) -> list[str]:
+    """A sentence about stored objects that no load asks for; a job's own and what modules expect are not among them."""
+    names = dict.fromkeys(
+        item.name
+        for item in catalog.objects.values()
+        if item.name.rpartition("/")[2] not in _JOBS_OBJECTS
+        and not item.name.endswith("._extra_state")
+        and ".dp_group_idx_" not in item.name
+    )
+    shown = ", ".join(printable(name) for name in list(names)[:8]) + (
+        f" and {len(names) - 8} more" if len(names) > 8 else ""
+    )
+    return [f"stored objects are not loaded: {shown}"] if names else []
 
 
 def _refuse_foreign(catalog: Catalog) -> None:
@@ -134,62 +168,73 @@ def _refuse_foreign(catalog: Catalog) -> None:
         refuse_foreign_names(catalog)
     except RequestError as error:
         error.hint = (
-            "names='hf'" if catalog.flavour == "Hugging Face" else "load_plain_tensors or iter_tensors take any names"
+            "names='hf'" if catalog.framework == "Hugging Face" else "load_plain_tensors or iter_tensors take any names"
         )
         raise
+
+
+def _account(catalog: Catalog, local: LocalModel, state: _OptimizerState | None) -> None:
+    """Every stored tensor is on some rank of the job, and all of its elements are; this rank has its part of that.
+
+    Raises:
+        RequestError: Something would be on none.
+    """
+    others = {name: info for name, info in catalog.tensors.items() if info.kind == "other"}
+    account(others, {}, ())
+    local.prove()
+    if state is None:
+        return
+    stored = {name: info for name, info in catalog.tensors.items() if info.kind == "optimizer"}
+    trained = {name for name in local.tensors if local.trains(name)}
+    used = {n: info for n, info in state.tensors.items() if n.removeprefix(_STATE).partition(".")[2] in trained}
+    account(stored, used, ())
 
 
 class _OptimizerState:
     """The optimizer's tensors, by the parameter they belong to."""
 
     def __init__(self, reader: Reader) -> None:
-        found = optimizer_state(reader)
-        self.tensors, self.doubt, self.notes = found.tensors, found.doubt, found.notes
+        stored = optimizer_state(reader)
+        self.tensors, self.notes = proved_when_read(reader.catalog, stored.tensors), stored.notes
         self.states: dict[str, list[str]] = defaultdict(list)
-        for name in found.tensors:
+        for name in stored.tensors:
             state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
             self.states[parameter].append(state)
-        if not found.tensors:
+        if not stored.tensors:
             raise RequestError("the checkpoint has no optimizer state", hint="load without optimizer=True")
 
-    def of(self, tensor: LocalTensor, name: str, padding: Iterable[Copy]) -> Iterable[tuple[Wanted, list[Copy]]]:
+    def of(self, tensor: LocalTensor, name: str, padding: Iterable[Copy]) -> Iterable[tuple[OutTensor, list[Copy]]]:
         """The state of a parameter: its tensors and what fills them."""
         if not tensor.trained:
             return
-        known = [self.states.get(copy.source, []) for copy in tensor.copies]
-        for state in known[0] if known else ():
-            if not all(state in states for states in known):
+        states_of_sources = [self.states.get(copy.source, []) for copy in tensor.copies]
+        for state in states_of_sources[0] if states_of_sources else ():
+            if not all(state in states for states in states_of_sources):
                 raise RequestError(f"the optimizer holds {state} for some parts of {tensor.name} only")
             first = self.tensors[f"optimizer.state.{state}.{tensor.copies[0].source}"]
             key = f"optimizer.state.{state}.{name}"
             copies = [replace(copy, target=key) for copy in tensor.copies] + list(padding)
             copies = [replace(copy, source=f"optimizer.state.{state}.{copy.source}") for copy in copies]
-            yield Wanted(key, first.dtype, tensor.shape, tensor.matrix, tensor.fills), copies
-
-    @staticmethod
-    def pairs(wanted: Mapping[str, Wanted]) -> Iterable[tuple[str, str]]:
-        """Keys of master weights and of their weights."""
-        prefix = "optimizer.state.param."
-        return ((name, name.removeprefix(prefix)) for name in wanted if name.startswith(prefix))
+            yield OutTensor(key, first.dtype, tensor.shape, tensor.laid, tuple(tensor.fills)), copies
 
 
-def _held(
+def _wanted_tensors(
     model: LocalModel,
     at: Coordinates,
     dtype: DType | None,
     state: _OptimizerState | None,
     shapes: Mapping[str, Sequence[int]],
-) -> tuple[dict[str, Wanted], list[Copy]]:
+) -> tuple[dict[str, OutTensor], list[Copy]]:
     """What the ranks at some coordinates have in memory, and what fills it."""
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, OutTensor] = {}
     copies: list[Copy] = []
-    optimizer: list[tuple[Wanted, list[Copy]]] = []
+    optimizer: list[tuple[OutTensor, list[Copy]]] = []
     for chunk in range(model.layout.chunks):
         prefix = f"model{chunk}." if model.layout.chunks > 1 else ""
         for tensor in model.chunk(pp=at.pp, chunk=chunk, tp=at.tp, ep=at.ep, etp=at.etp):
             name = prefix + tensor.name
-            kind = dtype if dtype is not None and tensor.trained else tensor.dtype
-            wanted[name] = Wanted(name, kind, tensor.shape, tensor.matrix, tensor.fills)
+            kind = tensor.dtype if dtype is None or not _is_parameter(tensor) else dtype
+            wanted[name] = OutTensor(name, kind, tensor.shape, tensor.laid, tuple(tensor.fills))
             padding = _padding(model, tensor, shapes)
             copies += [replace(copy, target=name) for copy in tensor.copies] + padding
             optimizer += state.of(tensor, name, padding) if state else ()
@@ -199,10 +244,15 @@ def _held(
     return wanted, copies
 
 
+def _is_parameter(tensor: LocalTensor) -> bool:
+    """Whether a tensor is no buffer; a parameter that is frozen counts."""
+    return tensor.dtype.floating and all(trainable(name) for name in tensor.sources)
+
+
 def _padding(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
     """Padding rows of the vocabulary behind the last that are wanted: few enough to be read, so that the checksum of their
     record can be compared. They go nowhere."""
-    if not tensor.copies or tensor.copies[0].source not in VOCABULARY:
+    if not tensor.copies or not is_vocabulary(tensor.copies[0].source):
         return []
     out, rows = [], model.tensors[tensor.sources[0]].shape[0]
     for copy in tensor.copies:
@@ -223,8 +273,8 @@ class _Peers(dict[tuple[str, Box], list[int]]):
     def __init__(self, model: LocalModel, at: Coordinates, shapes: Mapping[str, Sequence[int]]) -> None:
         super().__init__()
         stages = {at.pp}
-        if _EMBEDDING in shapes:  # that of the first stage is on others, too, if it is tied
-            shared = {pp for pp, _, _ in model.places(_EMBEDDING)}
+        if embedding := embedding_name(shapes):  # that of the first stage is on others, too, if it is tied
+            shared = {pp for pp, _, _ in model.modules(embedding)}
             stages |= shared if at.pp in shared else set()
         homes: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
         for rank in range(model.layout.world_size):
@@ -233,7 +283,7 @@ class _Peers(dict[tuple[str, Box], list[int]]):
                 homes[other.pp, other.tp, other.etp, other.ep].append(rank)
         for (pp, tp, etp, ep), ranks in homes.items():
             here = (model.chunk(pp=pp, chunk=n, tp=tp, ep=ep, etp=etp) for n in range(model.layout.chunks))
-            for key in {key for held in here for tensor in held for key in _keys(model, tensor, shapes)}:
+            for key in {key for tensors in here for tensor in tensors for key in _keys(model, tensor, shapes)}:
                 self.setdefault(key, []).extend(ranks)
 
     def __missing__(self, key: tuple[str, Box]) -> list[int]:
@@ -248,7 +298,7 @@ _SPLIT = ("linear_", "eh_proj", "output_layer", "in_proj", "out_proj")
 
 
 def _extra_states(
-    catalog: Catalog, model: LocalModel, at: Coordinates, order: Order, wanted: Mapping[str, Wanted]
+    catalog: Catalog, model: LocalModel, at: Coordinates, order: Order, wanted: Mapping[str, OutTensor]
 ) -> list[str]:
     """Keys of `_extra_state` that modules expect in a state dict, where their values are None.
 
@@ -257,7 +307,7 @@ def _extra_states(
     set_extra_state executes. Megatron's own parallel linear layers ask
     for one, too, and ignore what it is (tensor_parallel/layers.py, set_extra_state).
     """
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
 
     def name(chunk: int, module: str) -> str:
         return f"model{chunk}.{module}" if model.layout.chunks > 1 else module
@@ -268,14 +318,15 @@ def _extra_states(
             if not item.name.endswith("._extra_state") or ".experts." in item.name:
                 continue
             canonical = parsed.template.format(*item.offset[: len(parsed.axes)])
-            for pp, chunk, module in model.places(canonical):
+            for pp, chunk, module in model.modules(canonical):
                 if pp == at.pp:
-                    found[name(chunk, module)] = None
-        return list(found)
+                    keys[name(chunk, module)] = None
+        return list(keys)
     for key in wanted:
         module, _, leaf = key.rpartition(".")
         if leaf == "weight" and module.rpartition(".")[2].startswith(_SPLIT) and not key.startswith("optimizer."):
-            found[f"{module}._extra_state"] = None
+            keys[f"{module}._extra_state"] = None
     if at.pp == model.layout.pp - 1:  # also without a weight of its own
-        found[name(model.layout.chunks - 1, "output_layer._extra_state")] = None
-    return list(found)
+        part = LANGUAGE if any(n.startswith(LANGUAGE) for n in model.tensors) else ""
+        keys[name(model.layout.chunks - 1, f"{part}output_layer._extra_state")] = None
+    return list(keys)

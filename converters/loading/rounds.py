@@ -15,7 +15,7 @@ from converters.names import natural_key
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from converters.loading.plan import Fetch
+    from converters.loading.plan import ReadItem
 
 __all__ = ["Part", "rounds"]
 
@@ -34,12 +34,12 @@ class Part:
         at: First byte in the owner's part of the round.
     """
 
-    fetch: Fetch
+    fetch: ReadItem
     owner: int
     at: int
 
 
-def rounds(fetches: Iterable[Fetch], members: int, tile_bytes: int) -> list[list[Part]]:
+def rounds(fetches: Iterable[ReadItem], members: int, tile_bytes: int) -> list[list[Part]]:
     """Deals fetches out to the members of a group, the same on every one of them.
 
     A fetch goes to the member with the fewest bytes in the round, then with the fewest in all; a round ends when the next
@@ -47,15 +47,15 @@ def rounds(fetches: Iterable[Fetch], members: int, tile_bytes: int) -> list[list
     """
     capacity = max(tile_bytes, _ROUND // members)
     total = [0] * members
-    held = [0] * members
+    filled = [0] * members
     out: list[list[Part]] = [[]]
     for fetch in sorted(fetches, key=lambda f: (natural_key(f.source), f.box.start)):
-        owner = min(range(members), key=lambda member: (held[member], total[member], member))
-        if out[-1] and held[owner] + fetch.nbytes > capacity:
-            held = [0] * members
+        owner = min(range(members), key=lambda member: (filled[member], total[member], member))
+        if out[-1] and filled[owner] + fetch.nbytes > capacity:
+            filled = [0] * members
             owner = min(range(members), key=lambda member: (total[member], member))
             out.append([])
-        out[-1].append(Part(fetch, owner, held[owner]))
-        held[owner] += -(-fetch.nbytes // _ALIGNMENT) * _ALIGNMENT
+        out[-1].append(Part(fetch, owner, filled[owner]))
+        filled[owner] += -(-fetch.nbytes // _ALIGNMENT) * _ALIGNMENT
         total[owner] += fetch.nbytes
     return [parts for parts in out if parts]

@@ -9,16 +9,19 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records import tensor_ref
 from converters.errors import FormatError, RequestError
+from converters.execute.ranks import Ranks
 from converters.formats import open_checkpoint
+from converters.io.platforms import find_device
 from converters.loading.plan import plan_whole
-from converters.loading.run import LoadOptions, LoadReport, LoadRun
+from converters.loading.prepare import prepare
+from converters.loading.run import LoadOptions, LoadRequest
 from converters.names import match_glob, printable
+from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.pickles import Global, Obj, describe, fields
-from converters.reading.platforms import find_device
-from converters.targets.target_state import open_common
+from converters.torchzip.records import tensor_ref
+from converters.write.target_state import open_common
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -35,11 +38,12 @@ __all__ = ["iter_tensors", "load_common", "load_metadata", "load_plain_tensors"]
 MIB = 1 << 20
 
 
-def load_common(path: str | Path) -> dict[str, Any]:
+def load_common(path: str | Path, *, follow_links: bool = False) -> dict[str, Any]:
     """The common state: arguments, iteration, scheduler, scalars of the optimizer.
 
     Args:
         path: The checkpoint, of any format.
+        follow_links: Its files may be links out of its folder.
 
     Returns:
         Plain Python: `args` an `argparse.Namespace`, tensors on the CPU, `torch.float32` for a dtype. What would be an
@@ -49,7 +53,7 @@ def load_common(path: str | Path) -> dict[str, Any]:
         FormatError: The checkpoint is unreadable.
         RequestError: It has no common state.
     """
-    archive, tree = open_common(open_checkpoint(path))
+    archive, tree = open_common(open_checkpoint(path, follow_links=follow_links))
     return {name: _plain(value, archive, 0, [_MOST_VALUES]) for name, value in tree.items()}
 
 
@@ -96,16 +100,20 @@ def _key(node: Any) -> Any:
     return node if isinstance(node, str | int | float | bool | tuple | bytes | None) else describe(node)
 
 
-def load_metadata(path: str | Path) -> dict[str, TensorInfo]:
+def load_metadata(path: str | Path, *, follow_links: bool = False) -> dict[str, TensorInfo]:
     """Which tensors a checkpoint holds: canonical name -> element type, shape and stored pieces. Reads no tensor data.
 
     Layers and experts are single tensors, whatever the files stack; optimizer state is under
     `optimizer.state.{param,exp_avg,exp_avg_sq}.NAME`, or under the name that it is stored by.
 
+    Args:
+        path: The checkpoint, of any format.
+        follow_links: Its files may be links out of its folder.
+
     Raises:
         FormatError: The checkpoint is unreadable.
     """
-    return dict(open_checkpoint(path).catalog.tensors)
+    return dict(open_checkpoint(path, follow_links=follow_links).catalog.tensors)
 
 
 def load_plain_tensors(path: str | Path, names: str | Iterable[str] = "*", **options: Any) -> dict[str, torch.Tensor]:
@@ -130,6 +138,7 @@ def iter_tensors(
     threads: int | None = None,
     listener: Listener | None = None,
     stop: StopFlag | None = None,
+    follow_links: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors one by one, each as soon as it is complete, in about the order of the model.
 
@@ -140,23 +149,24 @@ def iter_tensors(
     Args:
         path: The checkpoint, of any format.
         names: Shell patterns of canonical names, "*.linear_fc1.weight"; a tensor that any of them matches is read.
-        device: "cpu", "cuda" or "cuda:N".
+        device: "cpu", "cuda:N", or "cuda": this process's GPU, as for `load`.
         optimizer: Also optimizer state, by parameter: `optimizer.state.exp_avg.NAME`. Flat buckets are taken apart.
         ahead: Bytes of tensors read ahead of what was taken; None for no limit.
         max_memory: Bytes of host memory for buffers.
         threads: Threads that read; None takes one for each core, 8 at most.
         listener: Told about progress, from any thread.
         stop: Polled; ends the iteration.
+        follow_links: Its files may be links out of its folder.
 
     Raises:
         FormatError: The checkpoint is unreadable.
         RequestError: No tensor has such a name, no such device, or too little memory.
         IntegrityError: Something that is read is damaged.
     """
-    reader = open_checkpoint(path)
+    reader = open_checkpoint(path, follow_links=follow_links)
     tensors = {n: t for n, t in reader.catalog.tensors.items() if t.kind != "optimizer"}
     if optimizer:
-        tensors |= optimizer_state(reader).tensors
+        tensors |= proved_when_read(reader.catalog, optimizer_state(reader).tensors)
     patterns = [names] if isinstance(names, str) else list(names)
     chosen = {name: info for name, info in tensors.items() if any(match_glob(name, p) for p in patterns)}
     if not chosen:
@@ -167,8 +177,8 @@ def iter_tensors(
             if not optimizer and any(p.startswith("optimizer") for p in patterns)
             else "load_metadata lists them",
         )
-    settings = LoadOptions(False, ahead is not None, "read", max_memory, threads, 0.0, listener, stop, ahead)
-    run = LoadRun(settings, LoadReport(0))
-    source = run.tensors(lambda: (reader, plan_whole(reader, chosen), find_device(device)), together=False)
-    next(source)
-    return source
+    options = LoadOptions(max_memory=max_memory, threads=threads, listener=listener, stop=stop, ahead=ahead)
+    local = Ranks.from_environment().local
+    return prepare(
+        lambda _: LoadRequest(reader, plan_whole(reader, chosen), find_device(device, local)), options
+    ).tensors()

@@ -9,20 +9,39 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.megatron.model_kind import refuse_kind
 from converters.models import (
+    arcee,
+    bamba,
     deepseek_v2,
     deepseek_v3,
+    dots1,
+    ernie4_5,
+    glm,
+    glm4_moe,
+    glm4_moe_lite,
     gpt2,
     gpt_neox,
+    gpt_oss,
+    granite,
+    granitemoe,
     granitemoeshared,
     llama,
+    ministral,
     mistral,
     mixtral,
     nemotron,
+    nemotron_h,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5_moe_text,
+    qwen3_5_text,
     qwen3_moe,
+    qwen3_next,
+    seed_oss,
+    smollm3,
     starcoder2,
 )
 from converters.models.export import HfMapping, check_hf_config, map_to_hf
@@ -30,9 +49,9 @@ from converters.models.model import Model, not_stated
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
-__all__ = ["KNOWN", "HfMapping", "Model", "by_name", "check_hf_config", "infer", "map_to_hf"]
+__all__ = ["ARCHITECTURES", "HfMapping", "Model", "by_name", "check_hf_config", "infer", "map_to_hf", "of_type"]
 
 _TABLES = (
     llama,
@@ -49,8 +68,31 @@ _TABLES = (
     gpt_neox,
     starcoder2,
     nemotron,
+    phi3,
+    seed_oss,
+    smollm3,
+    ministral,
+    glm,
+    glm4_moe,
+    glm4_moe_lite,
+    dots1,
+    ernie4_5,
+    arcee,
+    granite,
+    granitemoe,
+    qwen3_next,
+    qwen3_5_text,
+    qwen3_5_moe_text,
+    nemotron_h,
+    bamba,
+    gpt_oss,
 )
-KNOWN: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
+ARCHITECTURES: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
+
+
+def of_type(kind: object) -> Model | None:
+    """The architecture that a config.json of this `model_type` describes; None if it is not known here."""
+    return next((model for model in ARCHITECTURES if kind in (model.name, *model.aliases)), None)
 
 
 def by_name(name: str) -> Model:
@@ -59,8 +101,8 @@ def by_name(name: str) -> Model:
     Raises:
         RequestError: None is; the known ones are listed.
     """
-    for model in KNOWN:
-        if name.lower().replace("-", "_") in (model.name, model.architecture.lower()):
+    for model in ARCHITECTURES:
+        if name.lower().replace("-", "_") in (model.name, model.architecture.lower(), *model.aliases):
             return model
     raise RequestError(f"unknown architecture {name!r}", hint=f"--arch takes one of {', '.join(_names())}")
 
@@ -71,16 +113,17 @@ def infer(args: ModelArgs, catalog: Catalog) -> Model:
     Raises:
         RequestError: The model is not a decoder that is known here, or too little of it is known.
     """
-    if not any(name.startswith("decoder.layers.") for name in catalog.weights):
+    if not any(name.startswith("decoder.layers.") for name in catalog.language):
+        refuse_kind(catalog)
         raise RequestError(
             "the checkpoint holds no decoder layers, so no known architecture fits",
             details=[f"for example {name}" for name in list(catalog.weights)[:2]],
         )
-    reasons = {model.name: model.unexpressible(args) for model in KNOWN}
-    for model in KNOWN:
+    reasons = {model.name: model.unexpressible(args) for model in ARCHITECTURES}
+    for model in ARCHITECTURES:
         if not reasons[model.name]:
             return model
-    close = sorted(KNOWN, key=lambda model: (len(reasons[model.name]), -KNOWN.index(model)))[:3]
+    close = sorted(ARCHITECTURES, key=lambda model: (len(reasons[model.name]), -ARCHITECTURES.index(model)))[:3]
     raise RequestError(
         "no known architecture computes what this model computes",
         details=[f"not {model.name}: {'; '.join(reasons[model.name][:4])}" for model in close],
@@ -89,4 +132,4 @@ def infer(args: ModelArgs, catalog: Catalog) -> Model:
 
 
 def _names() -> list[str]:
-    return [model.name for model in KNOWN]
+    return [model.name for model in ARCHITECTURES]

@@ -9,13 +9,26 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from converters.megatron.layer_pattern import all_but_every_nth
 from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
-__all__ = ["DECODER", "DENSE", "GROUPED_ATTENTION", "KEYS", "LLAMA", "NO_BIAS", "PLAIN_ROUTER", "RMS", "ROPE", "SWIGLU"]
-__all__ += ["LAYER_NORM", "attention", "decoder", "dense_layers", "llama", "mixture", "rope"]
+__all__ = [
+    "DECODER",
+    "DENSE",
+    "GROUPED_ATTENTION",
+    "KEYS",
+    "LLAMA",
+    "NO_BIAS",
+    "PLAIN_ROUTER",
+    "RMS",
+    "ROPE",
+    "STATED",
+    "SWIGLU",
+]
+__all__ += ["LAYER_NORM", "attention", "decoder", "dense_layers", "llama", "mixture", "rope", "window_layer_types"]
 
 # field of `ModelArgs` -> its names in config.json
 KEYS: dict[str, tuple[str, ...]] = {
@@ -29,13 +42,35 @@ KEYS: dict[str, tuple[str, ...]] = {
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
     "moe_ffn_hidden_size": ("moe_intermediate_size",),
-    "moe_shared_expert_size": ("shared_expert_intermediate_size", "shared_intermediate_size"),
+    "moe_shared_expert_size": (
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+    ),
     "q_lora_rank": ("q_lora_rank",),
     "kv_lora_rank": ("kv_lora_rank",),
     "qk_head_dim": ("qk_nope_head_dim",),
     "qk_pos_emb_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
     "mtp_num_layers": ("num_nextn_predict_layers",),
+    "mamba_num_heads": ("mamba_num_heads", "mamba_n_heads"),
+    "mamba_head_dim": ("mamba_head_dim", "mamba_d_head"),
+    "mamba_num_groups": ("n_groups", "mamba_n_groups"),
+    "mamba_state_dim": ("ssm_state_size", "mamba_d_state"),
+    **{
+        f"linear_{name}": (f"linear_{name}",)
+        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    },
+}
+# the same for what no shape shows
+STATED: dict[str, tuple[str, ...]] = {
+    "norm_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    "moe_topk": ("num_experts_per_tok",),
+    "moe_aux_loss": ("router_aux_loss_coef",),
+    "moe_scaling_factor": ("routed_scaling_factor",),
+    "attention_dropout": ("attention_dropout", "attn_pdrop"),
+    "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
+    "init_method_std": ("initializer_range",),
 }
 DECODER: dict[str, tuple[Any, ...]] = {
     "num_layers": (SET,),
@@ -134,6 +169,8 @@ def _yarn(args: ModelArgs) -> dict[str, Any]:
         "mscale": mscale,
         "mscale_all_dim": all_dim,
     }
+    if args.extras.get("yarn_correction_range_round_to_int") is False:
+        out["truncate"] = False
     # transformers looks at mscale only if mscale_all_dim is not 0; Megatron always divides one by the other
     if mscale is not None and mscale != 1 and not all_dim:
         out["attention_factor"] = 0.1 * mscale * math.log(factor) + 1
@@ -148,6 +185,13 @@ def llama(args: ModelArgs) -> dict[str, Any]:
 def dense_layers(args: ModelArgs) -> list[int]:
     """Numbers of the layers without experts."""
     return [layer for layer, experts in enumerate(args.moe_layers or ()) if not experts]
+
+
+def window_layer_types(args: ModelArgs) -> list[str]:
+    """What each layer sees, as `layer_types` says it."""
+    layers, freq = args.num_layers or 0, args.extras.get("window_attn_skip_freq")
+    flags = all_but_every_nth(freq, layers) or (args.window_size is not None,) * layers
+    return ["sliding_attention" if flag else "full_attention" for flag in flags]
 
 
 def mixture(args: ModelArgs) -> dict[str, Any]:

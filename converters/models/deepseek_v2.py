@@ -10,7 +10,7 @@ from converters.models.qwen2_moe import QWEN_EXPERTS
 from converters.models.rules import GateUp, Rename
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 MLA_ATTENTION = (
     llama.INPUT_NORM,

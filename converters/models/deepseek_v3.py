@@ -17,15 +17,16 @@ from converters.models.model import Model
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 # both sides feed (embedding, hidden) to eh_proj in this order: multi_token_prediction.py, transformers MtpLayer
-_MTP = (
+PREDICTION = (
     Rename("enorm.weight", ("enorm.weight",), norm=True),
     Rename("hnorm.weight", ("hnorm.weight",), norm=True),
     Rename("eh_proj.weight", ("eh_proj.weight",)),
     Rename("shared_head.norm.weight", ("final_layernorm.weight",), norm=True),
 )
+ROUTER_BIAS = Rename("mlp.gate.e_score_correction_bias", ("mlp.router.expert_bias",), fp32=True)
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
@@ -53,12 +54,10 @@ MODEL = Model(
     before=llama.EMBEDDING,
     layer=MLA_ATTENTION,
     dense=llama.LLAMA_MLP,
-    moe=(
-        *DEEPSEEK_EXPERTS,
-        Rename("mlp.gate.e_score_correction_bias", ("mlp.router.expert_bias",), fp32=True),
-    ),
+    moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
     after=llama.FINAL,
-    mtp=_MTP,
+    mtp=PREDICTION,
     misfits=_misfits,
     remarks=deepseek_remarks,
+    aliases=("kimi_k2",),
 )

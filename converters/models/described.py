@@ -7,29 +7,34 @@ Megatron's tensors that would be there, if config.json is right.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.catalog import TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
-from converters.facts.model_args import ModelArgs
+from converters.megatron.model_args import ModelArgs
 from converters.models.config import KEYS
 from converters.models.export import emit_all
 from converters.models.model import SET
 from converters.models.rules import Emit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from converters.models.model import Model
 
-__all__ = ["COMPUTED", "KEYS", "described", "expected_shapes"]
+__all__ = ["COMPUTED", "HEADS", "KEYS", "Described", "described", "expected_shapes", "own_names"]
 
 # made when a model is built, and stored by some versions of transformers all the same
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _BIASES = ("attention_bias", "mlp_bias", "use_bias")
 _MOST, _MOST_OF_ANY = 1 << 31, 1 << 13
 _COUNTED = ("num_layers", "num_attention_heads", "num_experts", "mtp_num_layers")  # rules go through them one by one
+HEADS = ("lm_head.weight", "embed_out.weight")
+# a norm that is one module with the projection behind it, but in latent attention and before experts
+# (gpt_layer_specs.py, get_gpt_layer_with_transformer_engine_spec, core_v0.16.1)
+_FUSED = re.compile(r"(self_attention|mlp)\.linear_(?:qkv|fc1)\.layer_norm_")
 _PLACE = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?")
 
 
@@ -47,43 +52,54 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
     """
     own = {*model.settings(ModelArgs()), "vocab_size", "tie_word_embeddings", *KEYS["num_experts"]}
     config = {key: value for key, value in config.items() if key in own}  # transformers ignores those of other models
-    found: dict[str, Any] = {}
-    for field, names in KEYS.items():
+    own_facts = _own_facts(model, config)
+    facts: dict[str, Any] = {name: value for name, value in own_facts.items() if name in KEYS}
+    for fact, names in KEYS.items():
         size = _size(config, names)
-        if size is not None:
-            found[field] = size
-        if field in _COUNTED and (size or 0) > _MOST_OF_ANY:
+        if size is not None and fact not in own_facts:
+            facts[fact] = size
+        if fact in _COUNTED and (size or 0) > _MOST_OF_ANY:
             raise FormatError(f"config.json says {names[0]} {size:,}, which no model has")
-    for field in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
-        if not found.get(field):
-            raise FormatError(f"config.json does not say {KEYS[field][0]}")
-    heads, hidden = found["num_attention_heads"], found["hidden_size"]
-    found.setdefault("num_query_groups", heads)
-    found.setdefault("ffn_hidden_size", 4 * hidden)  # n_inner of GPT-2 is null
-    found.setdefault("moe_ffn_hidden_size", found["ffn_hidden_size"])
+    for fact in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
+        if not facts.get(fact):
+            raise FormatError(f"config.json does not say {KEYS[fact][0]}")
+    heads, hidden = facts["num_attention_heads"], facts["hidden_size"]
+    facts.setdefault("num_query_groups", heads)
+    facts.setdefault("ffn_hidden_size", 4 * hidden)  # n_inner of GPT-2 is null
+    facts.setdefault("moe_ffn_hidden_size", facts["ffn_hidden_size"])
     mla = _only(model, "mla") is True
-    if not mla and "head_dim" not in found:
-        found["head_dim"] = hidden // heads
-    if not found["num_query_groups"] or heads % found["num_query_groups"]:
+    if not mla and "head_dim" not in facts:
+        facts["head_dim"] = hidden // heads
+    if not facts["num_query_groups"] or heads % facts["num_query_groups"]:
         raise FormatError(
-            f"config.json says {heads} heads, which {found['num_query_groups']} query groups cannot share"
+            f"config.json says {heads} heads, which {facts['num_query_groups']} query groups cannot share"
         )
-    if "n_shared_experts" in config:
-        found["moe_shared_expert_size"] = (_size(config, ("n_shared_experts",)) or 0) * found["moe_ffn_hidden_size"]
-    lacking = next((name for name in _NEEDED if SET in model.needs.get(name, ()) and name not in found), None)
+    if "n_shared_experts" in config and "moe_shared_expert_intermediate_size" not in own:
+        facts["moe_shared_expert_size"] = (_size(config, ("n_shared_experts",)) or 0) * facts["moe_ffn_hidden_size"]
+    lacking = next((name for name in _NEEDED if SET in model.needs.get(name, ()) and name not in facts), None)
     if lacking:
         raise FormatError(f"config.json does not say {KEYS[lacking][0]}")
     bias, qkv_bias = _biases(model, config, biased=biased)
     tied = config.get("tie_word_embeddings")
     return ModelArgs(
-        **found,
+        **facts,
         tied_embeddings=tied if isinstance(tied, bool) else None,
         gated=_only(model, "gated"),
         mla=mla,
         add_bias_linear=bias,
         add_qkv_bias=qkv_bias,
-        moe_layers=_expert_layers(model, config, found),
+        moe_layers=_expert_layers(model, config, facts),
+        **{name: value for name, value in own_facts.items() if name not in facts},
     )
+
+
+def _own_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What shapes tensors among the facts that no other architecture has."""
+    own = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
+    extras = {name: own[name] for name in ("attention_output_gate", "moe_latent_size") if own.get(name)}
+    fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern")
+    facts = {name: own[name] for name in fields if isinstance(own.get(name), bool | tuple | int | str)}
+    return {**facts, **({"extras": extras} if extras else {})}
 
 
 # sizes without which the shapes do not follow
@@ -107,23 +123,34 @@ def _only(model: Model, field: str) -> Any:
 
 
 def _biases(model: Model, config: Mapping[str, Any], *, biased: bool) -> tuple[bool, bool]:
-    stated = {bool(config[name]) for name in _BIASES if name in config}
+    names = [name for name in _BIASES if name in config and name != model.qkv_bias]
+    stated = {bool(config[name]) for name in names}
     allowed = model.needs.get("add_bias_linear", (True, False))
     if len(stated) > 1 or not stated <= set(allowed):
-        shown = ", ".join(f"{name} {config[name]}" for name in _BIASES if name in config)
+        shown = ", ".join(f"{name} {config[name]}" for name in names)
         raise RequestError(f"config.json says {shown}, a variant of {model.name} that is not known here")
     bias = stated.pop() if stated else bool(allowed[0]) if len(allowed) == 1 else biased
     only = _only(model, "add_qkv_bias")
     if only is not None:
         return bias, only
-    return bias, bool(config["qkv_bias"]) if "qkv_bias" in config else biased if True not in allowed else bias
+    if model.qkv_bias in config:
+        return bias, bool(config[model.qkv_bias])
+    return bias, biased if True not in allowed else bias
 
 
-def _expert_layers(model: Model, config: Mapping[str, Any], found: Mapping[str, int]) -> tuple[bool, ...]:
-    """Which layers have experts: `first_k_dense_replace`, `mlp_only_layers` and `decoder_sparse_step` say, else all."""
-    layers = range(found["num_layers"])
+def _expert_layers(model: Model, config: Mapping[str, Any], facts: Mapping[str, int]) -> tuple[bool, ...]:
+    """Which layers have experts: `first_k_dense_replace`, `mlp_only_layers` and `decoder_sparse_step` say, else all.
+
+    GLM-4.7 lists them.
+    """
+    layers = range(facts["num_layers"])
+    if model.hybrid:
+        return tuple(symbol == "E" for symbol in model.facts(config)["layer_pattern"])
     if not model.moe:
         return tuple(False for _ in layers)
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list) and len(kinds) == len(layers) and {*kinds} <= {"dense", "sparse"}:
+        return tuple(kind == "sparse" for kind in kinds)
     first, every = (_size(config, (name,)) for name in ("first_k_dense_replace", "moe_layer_freq"))
     step, dense = _size(config, ("decoder_sparse_step",)), config.get("mlp_only_layers") or ()
     if every not in (None, 1) or not isinstance(dense, list | tuple):
@@ -141,22 +168,46 @@ def expected_shapes(model: Model, args: ModelArgs, *, mtp: int = 0) -> dict[str,
         args: What `described` says.
         mtp: Multi-token prediction layers behind the others.
     """
-    out = _Described(args, {}, args.vocab_size or 0)
-    out.shapes = _shapes(args)
+    out = Described(args, {}, args.vocab_size or 0)
     emit_all(out, model, mtp)
     return {name: target.shape for name, target in out.targets.items()}
 
 
-class _Described(Emit):
-    """Rules applied to tensors that need not exist."""
+def own_names(model: Model, tensors: Iterable[str]) -> dict[str, str]:
+    """The names in a folder by those of the class with a head; the one without has no prefix, nor have GPT-2's own files."""
+    prefix, _, rest = model.layers.partition(".")
+    names = list(tensors)
+    bare = any(n.startswith(rest.split("{")[0]) for n in names) and not any(n.startswith(f"{prefix}.") for n in names)
+    return {f"{prefix}.{name}" if bare and name not in HEADS else name: name for name in names}
 
-    shapes: Mapping[str, tuple[int, ...]]
+
+@dataclass
+class Described(Emit):
+    """Rules applied to tensors that need not exist: those that TransformerEngine's layers would have.
+
+    Attributes:
+        canonical: Shapes of the tensors that were asked for.
+    """
+
+    canonical: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._shapes = _shapes(self.args)
 
     def source(self, prefix: str, *names: str) -> TensorInfo:
-        """The tensor that Megatron would have; what is not in `shapes` is a norm or a bias."""
-        name = prefix + names[0]
+        """The tensor that Megatron would have; what has no shape of its own is a norm or a bias."""
+        fused = _FUSED.match(names[0])
+        apart = fused is not None and (self.args.mla if fused[1] == "self_attention" else self._mixed(prefix))
+        name = prefix + names[1 if apart and len(names) > 1 else 0]
         key = re.sub(r"experts\.\d+\.", "experts.", _PLACE.sub("", name))
-        return TensorInfo(name, dtype("float32"), self.shapes.get(key, (self.args.hidden_size or 0,)), "weight", ())
+        shape = self.canonical[name] = self._shapes.get(key, (self.args.hidden_size or 0,))
+        return TensorInfo(name, dtype("float32"), shape, "weight", ())
+
+    def _mixed(self, prefix: str) -> bool:
+        """Whether a layer has experts; those of multi-token prediction are like the last."""
+        layers = self.args.moe_layers or (False,)
+        number = prefix.split(".")[2]
+        return layers[int(number)] if prefix.startswith("decoder.") and int(number) < len(layers) else layers[-1]
 
 
 def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
@@ -171,19 +222,26 @@ def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         "self_attention.k_layernorm.weight": (dim,),
         "mlp.router.weight": (experts, hidden),
         "mlp.router.expert_bias": (experts,),
+        "mlp.router.bias": (experts,),
+        "self_attention.core_attention.softmax_offset": (heads,),
         "mlp.shared_experts.gate_weight": (1, hidden),
         "eh_proj.weight": (hidden, 2 * hidden),
     }
+    latent = args.extras.get("moe_latent_size")
+    if latent:
+        out |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
     widths = {
         "": args.ffn_hidden_size,
         "experts.": args.moe_ffn_hidden_size,
         "shared_experts.": args.moe_shared_expert_size,
     }
     for kind, width in widths.items():
-        out[f"mlp.{kind}linear_fc1.weight"] = (doubled * (width or 0), hidden)
+        around = latent or hidden if kind == "experts." else hidden
+        out[f"mlp.{kind}linear_fc1.weight"] = (doubled * (width or 0), around)
         out[f"mlp.{kind}linear_fc1.bias"] = (doubled * (width or 0),)
-        out[f"mlp.{kind}linear_fc2.weight"] = (hidden, width or 0)
-    rows, inner = (heads + 2 * (args.num_query_groups or 0)) * dim, heads * dim
+        out[f"mlp.{kind}linear_fc2.weight"] = (around, width or 0)
+    gated = bool(args.extras.get("attention_output_gate"))
+    rows, inner = ((1 + gated) * heads + 2 * (args.num_query_groups or 0)) * dim, heads * dim
     if args.mla:
         q, kv, nope = args.q_lora_rank or 0, args.kv_lora_rank or 0, args.qk_head_dim or 0
         rope, inner = args.qk_pos_emb_head_dim or 0, heads * (args.v_head_dim or 0)
@@ -196,4 +254,29 @@ def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         out["self_attention.linear_kv_up_proj.weight"] = (heads * nope + inner, kv)
     out["self_attention.linear_qkv.weight"], out["self_attention.linear_qkv.bias"] = (rows, hidden), (rows,)
     out["self_attention.linear_proj.weight"] = (hidden, inner)
-    return out
+    return out | _delta_net_shapes(args, hidden) | _mamba_shapes(args, hidden)
+
+
+def _mamba_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of a Mamba mixer, whose convolution is four wide (ssm/mamba_mixer.py, core_v0.16.1)."""
+    heads, states = args.mamba_num_heads or 0, (args.mamba_num_groups or 0) * (args.mamba_state_dim or 0)
+    inner = heads * (args.mamba_head_dim or 0)
+    rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
+    out: dict[str, tuple[int, ...]] = {f"in_proj.weight.{part}": (n, hidden) for part, n in rows.items()}
+    out |= {f"conv1d.weight.{part}": (rows[part], 1, 4) for part in "xBC"}
+    out |= {f"conv1d.bias.{part}": (rows[part],) for part in "xBC"}
+    out |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
+    out |= {"norm.weight": (inner,), "out_proj.weight": (hidden, inner)}
+    return {f"mixer.{name}": shape for name, shape in out.items()}
+
+
+def _delta_net_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of a gated delta net (ssm/gated_delta_net.py, core_v0.16.1)."""
+    heads, dim = args.linear_num_value_heads or 0, args.linear_value_head_dim or 0
+    key, value = (args.linear_num_key_heads or 0) * (args.linear_key_head_dim or 0), heads * dim
+    rows = {"query": key, "key": key, "value": value, "z": value, "beta": heads, "alpha": heads}
+    out: dict[str, tuple[int, ...]] = {f"in_proj.weight.{part}": (n, hidden) for part, n in rows.items()}
+    convolved = ("query", "key", "value")
+    out |= {f"conv1d.weight.{part}": (rows[part], 1, args.linear_conv_kernel_dim or 0) for part in convolved}
+    out |= {"A_log": (heads,), "dt_bias": (heads,), "out_norm.weight": (dim,), "out_proj.weight": (hidden, value)}
+    return {f"self_attention.{name}": shape for name, shape in out.items()}

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.megatron.model_kind import refuse_kind
 from converters.models.config import KEYS
 from converters.models.rules import Emit
-from converters.planning.plan import Drop
+from converters.planning.plan import Drop, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
     from converters.models.model import Model
-    from converters.planning.plan import Copy, Target
+    from converters.models.rules import Rule
+    from converters.planning.plan import Copy, Piece, Target
 
-__all__ = ["HfMapping", "check_hf_config", "emit_all", "map_to_hf"]
+__all__ = ["HfMapping", "check_hf_config", "emit_all", "map_to_hf", "placed_rules"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,11 @@ class HfMapping:
     config: dict[str, Any]
     generation_config: dict[str, Any]
     notes: list[str]
+
+    @cached_property
+    def pieces(self) -> dict[str, Piece]:
+        """The tensors with what fills them."""
+        return pieces_of(self.targets, self.copies)
 
 
 def map_to_hf(
@@ -67,6 +75,7 @@ def map_to_hf(
         RequestError: The arguments contradict the tensors, the architecture cannot express the model, or a tensor that
             it needs is missing.
     """
+    refuse_kind(catalog)
     wrong = args.contradictions(catalog)
     if wrong:
         raise RequestError("the checkpoint's arguments do not fit its tensors", details=wrong)
@@ -103,24 +112,34 @@ def map_to_hf(
 
 def emit_all(out: Emit, model: Model, mtp_layers: int) -> None:
     """Applies all rules of a model's table, with so many multi-token prediction layers behind the others."""
-    args = out.args
+    for rule, source, target in placed_rules(out.args, model, mtp_layers):
+        rule.emit(out, source, target)
+
+
+def placed_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterator[tuple[Rule, str, str]]:
+    """The rules of a model's table, once for each place: with the prefix of Megatron's names and of Hugging Face's."""
     experts = args.moe_layers or (False,) * (args.num_layers or 0)
     for rule in model.before:
-        rule.emit(out, "", "")
+        yield rule, "", ""
     for layer, has_experts in enumerate(experts):
-        source, target = f"decoder.layers.{layer}.", model.layers.format(layer)
-        for rule in (*model.layer, *(model.moe if has_experts else model.dense)):
-            rule.emit(out, source, target)
+        source, target = f"decoder.layers.{layer}.", model.layers.format(layer // model.blocks)
+        if model.hybrid:
+            for rule in model.hybrid[(args.layer_pattern or "")[layer]]:
+                yield rule, source, target
+            continue
+        mixing = model.linear if args.linear_layers and args.linear_layers[layer] else model.layer
+        for rule in (*mixing, *(model.moe if has_experts else model.dense)):
+            yield rule, source, target
     for rule in model.after:
-        rule.emit(out, "", "")
+        yield rule, "", ""
     for depth in range(mtp_layers):
         source, target = f"mtp.layers.{depth}.", model.layers.format(len(experts) + depth)
         for rule in model.mtp:
-            rule.emit(out, source, target)
+            yield rule, source, target
         inner = f"{source}transformer_layer."
         # built from the spec of the last decoder layer: multi_token_prediction.py, get_mtp_layer_spec
         for rule in (*model.layer, *(model.moe if experts[-1] else model.dense)):
-            rule.emit(out, inner, target)
+            yield rule, inner, target
 
 
 def _keeps_mtp(args: ModelArgs, model: Model, mtp: str) -> bool:
@@ -133,14 +152,14 @@ def _keeps_mtp(args: ModelArgs, model: Model, mtp: str) -> bool:
     return mtp != "drop" and bool(args.mtp_num_layers) and bool(model.mtp)
 
 
-def _vocabulary(args: ModelArgs, asked: int | None) -> tuple[int, list[str]]:
+def _vocabulary(args: ModelArgs, vocab_size: int | None) -> tuple[int, list[str]]:
     padded = args.padded_vocab_size
     if padded is None:
         raise RequestError("the checkpoint has no embedding.word_embeddings.weight")
-    if asked is not None:
-        if not 0 < asked <= padded:
-            raise RequestError(f"--vocab-size {asked} is not possible: the embedding has {padded} rows")
-        return asked, []
+    if vocab_size is not None:
+        if not 0 < vocab_size <= padded:
+            raise RequestError(f"--vocab-size {vocab_size} is not possible: the embedding has {padded} rows")
+        return vocab_size, []
     if args.vocab_size is not None:
         return args.vocab_size, []
     return padded, [
@@ -174,23 +193,23 @@ _SPELLINGS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "ge
 _ROPE = ("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def check_hf_config(given: Mapping[str, Any], mapping: HfMapping) -> list[str]:
+def check_hf_config(config: Mapping[str, Any], mapping: HfMapping) -> list[str]:
     """Where a config.json that a person supplies does not describe the exported model; empty if it does.
 
     Only what it states is compared: transformers leaves out what equals a default.
 
     Args:
-        given: Its content.
+        config: Its content.
         mapping: The export.
     """
     out = []
     for names in _SAME:
-        ours, theirs = _lookup(mapping.config, names), _lookup(given, names)
-        if names[0] == "sliding_window" and given.get("use_sliding_window") is False:
+        ours, theirs = _lookup(mapping.config, names), _lookup(config, names)
+        if names[0] == "sliding_window" and config.get("use_sliding_window") is False:
             continue
         if ours is not None and theirs is not None and not _equal(ours[1], theirs[1]):
             out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
-    own, stated = _rope_facts(mapping.config), _rope_facts(given)
+    own, stated = _rope_facts(mapping.config), _rope_facts(config)
     differ = [name for name in _ROPE if own and stated and own.get(name) != stated.get(name)]
     return out + [f"config.json says {n} {stated.get(n)}, but the checkpoint gives {own.get(n)}" for n in differ]
 

@@ -9,7 +9,7 @@ from converters.models.model import Model
 from converters.models.rules import FusedQKV, Rename, Vocab
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 
 def layer_norm(target: str, *sources: str) -> tuple[Rename, Rename]:
@@ -41,13 +41,16 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 
 def one_head_width(args: ModelArgs) -> list[str]:
     """What an attention without query groups and without a head size of its own cannot express."""
-    heads, dim = args.num_attention_heads or 0, args.head_dim or 0
-    out = []
+    heads, out = args.num_attention_heads or 0, hidden_width(args)
     if args.num_query_groups != heads:
-        out.append(f"{heads} heads share {args.num_query_groups} query groups")
-    if heads * dim != args.hidden_size:
-        out.append(f"{heads} heads of {dim} are not hidden_size {args.hidden_size}")
+        out.insert(0, f"{heads} heads share {args.num_query_groups} query groups")
     return out
+
+
+def hidden_width(args: ModelArgs) -> list[str]:
+    """What an attention without a head size of its own cannot express."""
+    heads, dim = args.num_attention_heads or 0, args.head_dim or 0
+    return [] if heads * dim == args.hidden_size else [f"{heads} heads of {dim} are not hidden_size {args.hidden_size}"]
 
 
 MODEL = Model(
@@ -70,7 +73,7 @@ MODEL = Model(
     ),
     layer=(
         *layer_norm("ln_1", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-        FusedQKV("attn.c_attn"),
+        FusedQKV("attn.c_attn", transpose=True),
         *_conv1d("attn.c_proj", "self_attention.linear_proj"),
         *layer_norm("ln_2", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ),

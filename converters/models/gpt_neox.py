@@ -10,7 +10,7 @@ from converters.models.model import SET, UNSET, Model
 from converters.models.rules import Rename, Vocab
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
     from converters.models.rules import Rule
 
 

@@ -5,28 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
+from converters.models.granitemoe import STACKED, stacked_settings
 from converters.models.mixtral import every_layer_mixed
 from converters.models.model import SET, Model
-from converters.models.rules import Rename, StackedExperts
+from converters.models.rules import Rename
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {
-        **config.llama(args),
-        **config.mixture(args),
-        "intermediate_size": args.moe_ffn_hidden_size,
-        "num_local_experts": args.num_experts,
-        "shared_intermediate_size": args.moe_shared_expert_size,
-        "rms_norm_eps": args.norm_epsilon,
-        "attention_bias": False,
-        "attention_multiplier": (args.head_dim or 1) ** -0.5,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    }
+    return {**stacked_settings(args), "shared_intermediate_size": args.moe_shared_expert_size}
 
 
 MODEL = Model(
@@ -45,9 +34,7 @@ MODEL = Model(
     layer=llama.LLAMA_ATTENTION,
     dense=(),
     moe=(
-        Rename("block_sparse_moe.router.layer.weight", ("mlp.router.weight",)),
-        StackedExperts("block_sparse_moe.input_linear.weight", "linear_fc1.weight"),
-        StackedExperts("block_sparse_moe.output_linear.weight", "linear_fc2.weight"),
+        *STACKED,
         # gate above up, as in Megatron
         Rename("shared_mlp.input_linear.weight", ("mlp.shared_experts.linear_fc1.weight",)),
         Rename("shared_mlp.output_linear.weight", ("mlp.shared_experts.linear_fc2.weight",)),

@@ -9,7 +9,7 @@ from converters.models.model import Model
 from converters.models.rules import QKV, GateUp, Rename, Vocab
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 EMBEDDING = (Vocab("model.embed_tokens.weight", "embedding.word_embeddings.weight"),)
 FINAL = (

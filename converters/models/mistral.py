@@ -8,7 +8,7 @@ from converters.models import config, llama
 from converters.models.model import SET, UNSET, Model
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from converters.models.model import SET, UNSET, Model
 from converters.models.rules import Experts, GateUp, Rename
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 _EXPERTS = (
     Rename("block_sparse_moe.gate.weight", ("mlp.router.weight",)),

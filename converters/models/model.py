@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.megatron.layer_pattern import SYMBOLS
 from converters.names import printable
 from converters.pickles import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
     from converters.models.rules import Rule
 
 __all__ = ["SET", "UNSET", "Model", "not_stated"]
@@ -41,11 +42,15 @@ class Model:
     Attributes:
         name: `model_type` of its config.json.
         architecture: Its class in transformers, for `architectures`.
-        needs: Field of `ModelArgs` -> the values that the architecture can express (or `SET`, `UNSET`). This is both
-            what `requires` checks and how `infer` finds the architecture of a checkpoint.
+        needs: Field of `ModelArgs`, or name of an option in its `extras` -> the values that the architecture can express
+            (or `SET`, `UNSET`). This is both what `requires` checks and how `infer` finds the architecture of a
+            checkpoint.
         settings: The architecture's own keys of config.json.
         before: Rules for what precedes the layers.
         layer: Rules for every layer.
+        linear: Rules for a layer with linear attention, in place of `layer`.
+        hybrid: Rules for each kind of layer of a hybrid, by its symbol (`layer_pattern.SYMBOLS`), in place of all others.
+        blocks: Layers of Megatron in one of Hugging Face's; a hybrid's attention and MLP are two.
         dense: Rules for the layers without experts.
         moe: Rules for the layers with experts.
         after: Rules for what follows the layers.
@@ -54,6 +59,10 @@ class Model:
         misfits: More that it cannot express, as sentences.
         remarks: What a person should know about an export, as sentences.
         zero_centered: Whether its norm weights are stored as gamma - 1, as Megatron may.
+        facts: What keys that no other architecture has say, as fields of `ModelArgs` and names of `extras`.
+        qkv_bias: The key of config.json that gives q, k and v a bias without giving the other projections one.
+        aliases: Other spellings of `model_type` for the same model.
+        skipped: Beginnings of tensors' names -> why they are not imported.
     """
 
     name: str
@@ -66,18 +75,29 @@ class Model:
     after: tuple[Rule, ...]
     moe: tuple[Rule, ...] = ()
     mtp: tuple[Rule, ...] = ()
+    linear: tuple[Rule, ...] = ()
+    hybrid: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
+    blocks: int = 1
     layers: str = "model.layers.{}."
     misfits: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])
     remarks: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])
     zero_centered: bool = False
+    facts: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda config: {})
+    qkv_bias: str = "qkv_bias"
+    aliases: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
 
     def unexpressible(self, args: ModelArgs) -> list[str]:
         """What of a model this architecture cannot express, as sentences; empty if it fits."""
-        out = [text for name, allowed in self.needs.items() if (text := _misfit(name, getattr(args, name), allowed))]
-        extras = ((name, describe(value, max_depth=2, max_nodes=16)) for name, value in args.extras.items())
+        out = [text for name, allowed in self.needs.items() if (text := _misfit(name, args.fact(name), allowed))]
+        unknown = {name: value for name, value in args.extras.items() if name not in self.needs}
+        extras = ((name, describe(value, max_depth=2, max_nodes=16)) for name, value in unknown.items())
         out += [f"{name} = {value!r:.200} changes the forward pass" for name, value in extras]
         if args.rope_scaling == "yarn" and args.rope_original_max_position_embeddings is None:
             out.append("the length that yarn extends (original_max_position_embeddings) is not known")
+        if self.hybrid:
+            strange = sorted({*(args.layer_pattern or "")} - self.hybrid.keys())
+            out += [f"there is no place for a layer of the kind {SYMBOLS.get(symbol, symbol)}" for symbol in strange]
         return out if out else self.misfits(args)
 
     def requires(self, args: ModelArgs) -> None:

@@ -10,7 +10,7 @@ from converters.models.model import SET, UNSET, Model
 from converters.models.starcoder2 import LAYER_NORM_ATTENTION, LAYER_NORM_FINAL, same_bias
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v."""
+"""Qwen2, Qwen2.5, and MiMo-7B without its prediction layers: Llama with a bias on q, k and v."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from converters.models import config, llama
 from converters.models.model import Model
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 
 def qwen_settings(args: ModelArgs) -> dict[str, Any]:
@@ -36,4 +36,6 @@ MODEL = Model(
     layer=llama.LLAMA_ATTENTION,
     dense=llama.LLAMA_MLP,
     after=llama.FINAL,
+    aliases=("mimo",),
+    skipped={"model.mtp_layers.": "multi-token prediction layers are not imported"},
 )

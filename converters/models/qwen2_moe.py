@@ -10,7 +10,7 @@ from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Experts, GateUp, Rename
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 QWEN_EXPERTS = (
     Rename("mlp.gate.weight", ("mlp.router.weight",)),
@@ -19,7 +19,7 @@ QWEN_EXPERTS = (
         (GateUp("gate_proj", "up_proj", "linear_fc1"), Rename("down_proj.weight", ("linear_fc2.weight",))),
     ),
 )
-_SHARED = (
+SHARED_EXPERT = (
     GateUp("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_experts.linear_fc1"),
     Rename("mlp.shared_expert.down_proj.weight", ("mlp.shared_experts.linear_fc2.weight",)),
     Rename("mlp.shared_expert_gate.weight", ("mlp.shared_experts.gate_weight",)),
@@ -64,6 +64,6 @@ MODEL = Model(
     before=llama.EMBEDDING,
     layer=llama.LLAMA_ATTENTION,
     dense=llama.LLAMA_MLP,
-    moe=(*QWEN_EXPERTS, *_SHARED),
+    moe=(*QWEN_EXPERTS, *SHARED_EXPERT),
     after=llama.FINAL,
 )

@@ -10,7 +10,7 @@ from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 QWEN3_ATTENTION = (
     *llama.LLAMA_ATTENTION,

@@ -10,7 +10,7 @@ from converters.models.qwen2_moe import QWEN_EXPERTS, qwen_moe_settings
 from converters.models.qwen3 import QWEN3_ATTENTION
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:

@@ -19,9 +19,26 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
-__all__ = ["QKV", "Emit", "Experts", "FusedQKV", "GateUp", "Rename", "Rule", "StackedExperts", "Vocab"]
+__all__ = [
+    "QKV",
+    "Emit",
+    "Experts",
+    "FusedQKV",
+    "GateUp",
+    "InterleavedExperts",
+    "Joined",
+    "MissingTensor",
+    "Rename",
+    "Rule",
+    "StackedExperts",
+    "Vocab",
+]
+
+
+class MissingTensor(RequestError):
+    """A rule's source does not exist."""
 
 
 @dataclass
@@ -48,25 +65,33 @@ class Emit:
 
     def applies(self, when: str | None, unless: str | None = None) -> bool:
         """Whether a rule's conditions hold."""
-        return (when is None or bool(getattr(self.args, when))) and not (unless and getattr(self.args, unless))
+        return (when is None or bool(self.args.fact(when))) and not (unless and self.args.fact(unless))
 
     def source(self, prefix: str, *names: str) -> TensorInfo:
         """The first tensor of these names that exists.
 
         Raises:
-            RequestError: None exists.
+            MissingTensor: None exists.
         """
         for name in names:
-            found = self.weights.get(prefix + name)
-            if found is not None:
-                return found
+            tensor = self.weights.get(prefix + name)
+            if tensor is not None:
+                return tensor
         wanted = " or ".join(prefix + name for name in names)
-        raise RequestError(f"the checkpoint has no tensor {wanted}", tensor=prefix + names[0])
+        raise MissingTensor(f"the checkpoint has no tensor {wanted}", tensor=prefix + names[0])
 
-    def target(self, name: str, source: TensorInfo, shape: tuple[int, ...], *, keep_dtype: bool = False) -> None:
+    def target(
+        self,
+        name: str,
+        source: TensorInfo,
+        shape: tuple[int, ...],
+        *,
+        keep_dtype: bool = False,
+        matrix: tuple[int, ...] | None = None,
+    ) -> None:
         """Declares a tensor to be written, with the type of its source unless a cast was asked for."""
         kept = keep_dtype or self.cast is None or not source.dtype.floating
-        self.targets[name] = Target(name, source.dtype if kept or self.cast is None else self.cast, shape)
+        self.targets[name] = Target(name, source.dtype if kept or self.cast is None else self.cast, shape, matrix)
 
     def whole(self, name: str, source: TensorInfo, op: Op = Op.COPY, *, keep_dtype: bool = False) -> None:
         """A target that is a whole source tensor, through an op."""
@@ -105,15 +130,17 @@ class Rename:
         target: Hugging Face's name.
         sources: Megatron's names; the first that exists is taken (layer specs spell norms differently).
         norm: A norm's weight, which may be stored as gamma - 1.
+        plain: A norm's weight that Hugging Face stores as gamma though it stores the model's other norms as gamma - 1.
         transpose: For transformers' Conv1D, whose weights are (in, out).
         fp32: Never cast: consumers expect float32 (router bias).
-        when: Field of `ModelArgs` that must be set.
+        when: Field of `ModelArgs`, or one of its `extras`, that must be set.
         unless: Field that must not be.
     """
 
     target: str
     sources: tuple[str, ...]
     norm: bool = False
+    plain: bool = False
     transpose: bool = False
     fp32: bool = False
     when: str | None = None
@@ -124,7 +151,8 @@ class Rename:
         if not out.applies(self.when, self.unless):
             return
         tensor = out.source(source, *self.sources)
-        op = Op.TRANSPOSE if self.transpose else Op.ADD_ONE if self.norm and out.add_one else Op.COPY
+        add_one = (self.norm and out.add_one) or (self.plain and bool(out.args.zero_centered_norm))
+        op = Op.TRANSPOSE if self.transpose else Op.ADD_ONE if add_one else Op.COPY
         out.whole(target + self.target, tensor, op, keep_dtype=self.fp32)
 
 
@@ -145,10 +173,10 @@ class Vocab:
         out.rows(target + self.target, tensor, [(0, 0, out.vocab)])
         if out.vocab < rows:
             padding = Box((out.vocab, *(0,) * (len(tensor.shape) - 1)), (rows - out.vocab, *tensor.shape[1:]))
-            known = out.args.vocab_size
-            cut = known is not None and out.vocab < known
+            trained = out.args.vocab_size
+            cut = trained is not None and out.vocab < trained
             reason = (
-                f"beyond --vocab-size, although {known} rows are trained" if cut else "padding rows of the vocabulary"
+                f"beyond --vocab-size, although {trained} rows are trained" if cut else "padding rows of the vocabulary"
             )
             out.drops.append(Drop(tensor.name, padding, reason))
 
@@ -165,15 +193,27 @@ def _qkv_rows(args: ModelArgs) -> Iterator[tuple[int, int, int, int]]:
         k_proj      | k0 | k1 |
         v_proj      | v0 | v1 |
 
+    With an output gate (Qwen3-Next), the gates of a group lie behind its queries, and in q_proj each behind its query:
+
+        linear_qkv  | q0 | q1 | g0 | g1 | k0 | v0 | ..        q_proj  | q0 | g0 | q1 | g1 | ..
+
     Source: megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors (0.6 to 0.20).
     """
     heads, groups, dim = args.num_attention_heads, args.num_query_groups, args.head_dim
     if heads is None or groups is None or dim is None:
         raise RequestError("the numbers of heads and query groups are not known, so QKV cannot be taken apart")
     queries = heads // groups * dim
+    gated = bool(args.extras.get("attention_output_gate"))
     for group in range(groups):
-        at = group * (queries + 2 * dim)
-        yield 0, at, group * queries, queries
+        at = group * ((1 + gated) * queries + 2 * dim)
+        if gated:
+            for head in range(heads // groups):
+                to = 2 * (group * queries + head * dim)
+                yield 0, at + head * dim, to, dim
+                yield 0, at + queries + head * dim, to + dim, dim
+            at += queries
+        else:
+            yield 0, at, group * queries, queries
         yield 1, at + queries, group * dim, dim
         yield 2, at + queries + dim, group * dim, dim
 
@@ -198,22 +238,69 @@ class QKV:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """A fused QKV projection as GPT-2's Conv1D: (in, out) with all queries, then all keys, then all values."""
+    """A fused QKV projection with all queries, then all keys, then all values.
+
+    Attributes:
+        transpose: For GPT-2's Conv1D, whose weights are (in, out).
+    """
 
     target: str
     source: str = "self_attention.linear_qkv"
+    transpose: bool = False
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
-        weight, bias = (out.source(source, self.source + leaf) for leaf in (".weight", ".bias"))
-        width = weight.shape[0] // 3
+        weight, args = out.source(source, self.source + ".weight"), out.args
         name, inner = target + self.target + ".weight", weight.shape[1]
-        out.target(name, weight, weight.shape[::-1])
-        pieces = [(at, part * width + to, rows) for part, at, to, rows in _qkv_rows(out.args)]
-        for at, to, rows in pieces:
-            box = Box((at, 0), (rows, inner))
-            out.copies.append(Copy(weight.name, box, name, Box((0, to), (inner, rows)), Op.TRANSPOSE))
-        out.rows(target + self.target + ".bias", bias, pieces)
+        rows = list(_qkv_rows(args))
+        starts = {part: sum(n for other, _, _, n in rows if other < part) for part in range(3)}
+        pieces = [(at, starts[part] + to, n) for part, at, to, n in rows]
+        if self.transpose:
+            out.target(name, weight, weight.shape[::-1])
+            for at, to, n in pieces:
+                box = Box((at, 0), (n, inner))
+                out.copies.append(Copy(weight.name, box, name, Box((0, to), (inner, n)), Op.TRANSPOSE))
+        else:
+            out.rows(name, weight, pieces)
+        if args.add_qkv_bias:
+            out.rows(target + self.target + ".bias", out.source(source, self.source + ".bias"), pieces)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Several tensors of Megatron as one, group by group; in a mixer it stores each part of a projection by itself.
+
+        query  | q0 | q1 |    key  | k0 | k1 |   ..      in_proj_qkvz  | q0 | k0 | v0 | z0 | q1 | k1 | v1 | z1 |
+
+    Attributes:
+        target: Hugging Face's name.
+        sources: Megatron's names, in the order of their rows within a group.
+        groups: Field of `ModelArgs` with the number of groups; None for one.
+        when: Field of `ModelArgs` that must be set.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    groups: str | None = None
+    when: str | None = None
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        if not out.applies(self.when):
+            return
+        tensors = [out.source(source, name) for name in self.sources]
+        groups = (getattr(out.args, self.groups) if self.groups else 1) or 0
+        if not groups or any(tensor.shape[0] % groups for tensor in tensors):
+            raise RequestError(f"the rows of {tensors[0].name} are not those of {groups} groups")
+        counts = [tensor.shape[0] // groups for tensor in tensors]
+        name, rest = target + self.target, tensors[0].shape[1:]
+        zero, at = (0,) * len(rest), 0
+        out.target(name, tensors[0], (sum(counts) * groups, *rest))
+        for group in range(groups):
+            for tensor, rows in zip(tensors, counts, strict=True):
+                box = Box((group * rows, *zero), (rows, *rest))
+                out.copies.append(Copy(tensor.name, box, name, Box((at, *zero), (rows, *rest))))
+                at += rows
 
 
 @dataclass(frozen=True)
@@ -259,17 +346,54 @@ class Experts:
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """One matrix of every expert, stacked in one tensor (experts, rows, columns)."""
+    """One matrix of every expert, or one bias, stacked in one tensor (experts, rows, columns).
+
+    Attributes:
+        transpose: The matrices are (in, out).
+    """
 
     target: str
     source: str
+    transpose: bool = False
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
         name, count = target + self.target, out.args.num_experts or 0
         for expert in range(count):
             tensor = out.source(source, f"mlp.experts.{expert}.{self.source}")
+            shape = tensor.shape[::-1] if self.transpose else tensor.shape
             if not expert:
-                out.target(name, tensor, (count, *tensor.shape))
-            box = Box((expert, *(0,) * len(tensor.shape)), (1, *tensor.shape))
-            out.copies.append(Copy(tensor.name, Box.whole(tensor.shape), name, box))
+                out.target(name, tensor, (count, *shape))
+            box = Box((expert, *(0,) * len(shape)), (1, *shape))
+            op = Op.TRANSPOSE if self.transpose else Op.COPY
+            out.copies.append(Copy(tensor.name, Box.whole(tensor.shape), name, box, op))
+
+
+@dataclass(frozen=True)
+class InterleavedExperts:
+    """The first projections of gated experts, stacked, in turn a column of the gate and one of the other half (gpt-oss).
+
+        linear_fc1 of an expert  | gate (ffn rows) | up (ffn rows) |       gate_up_proj  (hidden, g0 u0 g1 u1 ..)
+
+    Its copies refer to (experts, hidden, ffn, 2), in which each half is a box. Source: transformers 5.23,
+    GptOssExperts; Megatron-Bridge, gpt_oss_bridge.py (2026-08).
+    """
+
+    target: str
+    source: str = "linear_fc1"
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        count = out.args.num_experts or 0
+        for leaf, suffix in ((".weight", ""), (".bias", "_bias")):
+            name = target + self.target + suffix
+            for expert in range(count):
+                tensor = out.source(source, f"mlp.experts.{expert}.{self.source}{leaf}")
+                half, rest = tensor.shape[0] // 2, tensor.shape[1:]
+                if not expert:
+                    out.target(name, tensor, (count, *rest, 2 * half), matrix=(count, *rest, half, 2))
+                zero, op = (0,) * len(rest), Op.TRANSPOSE if rest else Op.COPY
+                for which in range(2):
+                    box = Box((expert, *zero, 0, which), (1, *rest, half, 1))
+                    rows = Box((which * half, *zero), (half, *rest))
+                    out.copies.append(Copy(tensor.name, rows, name, box, op))

@@ -11,7 +11,7 @@ from converters.models.model import SET, UNSET, Model
 from converters.models.rules import QKV, Vocab
 
 if TYPE_CHECKING:
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
 
 LAYER_NORM_ATTENTION = (
     *layer_norm("input_layernorm", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),

@@ -16,30 +16,29 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from converters.archive.records import tensor_ref
 from converters.dtypes import DType, dtype
-from converters.formats.base import Reader
+from converters.megatron.buffers import Misfit, arrange, fit
 from converters.names import printable
-from converters.parallel.buffers import Misfit, arrange, fit
 from converters.pickles import Global
+from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.archive.records import TensorRef
     from converters.catalog import StoredArray
-    from converters.parallel.buffers import Bucket, Local, Rules
-    from converters.parallel.collected import Collected
+    from converters.formats.base import Reader
+    from converters.megatron.buffers import Bucket, Local, Rules
+    from converters.megatron.flat_index import Collected
+    from converters.torchzip.records import TensorRef
 
 __all__ = [
-    "FlatReader",
     "StoredBuffer",
     "StoredFlat",
     "StoredGroup",
     "bucket_sizes",
-    "place",
+    "collect_states",
     "read_buffers",
     "stored_groups",
 ]
@@ -52,19 +51,6 @@ _Buffers: TypeAlias = "dict[tuple[int, str], dict[str, dict[int, StoredFlat]]]"
 _GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.*)", re.DOTALL)
 _BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_(.*)\.bucket_idx_(\d+)\.(\w+)", re.DOTALL)
 _TORCH = re.compile(r"torch\.(\w+)")
-
-
-@runtime_checkable
-class FlatReader(Reader, Protocol):
-    """A reader whose objects can be looked into."""
-
-    def object_value(self, key: str) -> Any:
-        """The inert tree of a stored object, None if there is none."""
-        ...
-
-    def object_array(self, key: str, ref: TensorRef) -> StoredArray:
-        """A tensor inside a stored object, as an array with a record number of its own."""
-        ...
 
 
 class StoredFlat(NamedTuple):
@@ -116,26 +102,26 @@ class StoredGroup:
         return f"{self.prefix}optimizer dp_group_idx_{self.index} gbuf_idx_{buffer}"
 
 
-def stored_groups(reader: FlatReader) -> dict[tuple[int | None, int], StoredGroup]:
+def stored_groups(reader: Reader) -> dict[tuple[int | None, int], StoredGroup]:
     """All data-parallel groups with flat buckets, by number of the chained optimizer (None: a single one) and index."""
     groups: dict[tuple[int | None, int], StoredGroup] = {}
-    found: dict[tuple[int | None, int], _Buffers] = defaultdict(dict)
+    by_group: dict[tuple[int | None, int], _Buffers] = defaultdict(dict)
     for tensor in reader.catalog.tensors.values():
         group = _GROUP.fullmatch(tensor.name) if tensor.opaque else None
         bucket = _BUCKET.fullmatch(group[3]) if group else None
         if group is None or bucket is None:
             continue
         chain = None if group[1] is None else int(group[1])
-        states = found[chain, int(group[2])].setdefault((int(bucket[1]), bucket[2]), {})
+        states = by_group[chain, int(group[2])].setdefault((int(bucket[1]), bucket[2]), {})
         array = tensor.parts[0].array
         states.setdefault(bucket[4], {})[int(bucket[3])] = StoredFlat(array, tensor.dtype, 0, array.shape[0])
-    for where, buffers in found.items():
-        made = groups[where] = StoredGroup(_prefix(where[0]), where[1])
-        sizes = reader.object_value(made.key("per_bucket_numel_unpadded"))
+    for where, buffers in by_group.items():
+        stored_group = groups[where] = StoredGroup(_prefix(where[0]), where[1])
+        sizes = reader.object_value(stored_group.key("per_bucket_numel_unpadded"))
         for (number, types), by_state in sorted(buffers.items()):
             ordered = {state: [arrays[k] for k in sorted(arrays)] for state, arrays in by_state.items()}
-            made.buffers[number] = StoredBuffer(
-                _param_dtype(_TORCH.findall(types)), ordered, bucket_sizes(sizes, number, made.what(number))
+            stored_group.buffers[number] = StoredBuffer(
+                _param_dtype(_TORCH.findall(types)), ordered, bucket_sizes(sizes, number, stored_group.what(number))
             )
     for key, item in reader.catalog.objects.items():
         group = _GROUP.fullmatch(item.name)
@@ -145,7 +131,7 @@ def stored_groups(reader: FlatReader) -> dict[tuple[int | None, int], StoredGrou
     return groups
 
 
-def _param_state(reader: FlatReader, key: str) -> dict[int, StoredBuffer]:
+def _param_state(reader: Reader, key: str) -> dict[int, StoredBuffer]:
     value = reader.object_value(key)
     if value is None:
         return {}
@@ -215,7 +201,9 @@ def read_buffers(value: Any, what: str, flat: Callable[[TensorRef, str], StoredF
     return out
 
 
-def place(stored: StoredBuffer, parameters: Sequence[Local], rules: Sequence[Rules], what: str, out: Collected) -> None:
+def collect_states(
+    stored: StoredBuffer, parameters: Sequence[Local], rules: Sequence[Rules], what: str, out: Collected
+) -> None:
     """Notes where the state of each of a buffer's parameters lies, as `optimizer.state.STATE.NAME`.
 
     Args:
@@ -267,10 +255,10 @@ def _fitted(parameters: Sequence[Local], sizes: Sequence[int], candidates: Seque
 
 def _arranged(parameters: Sequence[Local], total: int, candidates: Sequence[Rules], what: str) -> list[Bucket]:
     """Where parameters lie in a buffer whose buckets are stored end to end: the first rules that fill it."""
-    taken = []
+    sizes = []
     for rules in candidates:
         buckets = arrange(parameters, rules)
-        taken.append(sum(bucket.numel_unpadded for bucket in buckets))
-        if taken[-1] == total:
+        sizes.append(sum(bucket.numel_unpadded for bucket in buckets))
+        if sizes[-1] == total:
             return buckets
-    raise Misfit(f"{what} has {total:,} elements, its parameters take {taken[0]:,}")
+    raise Misfit(f"{what} has {total:,} elements, its parameters take {sizes[0]:,}")

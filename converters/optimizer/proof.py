@@ -1,7 +1,8 @@
 """The proof that optimizer state belongs to the parameters whose names it was given.
 
 Megatron copies the fp32 master weights into the model's weights after every step, so each master weight, rounded to the
-weight's type, is the weight. That holds bit for bit, and for the wrong order of parameters it fails in nearly every
+weight's type, is the weight (a number in the middle of two may have become the upper one: `arithmetic.unequal`). That holds
+bit for bit, and for the wrong order of parameters it fails in nearly every
 element. It is also how the `fully_reshardable` files of Megatron-Core 0.15.0 to 0.19.0 that were saved shifted are found.
 """
 
@@ -15,22 +16,22 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box, contiguous_tiles
 from converters.errors import IntegrityError
-from converters.names import fold, printable
-from converters.reading.arithmetic import OnHost, examined, unequal
-from converters.reading.gather import Gatherer, Sources
+from converters.io.block_runner import TileChecker
+from converters.io.questions import RoundsTo
+from converters.io.sources import Sources
+from converters.names import fold, listed_lines
+from converters.optimizer.storage import MASTER, first_elements, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
 
-__all__ = ["Masters", "mismatches", "prove_masters", "refusal"]
+__all__ = ["Masters", "mismatches", "prove_masters", "proved_when_read", "refusal"]
 
-_PREFIX = "optimizer.state.param."
 _TIED = re.compile(r"embedding\.word_embeddings\.weight \(copy of pp \d+(?:, chunk \d+)?\)")
 _TILE = 1 << 18  # elements
-_SAMPLE = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ class MasterTask:
 class Masters:
     """The proof as a list of tasks, for a `Crew` to do: every master weight rounds to the weight stored beside it.
 
-    Copies of a tied embedding that later pipeline stages keep must equal the first stage's, too: only that is read.
+    Master weights that are the weights, or are computed from them, prove nothing and are not looked at. Copies of a tied
+    embedding that later pipeline stages keep must equal the first stage's, too: only that is read.
 
     Args:
         reader: The checkpoint.
@@ -67,12 +69,12 @@ class Masters:
     def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
         weights = reader.catalog.weights
         self._reader = reader
-        names = [n for name in tensors if name.startswith(_PREFIX) and (n := name.removeprefix(_PREFIX)) in weights]
+        names = [weight.name for weight in _provable(reader.catalog, tensors).values()]
         self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
-        self.tensors = {_PREFIX + n: tensors[_PREFIX + n] for n in names} | {n: weights[n] for n in names}
+        self.tensors = {MASTER + n: tensors[MASTER + n] for n in names} | {n: weights[n] for n in names}
         for label, copy in self._copies.items():
             self.tensors |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
-        pairs = [*((n, _PREFIX + n) for n in names), *((copy.name, label) for label, copy in self._copies.items())]
+        pairs = [*((n, MASTER + n) for n in names), *((copy.name, label) for label, copy in self._copies.items())]
         self.tasks = [
             MasterTask(number, name, self.tensors[other].nbytes + weights[name].nbytes, other)
             for number, (name, other) in enumerate(pairs)
@@ -131,17 +133,52 @@ class MasterWorker:
 
     def __init__(self, sources: Sources) -> None:
         self._tensors = sources.tensors
-        self._gatherers = [Gatherer(sources), Gatherer(sources)]
+        self._checker = TileChecker([sources, sources])
 
     def do(self, task: MasterTask, *, sample: bool = False) -> bool:
         """Whether the master weight of a parameter rounds to it; `sample` looks only at the first elements."""
         master, weight = self._tensors[task.other], self._tensors[task.name]
-        return _agree(self._gatherers, master, weight, sample=sample)
+        if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
+            return False
+        rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
+        question = RoundsTo(master, weight)
+        for tile in [first_elements(master, weight)] if sample else contiguous_tiles(Box.whole(rows), _TILE):
+            self._checker.ask(question, [tile], task.other, task.name)
+            if question.wrong:
+                return False
+        return True
 
     def close(self) -> None:
         """Closes what is open."""
-        for gatherer in self._gatherers:
-            gatherer.close()
+        self._checker.close()
+
+
+def _provable(catalog: Catalog, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Master weights that values can show to be those of their weights: they are not the weights, nor made from them."""
+    weights = catalog.weights
+    return {
+        name: weight
+        for name, info in tensors.items()
+        if name.startswith(MASTER)
+        and (weight := weights.get(name.removeprefix(MASTER))) is not None
+        and info.remainders is None
+        and info.dtype.floating
+        and info.parts != weight.parts
+    }
+
+
+def proved_when_read(catalog: Catalog, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The optimizer's tensors with master weights that are compared with their weights whenever they are read.
+
+    For whoever hands them on without having looked at all of them before: a seventh more is read for it, of which no
+    element is skipped.
+
+    Args:
+        catalog: The checkpoint's.
+        tensors: Canonical optimizer tensors.
+    """
+    provable = _provable(catalog, tensors)
+    return {n: replace(info, rounds_to=provable[n]) if n in provable else info for n, info in tensors.items()}
 
 
 def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
@@ -162,12 +199,11 @@ def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
 
 def refusal(wrong: list[str], catalog: Catalog, message: str) -> IntegrityError:
     """The error that names parameters whose master weights are not theirs."""
-    folded = [printable(text) for text, _ in fold(wrong)]
-    listed = folded[:12] + ([f"and {len(folded) - 12} more"] if len(folded) > 12 else [])
+    details = listed_lines([text for text, _ in fold(wrong)], 12)
     hint = "convert without the optimizer state (--optimizer none), or start from another iteration"
     if catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
-        listed.append("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")
-    return IntegrityError(f"{message}: {len(wrong)} do not match", details=listed, hint=hint, tensor=wrong[0])
+        details.append("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")
+    return IntegrityError(f"{message}: {len(wrong)} do not match", details=details, hint=hint, tensor=wrong[0])
 
 
 def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -180,25 +216,5 @@ def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo]) -> list[str]:
     proof = Masters(reader, tensors)
     tasks = {task.name: task for task in proof.tasks}
     with contextlib.closing(proof.worker()) as worker:
-        chosen = [name for _, members in fold(list(tasks)) for name in _spread(members)]
+        chosen = [name for _, members in fold(list(tasks)) for name in spread(members)]
         return [name for name in chosen if not worker.do(tasks[name], sample=True)]
-
-
-def _spread(members: list[str], most: int = 16) -> list[str]:
-    """Some of them, evenly spread: a wrong order of ranks or experts may leave the first and the last where they are."""
-    steps = min(most, len(members)) - 1
-    return [members[i * (len(members) - 1) // steps] for i in range(steps + 1)] if steps else members[:1]
-
-
-def _agree(gatherers: Sequence[Gatherer], master: TensorInfo, weight: TensorInfo, *, sample: bool) -> bool:
-    if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
-        return False
-    on = OnHost()
-    rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
-    for number, box in enumerate(contiguous_tiles(Box.whole(rows), _SAMPLE if sample else _TILE)):
-        if sample and number:
-            break
-        have, want = (g.gather(tensor.name, box) for g, tensor in zip(gatherers, (master, weight), strict=True))
-        if examined(on, lambda on, a, b: unequal(on, a, b, master.dtype, weight.dtype), have, want)[:, 0].any():
-            return False
-    return True

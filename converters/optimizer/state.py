@@ -1,35 +1,38 @@
 """Optimizer state under canonical names, whatever layout it was saved in.
 
-    found = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
-    if found.doubt:                              # before anything is published:
-        prove_masters(reader, found.tensors)     # master weights round to the weights; or `Masters`, for a crew
+    state = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
+    prove_masters(reader, state.tensors)         # master weights round to the weights; or `Masters`, for a crew
 
 Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
-`param` here). Flat buckets store no names: the order of parameters follows from the model (`registration`), and what the
-checkpoint does not tell is tried out on the values: each candidate must turn master weights into the weights stored beside
-them.
+`param` here). Master weights are fp32 here, also where the file holds remainders (`storage`). Flat buckets store no names:
+the order of parameters follows from the model (`registration`), and what the checkpoint does not tell is tried out on the
+values: each candidate must turn master weights into the weights stored beside them.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from converters.catalog import TensorInfo
-from converters.errors import FormatError, RequestError
-from converters.facts.model_args import ModelArgs
-from converters.formats.base import CommonReader
-from converters.names import quoted
-from converters.optimizer.flat import MASTERS, FlatReader, place, stored_groups
+from converters.errors import FormatError, IntegrityError, RequestError
+from converters.megatron.buffers import Misfit, Rules
+from converters.megatron.flat_index import Collected
+from converters.megatron.layout import Layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts
+from converters.megatron.rank_state_dict import LocalModel, likely_order
+from converters.megatron.split import Outline
+from converters.model_parts import untrained
+from converters.names import printable, quoted
+from converters.optimizer.flat import collect_states, stored_groups
 from converters.optimizer.proof import mismatches, refusal
-from converters.parallel.buffers import Misfit, Rules
-from converters.parallel.collected import Collected
-from converters.parallel.layout import Layout
-from converters.parallel.local import LocalModel, likely_order
-from converters.parallel.split import Outline
+from converters.optimizer.shift import refuse_shifted
+from converters.optimizer.storage import complete_masters, keeps_remainders
+from converters.param_order import EXPERTS, Order, trainable
 from converters.planning.plan import Target
-from converters.registration import EXPERTS, Order, trainable
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.optimizer.flat import StoredGroup
 
-__all__ = ["Candidate", "OptimizerState", "candidates", "has_optimizer", "optimizer_state"]
+__all__ = ["Candidate", "OptimizerState", "candidates", "has_optimizer", "may_be_shifted", "optimizer_state"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +67,15 @@ class OptimizerState:
         tensors: `optimizer.state.STATE.NAME` -> tensor, in the order of the parameters.
         replaced: Stored tensors and objects whose elements are in `tensors` now, each with what it was.
         candidate: For flat buckets, the order that a sample of the values confirms; None where names are stored.
-        doubt: Why `prove_masters` must be asked before anything is published; None if nothing speaks against the names.
         notes: Sentences a person should read.
+        recognised: Which algorithm has which parameters.
     """
 
     tensors: dict[str, TensorInfo]
     replaced: dict[str, str] = field(default_factory=dict)
     candidate: Candidate | None = None
-    doubt: str | None = None
     notes: tuple[str, ...] = ()
+    recognised: Recognised = field(default_factory=lambda: Recognised(()))
 
 
 def has_optimizer(catalog: Catalog) -> bool:
@@ -86,48 +89,91 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
 
     Args:
         layout: The job that saved it, if its arguments do not tell.
-        proved: Of orders that fill flat buckets, accept none that a sample of the values speaks against; False takes the
-            one that the least speaks against, and notes what does.
+        proved: Of orders that fill flat buckets, accept none that a sample of the values speaks against, and no state that
+            may have been saved shifted; False takes the one that the least speaks against, and notes what does.
 
     Raises:
-        IntegrityError: No known order of parameters turns the stored master weights into the stored weights.
+        IntegrityError: No known order of parameters turns the stored master weights into the stored weights, or a state
+            is missing.
         FormatError: The buckets are incomplete or no order of parameters fills them.
-        RequestError: Nothing says which job saved them.
+        RequestError: Nothing says which job saved them, or what was stored of the master weights, or the optimizer is none
+            that is known.
     """
     catalog = reader.catalog
-    groups = stored_groups(reader) if isinstance(reader, FlatReader) else {}
-    if groups and isinstance(reader, FlatReader):
-        if layout is None and not catalog.args:
+    recognised = optimizer_parts(catalog)
+    _refuse_unknown(catalog, recognised)
+    groups = stored_groups(reader)
+    if groups:
+        if layout is None and ModelArgs.from_catalog(catalog).tp is None:  # neither arguments nor a run_config.yaml
             raise RequestError(
                 "what lies where in the optimizer's flat buckets follows from the job's arguments, which are missing",
                 hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
             )
-        return _unflatten(reader, groups, layout or Layout.saved(catalog), proved=proved)
+        state = _unflatten(reader, groups, layout or Layout.saved(catalog), recognised, proved=proved)
+        return replace(state, tensors=state.tensors | _named(catalog), recognised=recognised)
+    tensors = _named(catalog)
+    notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
+    notes += (recognised.doubt,) if recognised.doubt else ()
+    tensors = complete_masters(reader, tensors)
+    if proved and keeps_remainders(tensors) and may_be_shifted(catalog):
+        refuse_shifted(reader, tensors)
+    return OptimizerState(tensors, notes=notes, recognised=recognised)
+
+
+def _named(catalog: Catalog) -> dict[str, TensorInfo]:
+    """The tensors that are stored under a parameter's name.
+
+    Raises:
+        RequestError: One of them has another shape than its parameter.
+    """
     tensors: dict[str, TensorInfo] = {}
+    weights = catalog.weights if catalog.megatron else {}
     for info in catalog.tensors.values():
         if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
             continue
         state, _, name = info.name.removeprefix("optimizer.state.").partition(".")
         renamed = f"optimizer.state.{MASTERS.get(state, state)}.{name}"
+        weight = weights.get(name)
+        if weight is not None and info.shape[1:] != weight.shape[1:]:  # rows may be padded otherwise
+            raise RequestError(
+                f"{printable(renamed)} is {list(info.shape)}, its parameter {list(weight.shape)}: a state of another "
+                "shape belongs to the part of one tensor-parallel rank, and cannot be divided anew",
+                hint=_WITHOUT,
+                tensor=renamed,
+            )
         tensors[renamed] = TensorInfo(renamed, info.dtype, info.shape, "optimizer", info.parts, info.opaque)
-    notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
-    doubt = reader.optimizer_doubt if isinstance(reader, CommonReader) else _shifted(catalog)
-    return OptimizerState(tensors, doubt=doubt if tensors else None, notes=notes)
+    return tensors
 
 
-def _shifted(catalog: Catalog) -> str | None:
+_WITHOUT = "--optimizer none leaves the optimizer out"
+
+
+def _refuse_unknown(catalog: Catalog, recognised: Recognised) -> None:
+    """Optimizer state is moved only when it is known what it is."""
+    if not catalog.megatron:
+        return
+    if recognised.lost:
+        more = len(recognised.lost) - 1
+        text = str(recognised.lost[0]) + (f"; and {more} more" if more else "")
+        raise IntegrityError(text, details=list(map(str, recognised.lost[1:8])), hint=_WITHOUT)
+    if recognised.strange:
+        raise RequestError(
+            f"the optimizer is not understood: {recognised.strange[0]}", details=recognised.strange[1:8], hint=_WITHOUT
+        )
+
+
+def may_be_shifted(catalog: Catalog) -> bool:
     """Whether Megatron-Core 0.15.0 to 0.19.0 may have stored the state shifted by the padding of its buckets.
 
     It did when a buffer had several: with overlap_grad_reduce, or around an embedding that two pipeline stages share.
     """
     if catalog.content.get("distrib_optim_sharding_type") != "fully_reshardable":
-        return None
+        return False
     args = catalog.args
-    stages = args.get("pipeline_model_parallel_size")
     shared = args.get("untie_embeddings_and_output_weights") is not True or args.get("mtp_num_layers")
-    if args.get("overlap_grad_reduce") is False and (stages == 1 or not shared):
-        return None
-    return "Megatron-Core 0.15.0 to 0.19.0 may have stored it shifted by the padding of its buckets"
+    return args.get("overlap_grad_reduce") is not False or bool(
+        args.get("pipeline_model_parallel_size") != 1 and shared
+    )
 
 
 def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple[str, ...]:
@@ -138,7 +184,9 @@ def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple
         if f"optimizer.state.exp_avg.{name}" in tensors and master not in tensors and weight.dtype.name == "float32":
             tensors[master] = TensorInfo(master, weight.dtype, weight.shape, "optimizer", weight.parts)
             added += 1
-    return (f"{added} parameters are fp32 and are their own master weights",) if added else ()
+    return (
+        (f"{counted(added, 'parameter')} in fp32: own master {'weight' if added == 1 else 'weights'}",) if added else ()
+    )
 
 
 def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
@@ -157,35 +205,66 @@ def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
     if any(".mixer.conv1d." in name for name in catalog.weights):
         direct = [likely.conv_direct, not likely.conv_direct]
     for align, conv, kind, norm, count in itertools.product(aligns, direct, experts, fused, counts):
-        yield Candidate(Order(norm, kind, conv), align, count)
+        yield Candidate(Order(norm, kind, conv, likely.fused_down), align, count)
 
 
 def _unflatten(
-    reader: FlatReader, groups: Mapping[tuple[int | None, int], StoredGroup], layout: Layout, *, proved: bool = True
+    reader: Reader,
+    groups: Mapping[tuple[int | None, int], StoredGroup],
+    layout: Layout,
+    recognised: Recognised,
+    *,
+    proved: bool = True,
 ) -> OptimizerState:
     """Names and boxes for the elements of flat buckets: the first order of parameters that the values confirm."""
     catalog = reader.catalog
-    reason: Misfit | None = None
+    names = frozenset[str]().union(*(part.names for part in recognised.parts if part.distributed))
+    reason: FormatError | RequestError | None = None
     refused: list[str] = []
     best: OptimizerState | None = None
     for candidate in candidates(catalog, layout):
         try:
-            tensors = _Unflattener(catalog, groups, layout, candidate).run()
+            attempt = _Unflattener(catalog, groups, layout, candidate, names)
+            tensors = complete_masters(reader, attempt.run())
         except Misfit as error:
             reason = reason or error
             continue
+        # dp_reshardable has a chunk for each parameter; what else there is has none that end with one
+        edges = catalog.content.get("distrib_optim_sharding_type") == "dp_reshardable"
+        if keeps_remainders(tensors) and attempt.collected.inside and (edges or not _order_stated(catalog)):
+            reason = reason or _order_unknown(catalog, min(attempt.collected.inside))
+            continue
         wrong = mismatches(reader, tensors)
-        doubt = "the order of parameters in its flat buckets was inferred"
         if not wrong:
-            return OptimizerState(tensors, _replaced(catalog), candidate, doubt)
+            return OptimizerState(tensors, _replaced(catalog), candidate)
         if best is None or len(wrong) < len(refused):
-            note = f"{len(wrong)} master weights do not round to the weights; flat buckets are named by the likeliest order"
-            best, refused = OptimizerState(tensors, _replaced(catalog), candidate, doubt, (note,)), wrong
+            note = f"{counted(len(wrong), 'master weight')} {'does' if len(wrong) == 1 else 'do'} not round to the weights; "
+            note += "flat buckets are named by the likeliest order"
+            best, refused = OptimizerState(tensors, _replaced(catalog), candidate, (note,)), wrong
     if best is not None and not proved:
         return best
     if refused:
         raise refusal(refused, catalog, "no known order of parameters fits the flat optimizer buckets")
     raise reason or FormatError("the optimizer's flat buckets hold nothing")
+
+
+def _order_stated(catalog: Catalog) -> bool:
+    """Whether the arguments say how the modules of the job were made, so that `likely_order` is not a guess."""
+    args = catalog.args
+    experts = any(".mlp.experts." in name for name in catalog.weights)
+    grouped = not experts or isinstance(args.get("moe_grouped_gemm"), bool)
+    return isinstance(args.get("transformer_impl"), str) and grouped
+
+
+def _order_unknown(catalog: Catalog, name: str) -> RequestError:
+    """Remainders fit any order: without chunks that end where parameters do, nothing proves one."""
+    return RequestError(
+        "in which order the optimizer's flat buckets hold the parameters is not known: master weights that are stored as "
+        "remainders do not tell, and chunks do not end where parameters would",
+        details=[f"for example {printable(name)}"],
+        hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
+        tensor=name,
+    )
 
 
 def _replaced(catalog: Catalog) -> dict[str, str]:
@@ -205,16 +284,19 @@ class _Unflattener:
         groups: Mapping[tuple[int | None, int], StoredGroup],
         layout: Layout,
         candidate: Candidate,
+        names: frozenset[str],
     ) -> None:
-        self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.args
-        weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n)}
+        self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.job_options
+        self.names = names
+        frozen = untrained(catalog.weights)
+        weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n) and n not in frozen}
         self.weights = weights
         made_by = catalog.producer[0] if catalog.producer else ""
         self.early = made_by.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
         outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
         parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
         self.model = LocalModel(parameters, layout, outline, candidate.order)
-        self.found = Collected()
+        self.collected = Collected()
         self.used: set[tuple[int | None, int]] = set()
 
     def run(self) -> dict[str, TensorInfo]:
@@ -254,7 +336,8 @@ class _Unflattener:
         elif experts:
             index += ep * layout.pp * layout.tp
         group = self.groups.get((chain, index))
-        wanted = self.model.buffers(pp, chunks, tp, ep if experts else None, experts=experts)
+        mine = self.names
+        wanted = self.model.buffers(pp, chunks, tp, ep if experts else None, experts=experts, names=mine)
         have = group.buffers if group else {}
         self.used.add((chain, index))
         if len(wanted) != len(have):
@@ -269,9 +352,9 @@ class _Unflattener:
                 raise Misfit(f"{what} should hold {buffer.dtype} parameters")
             job = (self.args, self.layout, self.model.numel, pp, buffer.chunk)
             rules = Rules.of(*job, experts=bool(experts), align=self.candidate.align, early=self.early)
-            place(stored, buffer.parameters, [rules], what, self.found)
+            collect_states(stored, buffer.parameters, [rules], what, self.collected)
 
     def _tensors(self) -> dict[str, TensorInfo]:
-        states = sorted({name.split(".", 3)[2] for name in self.found.pieces})
+        states = sorted({name.split(".", 3)[2] for name in self.collected.pieces})
         names = ((f"optimizer.state.{state}.{n}", t.shape) for n, t in self.weights.items() for state in states)
-        return {n: self.found.tensor(n, shape, "optimizer") for n, shape in names if n in self.found.pieces}
+        return {n: self.collected.tensor(n, shape, "optimizer") for n, shape in names if n in self.collected.pieces}

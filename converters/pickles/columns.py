@@ -84,14 +84,14 @@ class Batch:
         run: (n,) the number of the `Run` that each item belongs to.
         base: (n,) the first memo index that each item writes.
         values: By slot, (n,): integers, or memo indexes (also of a string that the item itself wrote).
-        places: Parts of the tree that other items may refer to, with (n,) the memo index of each.
+        parts: Parts of the tree that other items may refer to, with (n,) the memo index of each.
     """
 
     tree: Node
     run: Ints
     base: Ints
     values: list[Ints]
-    places: list[tuple[Node, Ints]]
+    parts: list[tuple[Node, Ints]]
 
 
 class Columns:
@@ -109,9 +109,9 @@ class Columns:
         self.raw = np.frombuffer(data, np.uint8)
         self.templates: tuple[list[Template], list[Template]] = ([], [])
         self.index = (_Index(), _Index())
-        self.taken: list[_Taken] = []
+        self.runs_taken: list[_Taken] = []
         self.strings: list[str] = []
-        self._known: set[str] = set()
+        self._shapes_seen: set[str] = set()
         self._begins: dict[int, int] = {}
         self._bases: list[int] = []
         self._scans = _SCANS
@@ -156,7 +156,7 @@ class Columns:
     def make(self, machine: Stack, index: int) -> Node:
         """The value of a memo entry that was written by an item that was taken."""
         number = bisect_right(self._bases, index) - 1
-        run = self.taken[number] if number >= 0 else None
+        run = self.runs_taken[number] if number >= 0 else None
         if run is None or index >= run.first + int(run.memos.sum()):
             raise Bail
         ends = run.first + np.cumsum(run.memos)
@@ -194,12 +194,14 @@ class Columns:
             return pos
         last = index.breaks[bisect_left(index.breaks, first)] + 1
         memos = index.memos[first:last]
-        self.taken.append(_Taken(kind, index.template[first:last], index.row[first:last], memos, len(machine.memo)))
+        self.runs_taken.append(
+            _Taken(kind, index.template[first:last], index.row[first:last], memos, len(machine.memo))
+        )
         self._bases.append(len(machine.memo))
         machine.memo.extend(repeat(MISSING, int(memos.sum())))
-        machine.stack.append(Run(len(self.taken) - 1, last - first))
+        machine.stack.append(Run(len(self.runs_taken) - 1, last - first))
         if kind == self.PAIR:
-            machine.stack.append(Run(len(self.taken) - 1, 0))
+            machine.stack.append(Run(len(self.runs_taken) - 1, 0))
         return int(index.ends[last - 1])
 
     def _advance(self, kind: int, pos: int) -> None:
@@ -241,9 +243,9 @@ class Columns:
         if template is None:
             return
         shape = f"{kind} {template.parts!r}"
-        if shape in self._known:
+        if shape in self._shapes_seen:
             return
-        self._known.add(shape)
+        self._shapes_seen.add(shape)
         self._scans = _SCANS
         self.templates[kind].append(template)
         if stop < self.index[kind].stop:
@@ -253,10 +255,10 @@ class Columns:
 
     def batches(self, kind: int) -> list[Batch]:
         """Everything that was taken of one kind, by shape."""
-        numbers = [number for number, run in enumerate(self.taken) if run.kind == kind]
+        numbers = [number for number, run in enumerate(self.runs_taken) if run.kind == kind]
         if not numbers:
             return []
-        runs = [self.taken[number] for number in numbers]
+        runs = [self.runs_taken[number] for number in numbers]
         template = np.concatenate([run.template for run in runs])
         row = np.concatenate([run.row for run in runs])
         memos = np.concatenate([run.memos for run in runs])
@@ -264,23 +266,23 @@ class Columns:
         before = np.cumsum(memos) - memos
         shift = np.array([run.first for run in runs]) - before[np.cumsum(sizes) - sizes]
         base, run_of = before + np.repeat(shift, sizes), np.repeat(np.array(numbers), sizes)
-        found = []
+        batches = []
         for number, shape in enumerate(self.templates[kind]):
             mine = np.flatnonzero(template == number)
             if len(mine):
-                found.append(self._batch(shape, row[mine], run_of[mine], base[mine]))
-        return found
+                batches.append(self._batch(shape, row[mine], run_of[mine], base[mine]))
+        return batches
 
     def _batch(self, template: Template, rows: Ints, run: Ints, base: Ints) -> Batch:
         values = [
             np.concatenate(column)[rows] for column in zip(*(block.values for block in template.blocks), strict=True)
         ]
-        places: list[tuple[Node, Ints]] = []
+        parts: list[tuple[Node, Ints]] = []
         at = base
         for event in template.events:
             if isinstance(event, tuple):
                 if isinstance(event[0], (tuple, Obj)):
-                    places.append((event[0], at))
+                    parts.append((event[0], at))
                 at = at + 1
                 continue
             # A reference to what the item itself wrote would be another one in each item.
@@ -295,13 +297,13 @@ class Columns:
                 values[event] = np.where(new, at, values[event])
                 at = at + new
         template.blocks.clear()
-        return Batch(template.tree, run, base, values, places)
+        return Batch(template.tree, run, base, values, parts)
 
     def _write(self, indexes: Ints, texts: Ints) -> None:
         """Note the strings that items wrote to the memo."""
         data, codes = self.data, self._codes
-        found = [codes.setdefault(data[pos : pos + size], len(codes)) for pos, size in texts.tolist()]
-        self._written.append((indexes, np.array(found, np.int64)))
+        numbers = [codes.setdefault(data[pos : pos + size], len(codes)) for pos, size in texts.tolist()]
+        self._written.append((indexes, np.array(numbers, np.int64)))
 
     def texts(self, machine: Stack, indexes: Ints) -> tuple[Ints, list[str]]:
         """The strings that memo indexes refer to.
@@ -326,20 +328,20 @@ class Columns:
         order = np.argsort(keys)
         keys, codes = keys[order], codes[order]
         unique, inverse = np.unique(indexes, return_inverse=True)
-        found = np.full(len(unique), -1, np.int64)
+        positions = np.full(len(unique), -1, np.int64)
         if len(keys):
-            place = np.minimum(np.searchsorted(keys, unique), len(keys) - 1)
-            found = np.where(keys[place] == unique, codes[place], -1)
-        for position in np.flatnonzero(found < 0).tolist():
+            nearest = np.minimum(np.searchsorted(keys, unique), len(keys) - 1)
+            positions = np.where(keys[nearest] == unique, codes[nearest], -1)
+        for position in np.flatnonzero(positions < 0).tolist():
             value = machine.memo[int(unique[position])]
             if type(value) is not str:
                 raise Bail
-            found[position] = len(strings)
+            positions[position] = len(strings)
             strings.append(value)
-        return found[inverse], strings
+        return positions[inverse], strings
 
     @staticmethod
-    def made(batches: list[Batch], indexes: Ints) -> Iterator[tuple[Batch, Node, Ints, Ints]]:
+    def referred(batches: list[Batch], indexes: Ints) -> Iterator[tuple[Batch, Node, Ints, Ints]]:
         """Parts of items that memo indexes refer to.
 
         Args:
@@ -350,9 +352,9 @@ class Columns:
             A batch and a part of its tree; which of its items; and which of `indexes` refer to these.
         """
         for batch in batches:
-            for tree, places in batch.places:
-                item = np.minimum(np.searchsorted(places, indexes), len(places) - 1)
-                hit = np.flatnonzero(places[item] == indexes)
+            for tree, memo_indexes in batch.parts:
+                item = np.minimum(np.searchsorted(memo_indexes, indexes), len(memo_indexes) - 1)
+                hit = np.flatnonzero(memo_indexes[item] == indexes)
                 if len(hit):
                     yield batch, tree, item[hit], hit
 

@@ -212,7 +212,7 @@ def pairs(node: Node) -> list[tuple[Node, Node]]:
 
 def references(node: Node) -> list[PersId]:
     """Every reference to something outside a tree, each once, in no particular order."""
-    found: dict[PersId, None] = {}
+    storages: dict[PersId, None] = {}
     seen: set[int] = set()
     left = [node]
     while left:
@@ -220,7 +220,7 @@ def references(node: Node) -> list[PersId]:
         if id(current) in seen:
             continue
         if isinstance(current, PersId):
-            found[current] = None
+            storages[current] = None
         elif isinstance(current, dict):
             seen.add(id(current))
             left += [*current, *current.values()]
@@ -231,4 +231,4 @@ def references(node: Node) -> list[PersId]:
             seen.add(id(current))
             left += [current.args, current.kwargs, current.state, current.items]
             left += [] if current.pairs is None else [part for pair in current.pairs for part in pair]
-    return list(found)
+    return list(storages)

@@ -159,14 +159,14 @@ class Opcodes(Stack):
         for part in (module, name):
             if type(part) is not str or len(part) > self.limits.name_chars or not _NAME.match(part):
                 self.unsafe(pos, f"a global whose name is not one ({part!r:.80})")
-        found = Global(module, name, pos)
-        if hostile(found):
+        node = Global(module, name, pos)
+        if hostile(node):
             raise UnsafePickle(
-                f"{self.what}: hostile global {found.path} at byte {pos}",
+                f"{self.what}: hostile global {node.path} at byte {pos}",
                 details=[self.where(pos), "loading this file with pickle or torch.load could run code"],
                 hint="do not load the file with anything else; ask whoever wrote it",
             )
-        self.stack.append(found)
+        self.stack.append(node)
         self.room -= 216
 
     def _op_global_text(self, pos: int) -> int:

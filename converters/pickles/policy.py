@@ -112,16 +112,16 @@ _REEXPORTED: Final = frozenset({
 """Modules reached through another one: `pathlib` imports `os`, so `pathlib` + `os.mkdir` is `os.mkdir`."""
 
 
-def hostile(found: Global) -> bool:
+def hostile(node: Global) -> bool:
     """Whether a global is one that no checkpoint has a reason to mention.
 
     Args:
-        found: The name as the pickle has it.
+        node: The name as the pickle has it.
 
     Returns:
         True if a file that names it must be refused.
     """
-    return hostile_name(found.module, found.name)
+    return hostile_name(node.module, node.name)
 
 
 @lru_cache(maxsize=4096)
@@ -196,5 +196,5 @@ def hostile_tail(data: bytes, start: int) -> int | None:
     Returns:
         The offset of the first one, or None.
     """
-    found = _TAIL.search(data, start)
-    return found.start() if found else None
+    match = _TAIL.search(data, start)
+    return match.start() if match else None

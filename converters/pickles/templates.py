@@ -153,7 +153,7 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
     """A template, and the positions of references among its slots that are dict keys."""
     parts: list[bytes | int] = []
     slots: list[Slot] = []
-    places: list[int] = []
+    positions: list[int] = []
     events: list[int | None] = []
     raw = bytearray()
     for op, pos, end in tokens:
@@ -164,7 +164,7 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
             parts.append(len(slots))
             raw += b"j" + (_LEAF + len(slots)).to_bytes(4, "little")
             slots.append(Slot(len(slots), is_ref))
-            places.append(pos)
+            positions.append(pos)
             continue
         if op == 0x94:
             events.append(None)
@@ -181,18 +181,18 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
     own = iter(overlay.own)
     written = [event if event is not None else (next(own),) for event in events]
     tree = values[0] if count == 1 else tuple(values)
-    keys = {places[slot.index] for slot in _key_slots(values) if slot.is_ref}
+    keys = {positions[slot.index] for slot in _key_slots(values) if slot.is_ref}
     return Template(parts, tree, written, [slot.is_ref for slot in slots]), keys
 
 
 def _key_slots(values: list[Node]) -> list[Slot]:
     """Slots in the place of a dict key, anywhere in the item."""
-    found: list[Slot] = []
+    slots: list[Slot] = []
     left = list(values)
     while left:
         node = left.pop()
         if isinstance(node, dict):
-            found += [key for key in node if isinstance(key, Slot)]
+            slots += [key for key in node if isinstance(key, Slot)]
             left += [*node.keys(), *node.values()]
         elif isinstance(node, (tuple, list)):
             left += node
@@ -200,7 +200,7 @@ def _key_slots(values: list[Node]) -> list[Slot]:
             left += [node.args, node.kwargs, node.state, node.items, node.pairs]
         elif isinstance(node, PersId):
             left.append(node.value)
-    return found
+    return slots
 
 
 def find(raw: NDArray[np.uint8], template: Template, start: int, stop: int) -> Block:
@@ -240,7 +240,7 @@ def find(raw: NDArray[np.uint8], template: Template, start: int, stop: int) -> B
 def _occurrences(raw: NDArray[np.uint8], head: bytes) -> Ints:
     """Where `head` occurs: at its byte that is rarest here, the others are then compared."""
     counts = np.bincount(raw[: 1 << 16], minlength=256)
-    rarest = min(range(len(head)), key=lambda place: counts[head[place]])
+    rarest = min(range(len(head)), key=lambda position: counts[head[position]])
     last = len(raw) - len(head) + 1
     starts = np.flatnonzero(raw[rarest : max(rarest, rarest + last)] == head[rarest])
     for shift, byte in enumerate(head):

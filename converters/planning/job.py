@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from converters.box import Box
 from converters.errors import IntegrityError, RequestError
 from converters.names import printable
-from converters.planning.plan import Copy, Op, Target
+from converters.planning.plan import Op, Piece, prove
 from converters.planning.tasks import Task, Tasks, TaskTable, Tile
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
+    from converters.planning.plan import Copy, Drop
 
 __all__ = ["CopyRoutes", "Job", "Move", "OutputFile", "Place", "Routes", "Seals", "Slice", "Task", "Tile"]
 
@@ -41,7 +42,7 @@ _SMALLEST_TILE = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a target tensor lies.
+    """Where a piece lies.
 
     Attributes:
         file: Position in the job's files.
@@ -58,10 +59,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Bytes at an offset of an output file: given, or `(file, offset, length)` of the source."""
+    """Bytes at an offset of an output file.
+
+    Attributes:
+        at: The offset.
+        content: The bytes, or `(file, offset, length)` of the source: a `torch.save` archive whose checksums are compared.
+        plain: It is no such archive, but any file, last changed at this time in ns; -1 for an archive.
+    """
 
     at: int
     content: bytes | tuple[Path, int, int]
+    plain: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,18 @@ Kind = tuple["DType", "DType", Op]
 
 class Routes(Protocol):
     """Where the elements of every source tensor go."""
+
+    def prove(self, sources: Mapping[str, Sequence[int]], drops: Iterable[Drop]) -> None:
+        """Checks that every element of the result is written once, and every element of the sources used or dropped.
+
+        Args:
+            sources: The shapes of the tensors that are read.
+            drops: What of them is left out, and why.
+
+        Raises:
+            RequestError: See `planning.plan.prove`.
+        """
+        ...
 
     def sources(self) -> Sequence[str]:
         """The source tensors to be read, in the order that fills the output files one after the other."""
@@ -175,39 +195,49 @@ class Seals(Protocol):
 
 @dataclass(frozen=True)
 class CopyRoutes:
-    """Routes given as region copies between named tensors.
+    """Routes to pieces, each of which has its place.
 
     Attributes:
-        copies: For each source tensor, where its elements go.
-        targets: Every target tensor.
-        places: Where each target lies.
+        pieces: The pieces.
+        locations: Where each of them lies.
+        copies: For each source tensor, what goes where: the number of the piece, and the copy.
     """
 
-    copies: Mapping[str, Sequence[Copy]]
-    targets: Mapping[str, Target]
-    places: Mapping[str, Place]
+    pieces: Sequence[Piece]
+    locations: Sequence[Place]
+    copies: Mapping[str, Sequence[tuple[int, Copy]]]
 
     @classmethod
-    def of(cls, copies: Sequence[Copy], targets: Mapping[str, Target], places: Mapping[str, Place]) -> CopyRoutes:
+    def of(cls, placed: Iterable[tuple[Piece, Place]]) -> CopyRoutes:
         """Groups copies by source and orders the sources by where their first element lands."""
-        by_source: dict[str, list[Copy]] = defaultdict(list)
-        for copy in copies:
-            by_source[copy.source].append(copy)
-        first = {name: min(_position(places[c.target]) for c in mine) for name, mine in by_source.items()}
-        return cls({name: by_source[name] for name in sorted(first, key=first.__getitem__)}, targets, places)
+        pieces, locations = list[Piece](), list[Place]()
+        copies: dict[str, list[tuple[int, Copy]]] = defaultdict(list)
+        first: dict[str, tuple[int, int]] = {}
+        for number, (piece, location) in enumerate(placed):
+            pieces.append(piece)
+            locations.append(location)
+            position = (location.file, location.offset)
+            for copy in piece.copies:
+                copies[copy.source].append((number, copy))
+                first[copy.source] = min(first.get(copy.source, position), position)
+        return cls(pieces, locations, {name: copies[name] for name in sorted(first, key=first.__getitem__)})
 
     def sources(self) -> Sequence[str]:
         """See `Routes`."""
         return list(self.copies)
 
+    def prove(self, sources: Mapping[str, Sequence[int]], drops: Iterable[Drop]) -> None:
+        """See `Routes`."""
+        prove(self.pieces, sources, drops)
+
     def reached(self, source: str, box: Box) -> Iterator[Move]:
         """See `Routes`."""
-        for copy in self.copies[source]:
+        for number, copy in self.copies.get(source, ()):
             part = copy.source_box.intersect(box) if box.shape else box
             if part is not None:
-                target, place = self.targets[copy.target], self.places[copy.target]
-                where, into = (place.file, place.offset, target.shape), landing(copy, part)
-                yield Move(part, *where, into, target.dtype, copy.op, place.record, place.base)
+                piece, location = self.pieces[number], self.locations[number]
+                array = (location.file, location.offset, piece.laid)
+                yield Move(part, *array, landing(copy, part), piece.dtype, copy.op, location.record, location.base)
 
     def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
         """See `Routes`."""
@@ -215,17 +245,16 @@ class CopyRoutes:
 
     def kinds(self, sources: Mapping[str, TensorInfo]) -> set[Kind]:
         """See `Routes`."""
-        copies = ((sources[name].dtype, copy) for name, mine in self.copies.items() for copy in mine)
-        return {(dtype, self.targets[copy.target].dtype, copy.op) for dtype, copy in copies}
+        copies = ((sources[name].dtype, number, copy) for name, mine in self.copies.items() for number, copy in mine)
+        return {(dtype, self.pieces[number].dtype, copy.op) for dtype, number, copy in copies}
 
     def digest(self) -> str:
         """See `Routes`."""
         digest = hashlib.sha256()
-        for mine in self.copies.values():
-            for copy in mine:
-                digest.update(f"{copy.source}{copy.source_box}{copy.target}{copy.target_box}{copy.op.value};".encode())
-        for name, place in self.places.items():
-            digest.update(f"{name}@{place.file}+{place.offset}:{self.targets[name].dtype};".encode())
+        for piece, location in zip(self.pieces, self.locations, strict=True):
+            digest.update(f"{piece.dtype}{piece.laid}@{location.file}+{location.offset};".encode())
+            for copy in piece.copies:
+                digest.update(f"{copy.source}{copy.source_box}{copy.target_box}{copy.op.value};".encode())
         return digest.hexdigest()
 
 
@@ -243,7 +272,6 @@ class Job:
         computes: Some elements change their type or value on the way.
         seals: The output records that end with a checksum of their own, if the format has such.
         source_fingerprint: Digest of the source as it was when the job was made; it must be the same while it is read.
-        known_tasks: The tasks, if they are known from an earlier job that was the same but for its source's bytes.
     """
 
     sources: Mapping[str, TensorInfo]
@@ -256,7 +284,6 @@ class Job:
     computes: bool = False
     seals: Seals | None = None
     source_fingerprint: str = ""
-    known_tasks: TaskTable | None = None
 
     @classmethod
     def build(
@@ -269,24 +296,28 @@ class Job:
         max_memory: int = 64 * MIB,
         threads: int = 2,
         seals: Seals | None = None,
-        known_tasks: TaskTable | None = None,
+        drops: Iterable[Drop] = (),
     ) -> Job:
-        """Orders the work by output file and cuts it into tiles that fit in `max_memory` bytes of buffers.
+        """Proves the work complete, orders it by output file, and cuts it into tiles that fit in `max_memory` bytes.
 
-        With `known_tasks`, `sources` are exactly those that the routes read, in their order.
+        Args:
+            drops: Elements of the sources that go nowhere, and why.
 
         Raises:
-            RequestError: `max_memory` is too small to hold a tile for one worker.
+            RequestError: Something is not written, written twice or lost (`planning.plan.prove`), or `max_memory` is too
+                small to hold a tile for one worker.
             IntegrityError: A tensor is needed that the checkpoint lacks, though it has its like: one moment of two.
         """
-        absent = next((name for name in routes.sources() if name not in sources), None) if known_tasks is None else None
+        absent = next((name for name in routes.sources() if name not in sources), None)
         if absent is not None:
             raise IntegrityError(
                 f"{printable(absent)} is missing",
                 hint="distckpt verify says what else is; --optimizer none keeps the weights",
                 tensor=absent,
             )
-        kinds = routes.kinds(sources)
+        used = {name: sources[name] for name in routes.sources()}
+        routes.prove({name: info.shape for name, info in used.items()}, [drop for drop in drops if drop.source in used])
+        kinds = routes.kinds(used)
         # the tile, and a scratch that holds it in its widest form
         buffers = 1 + max((-(-new.itemsize // old.itemsize) for old, new, _ in kinds), default=1)
         tile, threads = _tile_size(buffers, max_memory, threads)
@@ -294,12 +325,13 @@ class Job:
         for output in files:
             digest.update(f"{output.name}:{output.size}:".encode())
             digest.update(hashlib.sha256(output.literal).digest())
-            for piece in output.slices:
-                given = piece.content if isinstance(piece.content, bytes) else str(piece.content).encode()
-                digest.update(f"{piece.at}:".encode() + hashlib.sha256(given).digest())
-        used = sources if known_tasks else {name: sources[name] for name in routes.sources()}
+            for part in output.slices:
+                content = part.content if isinstance(part.content, bytes) else str(part.content).encode()
+                content += str(part.plain).encode() if part.plain >= 0 else b""
+                digest.update(f"{part.at}:".encode() + hashlib.sha256(content).digest())
         peak = threads * tile * buffers
         computes = any(old != new or op in (Op.ADD_ONE, Op.SUBTRACT_ONE) for old, new, op in kinds)
+        computes = computes or any(info.shift for info in used.values())
         return cls(
             used,
             routes,
@@ -311,13 +343,12 @@ class Job:
             computes,
             seals,
             source_fingerprint,
-            known_tasks,
         )
 
     @cached_property
     def task_table(self) -> TaskTable:
         """The work in units, as columns."""
-        return self.known_tasks or TaskTable.make(self.sources, self.routes, self.tile_bytes)
+        return TaskTable.make(self.sources, self.routes, self.tile_bytes)
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -347,10 +378,11 @@ def total(moves: Iterable[Move]) -> tuple[set[int], int]:
 def landing(copy: Copy, part: Box) -> Box:
     """Where elements `part` of a copy's source go, in the target's coordinates."""
     inner = part.relative_to(copy.source_box.start)
+    shape = copy.source_box.shape
     if copy.op is Op.TRANSPOSE:
-        inner = Box(inner.start[::-1], inner.shape[::-1])
-    elif len(inner.shape) != len(copy.target_box.shape) or copy.source_box.shape != copy.target_box.shape:
-        inner = _reaxed(inner, copy.source_box.shape, copy.target_box.shape)
+        inner, shape = inner.flipped, shape[::-1]
+    if shape != copy.target_box.shape:
+        inner = _reaxed(inner, shape, copy.target_box.shape)
     return inner.shifted(copy.target_box.start)
 
 
@@ -359,10 +391,6 @@ def _reaxed(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
     kept = iter([(a, n) for a, n, m in zip(inner.start, inner.shape, old, strict=True) if m != 1])
     pairs = [next(kept) if m != 1 else (0, 1) for m in new]
     return Box(tuple(a for a, _ in pairs), tuple(n for _, n in pairs))
-
-
-def _position(place: Place) -> tuple[int, int]:
-    return place.file, place.offset
 
 
 def _tile_size(buffers: int, max_memory: int, threads: int) -> tuple[int, int]:

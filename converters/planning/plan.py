@@ -1,27 +1,24 @@
-"""What to move: region copies, and the proof that nothing is forgotten.
-
-Every operation is a list of copies "box b of target tensor T := box a of source tensor S, through an op". `prove`
-shows, before a byte moves, that the copies write every element of every target exactly once, and that every source
-element is either read or dropped for a stated reason.
-"""
+"""Pieces, arrays to be written, each filled by copies of boxes of source tensors; the proof that nothing is forgotten."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from converters.box import Box, find_overlap, uncovered
+from converters.box import Box, find_overlap, runs, uncovered
 from converters.errors import RequestError
-from converters.names import fold, printable
+from converters.names import fold, listed_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+    from converters.catalog import TensorInfo
     from converters.dtypes import DType
 
-__all__ = ["Copy", "Drop", "Op", "Target", "prove", "reversed_copy"]
+__all__ = ["Copy", "Drop", "Op", "Piece", "Target", "account", "end_to_end", "pieces_of", "prove", "reversed_copy"]
 
 
 class Op(Enum):
@@ -45,7 +42,7 @@ class Copy:
     Attributes:
         source: Canonical name of the source tensor.
         source_box: In its coordinates.
-        target: Name of the target tensor.
+        target: Name of the piece.
         target_box: In its coordinates. Both boxes hold the same number of elements, in the same C order (after the op).
         op: What happens on the way.
     """
@@ -74,11 +71,21 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to be written."""
+    """Name, element type and shape of a tensor of the result.
+
+    Attributes:
+        matrix: The shape that copies refer to, if it is not `shape`; the elements lie in C order of both.
+    """
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
+    matrix: tuple[int, ...] | None = None
+
+    @property
+    def laid(self) -> tuple[int, ...]:
+        """The shape that copies refer to."""
+        return self.shape if self.matrix is None else self.matrix
 
     @property
     def nbytes(self) -> int:
@@ -86,101 +93,198 @@ class Target:
         return Box.whole(self.shape).volume * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class Piece(Target):
+    """An array to be written or loaded, in C order, and what fills it.
+
+    Attributes:
+        copies: Boxes of source tensors that fill it.
+        fills: Boxes that no source fills: they are zero.
+    """
+
+    copies: Sequence[Copy] = ()
+    fills: Sequence[Box] = ()
+
+    @property
+    def sources(self) -> list[str]:
+        """Names of the tensors that fill it."""
+        return list(dict.fromkeys(copy.source for copy in self.copies))
+
+    def zero_bytes(self) -> Iterator[tuple[int, int]]:
+        """`(first byte, bytes)` of what no source fills."""
+        size = self.dtype.itemsize
+        for box in self.fills:
+            if box.volume:
+                first, length, outer = runs(box, self.laid)
+                starts = [first]
+                for count, stride in outer:
+                    starts = [start + index * stride for start in starts for index in range(count)]
+                yield from ((start * size, length * size) for start in starts)
+
+
+def end_to_end(pieces: Iterable[tuple[int, Piece]], dtype: DType, numel: int) -> list[Piece]:
+    """Pieces that lie one behind the other in a flat array, with the gaps between them.
+
+    Args:
+        pieces: Each with its first element in the array, ascending.
+        dtype: Element type of the array.
+        numel: Elements of the array.
+
+    Raises:
+        RequestError: Two overlap, or one reaches beyond the end.
+    """
+    out: list[Piece] = []
+    end = 0
+    for first, piece in pieces:
+        if first < end:
+            raise RequestError(
+                f"{piece.name} begins at element {first}, where others reach to {end}", tensor=piece.name
+            )
+        if first > end:
+            out.append(_gap(dtype, first - end))
+        out.append(piece)
+        end = first + math.prod(piece.shape)
+    if end > numel:
+        raise RequestError(f"{out[-1].name} ends at element {end} of {numel}", tensor=out[-1].name)
+    return [*out, _gap(dtype, numel - end)] if end < numel else out
+
+
+def _gap(dtype: DType, numel: int) -> Piece:
+    return Piece("a gap", dtype, (numel,), fills=(Box((0,), (numel,)),))
+
+
+def pieces_of(targets: Mapping[str, Target], copies: Iterable[Copy]) -> dict[str, Piece]:
+    """The pieces that copies make of targets, in the order of these.
+
+    Raises:
+        RequestError: A copy goes to none of them.
+    """
+    of_target: dict[str, list[Copy]] = {name: [] for name in targets}
+    for copy in copies:
+        if copy.target not in of_target:
+            raise RequestError(f"{copy.source} would go to {copy.target}, which is not a tensor of the target")
+        of_target[copy.target].append(copy)
+    return {name: Piece(name, t.dtype, t.shape, t.matrix, of_target[name]) for name, t in targets.items()}
+
+
 def reversed_copy(copy: Copy) -> Copy:
     """The copy that moves the same elements back."""
     return Copy(copy.target, copy.target_box, copy.source, copy.source_box, copy.op.inverse)
 
 
-def prove(
-    sources: Mapping[str, tuple[int, ...]],
-    targets: Mapping[str, Target],
-    copies: Sequence[Copy],
-    drops: Sequence[Drop],
-    fills: Mapping[str, Sequence[Box]] | None = None,
-) -> None:
-    """Checks that the copies write each target element once and account for each source element.
+def prove(pieces: Collection[Piece], sources: Mapping[str, Sequence[int]], drops: Iterable[Drop] | None = ()) -> None:
+    """Checks that every element of the pieces is written once, and that every element of the sources goes somewhere.
 
     Args:
+        pieces: What is to be written.
         sources: Shape of every source tensor.
-        targets: The tensors to be written, by name.
-        copies: What moves.
-        drops: What is left out, and why.
-        fills: What of the targets nothing fills on purpose, by name: it is zero.
+        drops: What of the sources is left out, and why; None if the pieces are a part of the work, what one rank of a job
+            has in memory for example, and others have the rest.
 
     Raises:
         RequestError: A gap, an overlap, an unknown name or a box outside its tensor; the tensors are named, folded.
     """
-    written: dict[str, list[Box]] = defaultdict(list)
-    used: dict[str, list[Box]] = defaultdict(list)
-    for copy in copies:
-        shape, target = sources.get(copy.source), targets.get(copy.target)
-        if shape is None:
-            raise RequestError(
-                f"the checkpoint has no tensor {copy.source}, needed for {copy.target}", tensor=copy.source
-            )
-        if target is None:
-            raise RequestError(f"{copy.source} would go to {copy.target}, which is not a tensor of the target")
-        if not copy.source_box.inside(shape):
-            raise _outside(copy.source, copy.source_box, shape)
-        if not copy.target_box.inside(target.shape):
-            raise _outside(copy.target, copy.target_box, target.shape)
-        if not _same_elements(copy):
-            raise RequestError(
-                f"{copy.source} {copy.source_box} does not fit {copy.target} {copy.target_box}", tensor=copy.source
-            )
-        used[copy.source].append(copy.source_box)
-        written[copy.target].append(copy.target_box)
+    used: dict[str, dict[Box, None]] = defaultdict(dict)
+    for piece in pieces:
+        for copy in piece.copies:
+            _check_copy(copy, piece, sources)
+            used[copy.source][copy.source_box] = None
+    _prove_written(pieces)
+    if drops is None:
+        return
     for drop in drops:
         shape = sources.get(drop.source)
         if shape is None:
             raise RequestError(f"cannot drop {drop.source}: the checkpoint has no such tensor")
-        used[drop.source].append(Box.whole(shape) if drop.box is None else drop.box)
-    for name, boxes in (fills or {}).items():
-        if boxes:
-            written[name] += boxes
-    _prove_targets(targets, written)
-    lost = [name for name, shape in sources.items() if uncovered(shape, used[name]) is not None]
+        used[drop.source][Box.whole(shape) if drop.box is None else drop.box] = None
+    gaps = {name: uncovered(shape, list(used[name])) for name, shape in sources.items()}
+    lost = [name for name, gap in gaps.items() if gap is not None]
     if lost:
-        whole = [name for name in lost if not used[name]]
-        partly = [f"{name}: elements {uncovered(sources[name], used[name])} go nowhere" for name in lost if used[name]]
+        partly = [f"{name}: elements {gaps[name]} go nowhere" for name in lost if used[name]]
+        raise _lost(lost, _listed([name for name in lost if not used[name]]) + partly[:8])
+
+
+def _check_copy(copy: Copy, piece: Piece, sources: Mapping[str, Sequence[int]]) -> None:
+    shape = sources.get(copy.source)
+    if shape is None:
+        raise RequestError(f"the checkpoint has no tensor {copy.source}, needed for {piece.name}", tensor=copy.source)
+    for name, box, limit in ((copy.source, copy.source_box, shape), (piece.name, copy.target_box, piece.laid)):
+        if not box.inside(limit):
+            raise _outside(name, box, limit)
+    if not _same_elements(copy):
         raise RequestError(
-            f"{len(lost)} source tensors would be lost without a reason",
-            details=_listed(whole) + partly[:8],
-            hint="this is a tensor the chosen architecture has no place for; choose another with --arch",
-            tensor=lost[0],
+            f"{copy.source} {copy.source_box} does not fit {piece.name} {copy.target_box}", tensor=copy.source
         )
 
 
-def _prove_targets(targets: Mapping[str, Target], written: Mapping[str, list[Box]]) -> None:
-    missing = [name for name in targets if name not in written and targets[name].nbytes]
+def _prove_written(pieces: Iterable[Piece]) -> None:
+    missing = [piece.name for piece in pieces if not piece.copies and not piece.fills and piece.nbytes]
     if missing:
         raise RequestError(
             f"nothing in the checkpoint fills {len(missing)} target tensors",
             details=_listed(missing),
             tensor=missing[0],
         )
-    for name, boxes in written.items():
+    for piece in pieces:
+        name, matrix = piece.name, piece.laid
+        boxes = [*(copy.target_box for copy in piece.copies), *piece.fills]
+        if len(boxes) == 1 and boxes[0] == Box.whole(matrix):
+            continue
+        outside = next((box for box in piece.fills if not box.inside(matrix)), None)
+        if outside is not None:
+            raise _outside(name, outside, matrix)
         twice = find_overlap(boxes)
         if twice is not None:
             raise RequestError(f"{name} would be written twice at {boxes[twice[0]]} and {boxes[twice[1]]}", tensor=name)
-        gap = uncovered(targets[name].shape, boxes)
+        gap = uncovered(matrix, boxes)
         if gap is not None:
-            raise RequestError(f"nothing fills {name} {gap} of shape {list(targets[name].shape)}", tensor=name)
+            raise RequestError(f"nothing fills {name} {gap} of shape {list(matrix)}", tensor=name)
+
+
+def account(stored: Mapping[str, TensorInfo], used: Mapping[str, TensorInfo], dropped: Iterable[str]) -> None:
+    """Checks that each stored tensor is used, under its own name or another, or left out for a stated reason.
+
+    `prove` does so for the elements of tensors that are used; this is for tensors that nobody thought of.
+
+    Args:
+        stored: What a checkpoint holds.
+        used: What is read of it. A flat bucket is used if a parameter in it is.
+        dropped: Names of what is left out.
+
+    Raises:
+        RequestError: A tensor is neither; the tensors are named, folded.
+    """
+    left = stored.keys() - used.keys()
+    left -= set(dropped) if left else set()
+    keys = {key for info in used.values() for key in info.keys} if left else set()
+    # a tensor without elements has none to lose: no copy names it
+    lost = [n for n, info in stored.items() if n in left and info.numel and keys.isdisjoint(info.keys)]
+    if lost:
+        raise _lost(lost, _listed(lost))
+
+
+def _lost(names: Sequence[str], details: list[str]) -> RequestError:
+    one = "1 source tensor" if len(names) == 1 else f"{len(names)} source tensors"
+    return RequestError(
+        f"{one} would be lost without a reason",
+        details=details,
+        hint="no rule knows it; convert --to safetensors keeps the weights as they are, --optimizer none their state out",
+        tensor=names[0],
+    )
 
 
 def _same_elements(copy: Copy) -> bool:
-    if copy.op is Op.TRANSPOSE:
-        return len(copy.source_box.shape) == 2 and copy.source_box.shape == copy.target_box.shape[::-1]
-    if copy.source_box.shape == copy.target_box.shape:
+    if copy.op is not Op.TRANSPOSE and copy.source_box.shape == copy.target_box.shape:
         return True
     squeezed = [tuple(n for n in box.shape if n != 1) for box in (copy.source_box, copy.target_box)]
+    if copy.op is Op.TRANSPOSE:
+        return min(len(copy.source_box.shape), len(copy.target_box.shape)) == 2 and squeezed[0] == squeezed[1][::-1]
     return squeezed[0] == squeezed[1]
 
 
-def _outside(name: str, box: Box, shape: tuple[int, ...]) -> RequestError:
+def _outside(name: str, box: Box, shape: Sequence[int]) -> RequestError:
     return RequestError(f"{box} lies outside {name} of shape {list(shape)}", tensor=name)
 
 
 def _listed(names: Iterable[str], limit: int = 8) -> list[str]:
-    folded = [printable(text) for text, _ in fold(names)]
-    return folded[:limit] + ([f"and {len(folded) - limit} more"] if len(folded) > limit else [])
+    return listed_lines([text for text, _ in fold(names)], limit)

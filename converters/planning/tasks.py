@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, overload
 
@@ -77,7 +77,7 @@ class TaskTable:
         listed: list[int] = []
         file_ends: list[int] = []
         files: set[int] = set()
-        held, written = 0, 0
+        task_bytes, written = 0, 0
 
         def close() -> None:
             ends.append(len(source))
@@ -87,43 +87,21 @@ class TaskTable:
 
         for position, (name, tensor) in enumerate(sources.items()):
             for number, (box, size) in enumerate(_tiles(tensor.shape, tensor.dtype.itemsize, tile_bytes)):
-                reached, taken = routes.touched(name, box)
-                if not taken:
+                reached, output_bytes = routes.touched(name, box)
+                if not output_bytes:
                     continue  # wholly dropped, padding rows for example
-                if held and held + size > tile_bytes:
+                if task_bytes and task_bytes + size > tile_bytes:
                     close()
-                    files, held, written = set(), 0, 0
+                    files, task_bytes, written = set(), 0, 0
                 source.append(position)
                 piece.append(number)
-                held += size
+                task_bytes += size
                 files.update(reached)
-                written += taken
-        if held:
+                written += output_bytes
+        if task_bytes:
             close()
         columns = (source, piece, ends, nbytes, listed, file_ends)
         return cls(*(np.asarray(c, np.int64 if c is nbytes else np.int32) for c in columns))
-
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """The columns by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def check(self, sources: int, files: int) -> None:
-        """Makes sure that the columns fit together.
-
-        Raises:
-            ValueError: They do not.
-        """
-        count = len(self.ends)
-        if any(c.ndim != 1 for c in self.columns().values()) or not count == len(self.nbytes) == len(self.file_ends):
-            raise ValueError("tasks of wrong shape")
-        for column, limit in ((self.source, sources), (self.files, files)):
-            if len(column) and not 0 <= int(column.min()) <= int(column.max()) < limit:
-                raise ValueError("a task that reaches beyond the job")
-        for last, listed in ((self.ends, self.source), (self.file_ends, self.files)):
-            if (np.diff(last, prepend=0) < 0).any() or (int(last[-1]) if count else 0) != len(listed):
-                raise ValueError("tasks out of order")
-        if len(self.piece) != len(self.source) or (len(self.piece) and int(self.piece.min()) < 0):
-            raise ValueError("tiles out of order")
 
 
 class Tasks(Sequence[Task]):
@@ -155,12 +133,12 @@ class Tasks(Sequence[Task]):
         tiles, files = (
             slice(int(ends[number - 1]) if number else 0, int(ends[number])) for ends in (table.ends, table.file_ends)
         )
-        made = []
+        task_tiles = []
         for position, piece in zip(table.source[tiles].tolist(), table.piece[tiles].tolist(), strict=True):
             name = self._names[position]
             tensor = self._sources[name]
-            made.append(Tile(name, _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes)[piece][0]))
-        return Task(number, tuple(made), frozenset(table.files[files].tolist()), int(table.nbytes[number]))
+            task_tiles.append(Tile(name, _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes)[piece][0]))
+        return Task(number, tuple(task_tiles), frozenset(table.files[files].tolist()), int(table.nbytes[number]))
 
 
 @lru_cache(maxsize=256)

@@ -3,7 +3,7 @@
     from converters import verify
     report = verify("ckpt/iter_0050000", values=True)
     report.good, report.affected      # whether all is well; the tensors concerned
-    said = [finding.message for check in report.checks for finding in check.findings]
+    messages = [finding.message for check in report.checks for finding in check.findings]
 
 tests/test_verify_swaps.py and tests/test_verify_hf.py have what production systems do to checkpoints, damage by damage, and
 the check that finds it. Without a list of the files (`write_manifest=True`, or Megatron's own `integrity.json`), made when
@@ -20,7 +20,6 @@ the checkpoint was right, these are not found, as nothing else depends on them:
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,8 +38,9 @@ def verify(
     values: bool = False,
     write_manifest: bool = False,
     format: str | None = None,
+    follow_links: bool = False,
     threads: int | None = None,
-    device: str = "auto",
+    device: str = "cpu",
     listener: Listener | None = None,
     stop: StopFlag | None = None,
 ) -> Report:
@@ -56,6 +56,7 @@ def verify(
         write_manifest: List the files with their SHA-256, if nothing is wrong: `integrity.json`, as Megatron writes it, or
             `distckpt-manifest.json` for formats that Megatron does not know.
         format: Name of the format to read it as; None finds out.
+        follow_links: Files of it may be links out of its folder.
         threads: Workers; None takes one for each core, 8 at most.
         device: Where values are looked at: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one and it pays.
         listener: Told about progress; see `converters.events`.
@@ -72,12 +73,13 @@ def verify(
     """
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
+    from converters.io.memory import default_threads
     from converters.verification import run
 
-    many = min(len(os.sched_getaffinity(0)), 8) if threads is None else threads
+    many = default_threads() if threads is None else threads
     options = run.VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=many, device=device)
     try:
-        reader = open_checkpoint(path, format)
+        reader = open_checkpoint(path, format, follow_links=follow_links)
     except DamagedFileError as error:
         return run.unopened(error)
     return run.verify(reader, options, listener=listener, stop=stop)

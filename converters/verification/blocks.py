@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from converters.engine.crew import Crew
-    from converters.formats.folder import SourceFile
+    from converters.execute.work_sharing import Crew
+    from converters.formats.source_file import SourceFile
     from converters.verification.files import FileRead
 
 __all__ = ["BLOCK_BYTES", "Blocks"]

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.errors import FormatError
-from converters.formats.folder import close_source, open_source, read_at
+from converters.formats.folder import open_source, read_at
+from converters.formats.source_file import close_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -93,15 +94,15 @@ class FileTask:
     @classmethod
     def batches(cls, files: Iterable[FileRead]) -> Iterator[FileTask]:
         """Tasks for all files, numbered from 0: a checkpoint may have a million of a few KiB."""
-        number, held, nbytes = 0, list[FileRead](), 0
+        number, batch, nbytes = 0, list[FileRead](), 0
         for file in (piece for whole in files for piece in _pieces(whole)):
-            if held and (nbytes + file.nbytes > _BATCH_BYTES or len(held) == _BATCH_FILES):
-                yield cls(number, tuple(held), nbytes)
-                number, held, nbytes = number + 1, [], 0
-            held.append(file)
+            if batch and (nbytes + file.nbytes > _BATCH_BYTES or len(batch) == _BATCH_FILES):
+                yield cls(number, tuple(batch), nbytes)
+                number, batch, nbytes = number + 1, [], 0
+            batch.append(file)
             nbytes += file.nbytes
-        if held:
-            yield cls(number, tuple(held), nbytes)
+        if batch:
+            yield cls(number, tuple(batch), nbytes)
 
 
 def _pieces(file: FileRead) -> Iterator[FileRead]:
@@ -116,8 +117,8 @@ class RecordIndex:
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
         arrays = {id(p.array): p.array for info in reader.catalog.tensors.values() for p in info.parts}
-        found = [np.zeros(0, np.int64), *(array.records for array in arrays.values())]
-        numbers = np.unique(np.concatenate(found))
+        records = [np.zeros(0, np.int64), *(array.records for array in arrays.values())]
+        numbers = np.unique(np.concatenate(records))
         self._numbers = numbers[numbers >= 0]
 
     @cached_property
@@ -131,10 +132,10 @@ class RecordIndex:
         """The records in a file."""
         files, numbers = self._by_file
         low, high = np.searchsorted(files, [position, position + 1])
-        found: list[int] = numbers[low:high].tolist()
-        return found
+        records: list[int] = numbers[low:high].tolist()
+        return records
 
-    def places(self, positions: Iterable[int]) -> dict[int, list[int]]:
+    def by_offset(self, positions: Iterable[int]) -> dict[int, list[int]]:
         """The records of a file by the first byte of what their checksum is of; those that can be located."""
         out: dict[int, list[int]] = {}
         for position in positions:

@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import DistckptError, FormatError, RequestError
+from converters.errors import DistckptError, FormatError, RequestError, UnsupportedError
 from converters.formats.plain_json import read_json
-from converters.models import KNOWN
-from converters.models.described import COMPUTED, KEYS, described, expected_shapes
+from converters.models import of_type
+from converters.models.built import unlike_transformers
+from converters.models.described import COMPUTED, HEADS, KEYS, described, expected_shapes, own_names
 from converters.models.rules import Experts
 from converters.names import fold, printable
 
@@ -27,16 +28,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from converters.catalog import Catalog
-    from converters.facts.model_args import ModelArgs
+    from converters.megatron.model_args import ModelArgs
     from converters.models import Model
     from converters.verification.report import Check
 
     Shapes = Mapping[str, tuple[int, ...]]
 
-__all__ = ["check_hugging_face"]
+__all__ = ["check_hugging_face", "check_transformers"]
 
 _WEIGHTS = re.compile(r".*\.safetensors|.*model.*\.bin")  # not training_args.bin or optimizer.bin
-_HEAD = ("lm_head.weight", "embed_out.weight")
 _SHOWN = 12
 
 
@@ -50,36 +50,53 @@ def check_hugging_face(check: Check, catalog: Catalog) -> str:
     Returns:
         What was compared, or why nothing was, for the summary; empty for what is no such folder.
     """
-    if catalog.flavour != "Hugging Face" or not catalog.path.is_dir():
+    if catalog.framework != "Hugging Face" or not catalog.path.is_dir():
         return ""
     _check_index(check, catalog)
     config = catalog.config
     if not config:
         return "no config.json to compare them with"
-    model = next((m for m in KNOWN if m.name == config.get("model_type")), None)
+    model = of_type(config.get("model_type"))
     if model is None:
         return f"config.json was not compared: model_type {printable(str(config.get('model_type')))[:80]} is not known"
     if "quantization_config" in config:
         return "config.json was not compared: the weights are quantized"
-    tensors = _named(model, {name: t.shape for name, t in catalog.weights.items()})
+    tensors = {name: catalog.weights[own].shape for name, own in own_names(model, catalog.weights).items()}
     try:
         args = described(model, config, biased=any(name.endswith("proj.bias") for name in tensors))
         _Comparison(check, model, config, tensors).run(args)
+    except (RequestError, UnsupportedError) as error:
+        return f"config.json was not compared: {printable(error.message)}"
     except FormatError as error:
         check.error(printable(error.message), file="config.json")
-    except RequestError as error:
-        return f"config.json was not compared: {printable(error.message)}"
     return f"config.json of a {model.name} describes them"
 
 
-def _named(model: Model, tensors: Shapes) -> Shapes:
-    """The tensors as the class with a head names them; the one without has no prefix, and GPT-2's own files have none."""
-    prefix, _, rest = model.layers.partition(".")
-    if any(name.startswith(f"{prefix}.") for name in tensors) or not any(
-        n.startswith(rest.split("{")[0]) for n in tensors
-    ):
-        return tensors
-    return {name if name in _HEAD else f"{prefix}.{name}": shape for name, shape in tensors.items()}
+def check_transformers(check: Check, catalog: Catalog) -> None:
+    """Compares the tensors of a folder with those of the model that transformers builds of its config.json.
+
+    Only of a folder in which `check_hugging_face` found nothing wrong, and of a configuration that speaks of no more layers
+    and experts than there are tensors: building it takes time for each.
+
+    Args:
+        check: What `check_hugging_face` noted, where more is noted.
+        catalog: What the folder holds.
+    """
+    config, model = catalog.config, of_type(catalog.config.get("model_type"))
+    if catalog.framework != "Hugging Face" or model is None or check.status == "bad" or "quantization_config" in config:
+        return
+    counts = [n for key, n in config.items() if re.search("layer|expert", key) and type(n) is int]
+    if max(counts, default=0) > len(catalog.weights):
+        return
+    try:
+        own = own_names(model, catalog.weights)
+        unlike = unlike_transformers(config, {name: catalog.weights[there].shape for name, there in own.items()})
+    except RequestError as error:
+        check.warn(error.message, file="config.json")
+        return
+    for text in unlike[:_SHOWN]:
+        check.error(text, file="config.json")
+    check.summary += "" if unlike else ", transformers builds the same model of it"
 
 
 class _Comparison:
@@ -90,7 +107,7 @@ class _Comparison:
         first, last = map(re.escape, model.layers.split("{}"))
         self._layer = re.compile(rf"{first}(\d{{1,5}}){last}")
         expert = re.compile(rf"{first}(\d{{1,5}}){last}.*\.experts\.(\d{{1,5}})\.")
-        self._layers = {int(found[1]) for name in tensors if (found := self._layer.match(name))}
+        self._layers = {int(match[1]) for name in tensors if (match := self._layer.match(name))}
         self._experts = {(int(m[1]), int(m[2])) for name in tensors if (m := expert.match(name))}
 
     def run(self, args: ModelArgs) -> None:
@@ -106,7 +123,7 @@ class _Comparison:
         wrong = {n: (shape, wanted[n]) for n, shape in self._tensors.items() if n in wanted and shape != wanted[n]}
         self._shapes(wrong, args)
         missing = [name for name in plain if name not in self._tensors]
-        missing = [name for name in missing if name not in _HEAD or self._headed(args)]
+        missing = [name for name in missing if name not in HEADS or self._headed(args)]
         self._list(missing, "is missing: config.json needs it", "are missing: config.json needs them", needed="present")
         extra = [name for name in self._tensors if name not in wanted and not self._allowed(name, args)]
         mine = [name for name in extra if self._layer.match(name) and not name.endswith("_scale")]
@@ -123,7 +140,7 @@ class _Comparison:
         """What need not be there: computed when a model is built, the embedding once more, prediction layers."""
         layer = self._layer.match(name)
         behind = layer is not None and int(layer[1]) >= (args.num_layers or 0) and bool(args.mtp_num_layers)
-        return name.endswith(COMPUTED) or name in _HEAD or behind
+        return name.endswith(COMPUTED) or name in HEADS or behind
 
     def _counted(self, args: ModelArgs) -> ModelArgs:
         """The facts with the numbers of layers and experts that there are, after saying where others are stated."""
@@ -150,7 +167,7 @@ class _Comparison:
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
         for name, shapes in wrong.items():
             groups[shapes].append(name)
-        found = [
+        problems = [
             (
                 f"{printable(text)} is {list(have)}, by config.json {list(want)}",
                 members,
@@ -163,9 +180,9 @@ class _Comparison:
         reason = self._explained(wrong, args)
         if reason is not None:
             key, stated, other = reason
-            text = f"config.json says {key} {stated:,}, the shapes are those of {other:,}: {found[0][0]}"
-            found = [(text, list(wrong), f"{key} {other}", f"{key} {stated}")]
-        for text, members, needed, there in found:
+            text = f"config.json says {key} {stated:,}, the shapes are those of {other:,}: {problems[0][0]}"
+            problems = [(text, list(wrong), f"{key} {other}", f"{key} {stated}")]
+        for text, members, needed, there in problems:
             self._check.error(text, tensors=tuple(members), needed=needed, found=there)
 
     def _explained(
@@ -195,13 +212,13 @@ class _Comparison:
 
     def _list(self, names: Iterable[str], one: str, many: str, needed: str = "absent") -> None:
         folded = fold(names)
-        found = "absent" if needed == "present" else "present"
+        actual = "absent" if needed == "present" else "present"
         for text, members in folded[:_SHOWN]:
             words = one if len(members) == 1 else many
-            self._check.error(f"{printable(text)} {words}", tensors=tuple(members), needed=needed, found=found)
+            self._check.error(f"{printable(text)} {words}", tensors=tuple(members), needed=needed, found=actual)
         if len(folded) > _SHOWN:
             rest = tuple(name for _, members in folded[_SHOWN:] for name in members)
-            self._check.error(f"{len(rest):,} more {many}", tensors=rest, needed=needed, found=found)
+            self._check.error(f"{len(rest):,} more {many}", tensors=rest, needed=needed, found=actual)
 
 
 def _check_index(check: Check, catalog: Catalog) -> None:
@@ -222,8 +239,8 @@ def _check_index(check: Check, catalog: Catalog) -> None:
     metadata = document.get("metadata") if isinstance(document, dict) else None
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     stored = {id(part.array): t for t in catalog.weights.values() for part in t.parts}
-    held = sum(t.nbytes for t in stored.values())
+    stored_bytes = sum(t.nbytes for t in stored.values())
     every = sum(t.nbytes for t in catalog.weights.values())
-    if type(total) in (int, float) and total not in (held, every):
-        text = f"{printable(index)} says total_size {total:,}, the tensors have {held:,} bytes"
-        check.warn(text, file=index, needed=f"{total}", found=f"{held}")
+    if type(total) in (int, float) and total not in (stored_bytes, every):
+        text = f"{printable(index)} says total_size {total:,}, the tensors have {stored_bytes:,} bytes"
+        check.warn(text, file=index, needed=f"{total}", found=f"{stored_bytes}")

@@ -11,46 +11,28 @@ rounding and for betas that were changed in the course of a training.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from converters.box import Box, contiguous_tiles
-from converters.errors import DistckptError, Interrupted
-from converters.events import Moved
+from converters.dtypes import dtype
 from converters.names import printable
-from converters.reading.gather import Gatherer, Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from converters.box import Box
     from converters.catalog import Catalog, TensorInfo
-    from converters.engine.crew import Crew
-    from converters.formats.base import Reader
+    from converters.io.arithmetic import OnHost
     from converters.verification.report import Check
 
-__all__ = ["MomentTask", "MomentWorker", "judge_moments", "moment_bound", "moment_tasks"]
+__all__ = ["FIRST", "PossibleMoments", "judge_moments", "moment_bound", "moment_pairs"]
 
-_FIRST, _SECOND = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
-_TILE = 1 << 18  # elements
+FIRST, _SECOND = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
+_FP32 = dtype("float32")
 _TINY = 1e-30  # a square below is no number of float32 with all its bits
 MARGIN = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class MomentTask:
-    """Both moments of a parameter.
-
-    Attributes:
-        number: Among all tasks.
-        parameter: Its name.
-        nbytes: Bytes of both.
-    """
-
-    number: int
-    parameter: str
-    nbytes: int
 
 
 def moment_bound(catalog: Catalog) -> float | None:
@@ -64,67 +46,61 @@ def moment_bound(catalog: Catalog) -> float | None:
     return MARGIN * (1 - b1) ** 2 / ((1 - b2) * (1 - b1 * b1 / b2))
 
 
-def moment_tasks(tensors: Mapping[str, TensorInfo], first: int) -> Iterator[MomentTask]:
-    """A task for each parameter with both moments in fp32; `first` is the number of the first."""
-    number = first
+def moment_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """First moments in fp32 with the second ones beside them."""
+    pairs: dict[str, str] = {}
     for name, info in tensors.items():
-        parameter = name.removeprefix(_FIRST)
-        other = tensors.get(_SECOND + parameter) if name.startswith(_FIRST) else None
+        second = _SECOND + name.removeprefix(FIRST)
+        other = tensors.get(second) if name.startswith(FIRST) else None
         if other is not None and info.shape == other.shape and {info.dtype.name, other.dtype.name} == {"float32"}:
-            yield MomentTask(number, parameter, info.nbytes + other.nbytes)
-            number += 1
+            pairs[name] = second
+    return pairs
 
 
-class MomentWorker:
-    """Looks at moments, those of one parameter at a time."""
+class PossibleMoments:
+    """How many elements of a first moment are too large for the second, and how far.
 
-    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo], crew: Crew, bound: float) -> None:
-        self._tensors, self._crew, self._bound = tensors, crew, bound
-        self._sources = Sources(reader, tensors, checked=False)
-        self._gatherers = (Gatherer(self._sources), Gatherer(self._sources))
+    Args:
+        bound: What m^2 / v cannot exceed.
 
-    def close(self) -> None:
-        """Closes all files."""
-        for gatherer in self._gatherers:
-            gatherer.close()
+    Attributes:
+        wrong: How many.
+        excess: The largest m^2 / v / bound.
+    """
 
-    def do(self, task: MomentTask) -> dict[str, Any]:
-        """`wrong` elements, and the largest `excess` over the bound; or why it `failed`."""
-        out: dict[str, Any] = {"wrong": 0, "excess": 0.0}
-        names = (_FIRST + task.parameter, _SECOND + task.parameter)
-        try:
-            for chunk in self._sources.chunks(names[0]):
-                for tile in contiguous_tiles(Box.whole(chunk.box.shape), _TILE):
-                    self._crew.check()
-                    box = tile.shifted(chunk.box.start)
-                    found = [g.gather(name, box) for g, name in zip(self._gatherers, names, strict=True)]
-                    first, second = (bits.view(np.float32).astype(np.float64) for bits in found)
-                    excess = np.square(first) - _TINY - self._bound * second
-                    wrong = excess > 0  # NaN is for the values to say
-                    if wrong.any():
-                        out["wrong"] += int(np.count_nonzero(wrong))
-                        ratio = np.square(first[wrong]) / np.maximum(second[wrong], _TINY) / self._bound
-                        out["excess"] = max(out["excess"], float(ratio.max()))
-                    nbytes = sum(bits.nbytes for bits in found)
-                    self._crew.moved(Moved(nbytes), nbytes)
-        except Interrupted:
-            raise
-        except DistckptError as error:
-            out["failed"] = str(error).replace("\n", "; ")
-        return out
+    columns, on_host = 2, False
+
+    def __init__(self, bound: float) -> None:
+        self._bound = bound
+        self.wrong, self.excess = 0, 0.0
+
+    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
+        """See `Question`."""
+        first, second = (on.wide(n, on.values(x, _FP32, n)) for n, x in enumerate(bits))
+        square = first * first
+        wrong = square - _TINY - self._bound * second > 0  # NaN is for the values to say
+        if not on.needs(wrong):
+            return 0, 0.0
+        ratio = square / on.floor(second, _TINY) / self._bound
+        return on.count(wrong), on.largest(on.xp.where(wrong, ratio, 0.0))
+
+    def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
+        """See `Question`."""
+        self.wrong += int(rows[:, 0].sum())
+        self.excess = max(self.excess, float(rows[:, 1].max(initial=0.0)))
 
 
-def judge_moments(check: Check, found: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
+def judge_moments(check: Check, results: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
     """Says which moments do not belong together.
 
     Args:
         check: Where it is noted.
-        found: What `MomentWorker` says of each parameter.
+        results: What `TensorWorker` says of each parameter.
         tensors: The moments.
     """
-    for parameter, result in found.items():
+    for parameter, result in results.items():
         if result["wrong"]:
-            first, second = _FIRST + parameter, _SECOND + parameter
+            first, second = FIRST + parameter, _SECOND + parameter
             share = f"{result['wrong']:,} of {tensors[first].numel:,} elements"
             text = f"{printable(parameter)}: {share} of the first moment are"
             text += f" too large for the second, up to {result['excess'] ** 0.5:,.1f} times what Adam can make them"

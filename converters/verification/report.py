@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.names import printable
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -18,10 +20,10 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, or worth a look.
+    """Something that is wrong, worth a look, or that nobody here can tell.
 
     Attributes:
-        severity: "error": the answer is no; "warning".
+        severity: "error": the answer is no; "warning"; "unchecked": not understood, so neither right nor wrong.
         message: One sentence with the numbers.
         file: The file concerned, relative to the checkpoint.
         offset: First byte concerned in that file.
@@ -62,7 +64,7 @@ class Check:
     summary: str = ""
     findings: list[Finding] = field(default_factory=list)
     skipped: bool = False
-    count: dict[str, int] = field(default_factory=lambda: {"error": 0, "warning": 0})
+    count: dict[str, int] = field(default_factory=lambda: {"error": 0, "warning": 0, "unchecked": 0})
 
     def add(self, finding: Finding) -> None:
         """Notes a finding."""
@@ -78,14 +80,20 @@ class Check:
         """Notes that something is worth a look; see `Finding`."""
         self.add(Finding("warning", message, **more))
 
+    def leave(self, message: str, **more: Any) -> None:
+        """Notes that something is not checked because it is not understood, with the reason; see `Finding`."""
+        self.add(Finding("unchecked", message, **more))
+
     @property
     def status(self) -> str:
-        """ "bad", "warning", "ok" or "skipped"."""
+        """ "bad", "warning", "ok", "not checked" if nothing of it could be, or "skipped" if nothing was to be."""
         if self.count["error"]:
             return "bad"
         if self.count["warning"]:
             return "warning"
-        return "skipped" if self.skipped else "ok"
+        if self.skipped:
+            return "not checked" if self.count["unchecked"] else "skipped"
+        return "ok"
 
     def document(self) -> dict[str, Any]:
         """Its JSON form."""
@@ -95,6 +103,7 @@ class Check:
             "summary": self.summary,
             "errors": self.count["error"],
             "warnings": self.count["warning"],
+            "not_checked": self.count["unchecked"],
             "findings": [asdict(finding) for finding in self.findings],
         }
 
@@ -125,12 +134,20 @@ class Report:
         errors, warnings = (sum(check.count[kind] for check in self.checks) for kind in ("error", "warning"))
         lines = [
             f"{printable(self.path)} is {'good' if self.good else 'damaged'}: errors {errors:,}, warnings {warnings:,} "
-            f"({self.format}, {self.files:,} files, {self.bytes_read:,} bytes read)"
+            f"({self.format}, {counted(self.files, 'file')}, {counted(self.bytes_read, 'byte')} read)"
         ]
         for kind in ("error", "warning"):
             lines += [f"{c.name}: {f.message}" for c in self.checks for f in c.findings if f.severity == kind]
         left = errors + warnings - _SHOWN
+        if self.unchecked:
+            lines[0] += f"; not checked: {self.unchecked[0]}" + _more(len(self.unchecked))
         return "\n".join([*lines[: 1 + _SHOWN], *([f"and {left:,} more"] if left > 0 else [])])
+
+    __repr__ = __str__
+
+    def to_json(self) -> str:
+        """`document` as JSON."""
+        return json.dumps(self.document(), indent=2, default=str)
 
     @property
     def good(self) -> bool:
@@ -139,11 +156,16 @@ class Report:
 
     def check(self, name: str) -> Check:
         """The check of a name; a new one if there is none yet."""
-        found = next((check for check in self.checks if check.name == name), None)
-        if found is None:
-            found = Check(name)
-            self.checks.append(found)
-        return found
+        entry = next((check for check in self.checks if check.name == name), None)
+        if entry is None:
+            entry = Check(name)
+            self.checks.append(entry)
+        return entry
+
+    @property
+    def unchecked(self) -> list[str]:
+        """What is not checked because it is not understood, one sentence with the reason for each."""
+        return [f.message for check in self.checks for f in check.findings if f.severity == "unchecked"]
 
     @property
     def affected(self) -> list[str]:
@@ -161,6 +183,7 @@ class Report:
             "path": self.path,
             "format": self.format,
             "good": self.good,
+            "not_checked": self.unchecked,
             "checks": [check.document() for check in self.checks],
             "affected": self.affected,
             "files": self.files,
@@ -168,3 +191,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "manifest": self.manifest,
         }
+
+
+def _more(number: int) -> str:
+    return f" and {number - 1:,} more" if number > 1 else ""

@@ -11,38 +11,40 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.engine.crew import Crew
-from converters.engine.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.errors import FormatError, RequestError
 from converters.events import Note, Phase, PlanReady
+from converters.execute.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
+from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, read_small, status
-from converters.names import printable
-from converters.reading.examiner import looking_device
+from converters.io.block_runner import looking_device
+from converters.names import listed, printable
 from converters.verification.blocks import BLOCK_BYTES
+from converters.verification.duplicate_shards import find_twins
 from converters.verification.files import FileRead, FileTask, RecordIndex
-from converters.verification.lookups import SAVE, Lookups
-from converters.verification.moments import MomentTask, MomentWorker
+from converters.verification.hugging_face import check_transformers
 from converters.verification.report import Finding, Report
 from converters.verification.scan import FileWorker, joined
 from converters.verification.structure import check_structure
-from converters.verification.twins import find_twins
+from converters.verification.tensor_checks import SAVE, Lookups
 from converters.verification.values import TensorTask, TensorWorker, tile_bytes, tile_elements
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.engine.manifest import Manifest
-    from converters.engine.ranks import Ranks
     from converters.errors import DamagedFileError
     from converters.events import Listener, StopFlag
+    from converters.execute.manifest import Manifest
+    from converters.execute.ranks import Ranks
     from converters.formats.base import Reader
-    from converters.reading.device import Device
+    from converters.io.device import Device
     from converters.verification.report import Check
     from converters.verification.scan import Scan
 
@@ -65,7 +67,7 @@ class VerifyOptions:
     values: bool = False
     write_manifest: bool = False
     threads: int = 2
-    device: str = "auto"
+    device: str = "cpu"
 
 
 def verify(
@@ -85,7 +87,7 @@ def verify(
         listener: Told about progress, of all ranks, on rank 0.
         stop: Polled between blocks.
         ranks: The processes that do this together; by default this one alone. Only rank 0's report has findings.
-        scratch: Where ranks meet, see `converters.engine.crew.scratch_folder`.
+        scratch: Where ranks meet, see `converters.execute.work_sharing.scratch_folder`.
 
     Raises:
         Interrupted: Asked to stop, or another rank is lost.
@@ -145,18 +147,18 @@ class _Verification:
             self._plan()
         else:
             ranks = None  # nothing to share: every rank finds the same
-        tasks: list[FileTask | TensorTask | MomentTask] = [*self.files, *self.lookups.tasks]
+        tasks: list[FileTask | TensorTask] = [*self.files, *self.lookups.tasks]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
         threads = self.options.threads
         crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
         with crew:
-            device, said = self._device(ranks)
+            device, device_note = self._device(ranks)
             if tasks and crew.leads and listener is not None:
                 memory = threads * (BLOCK_BYTES + tile_bytes(self.lookups.tensors))
                 nbytes, count = sum(t.nbytes for t in tasks), len(self.positions)
                 listener(PlanReady("verify", count, nbytes, nbytes, memory))
-                if said:
-                    listener(Note(said))
+                if device_note:
+                    listener(Note(device_note))
             results = crew.map(tasks, lambda: _Worker(self, crew, device)) if tasks else {}
             if crew.leads:
                 digests = self._conclude(results, fingerprint)
@@ -214,10 +216,10 @@ class _Verification:
 
     def _size(self, path: Path) -> int | None:
         try:
-            found = status(path)
+            file_status = status(path)
         except OSError:
             return None
-        return None if found is None else found.size
+        return None if file_status is None else file_status.size
 
     # ------------------------------------------------------------------ what was found
 
@@ -230,6 +232,7 @@ class _Verification:
                 check.skipped, check.summary = True, "not read (--quick)"
             self._conclude_manifest()
             return {}
+        check_transformers(report.check("structure"), self.catalog)
         scan = joined((results[task.number] for task in self.files), self.index, self.positions)
         self._conclude_files(scan)
         if self.manifest is not None:
@@ -259,7 +262,10 @@ class _Verification:
         summed = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in sorted(small)}
         check = self.report.check("manifest")
         _compare(check, manifest, (), {**{name: manifest.files[name] for name in sizes}, **summed})
-        check.summary = f"{len(manifest.files):,} files that {manifest.name} lists are there; SHA-256 of "
+        files = counted(len(manifest.files), "file")
+        check.summary = (
+            f"{files} that {manifest.name} lists {'is' if len(manifest.files) == 1 else 'are'} there; SHA-256 of "
+        )
         check.summary += f"{len(summed):,} that describe the data match, of the data not computed (--quick)"
 
     def _read_manifest(self) -> Manifest | None:
@@ -288,7 +294,10 @@ class _Verification:
         check = self.report.check("records")
         pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
         find_twins(check, self.reader, self.index, self.lookups.named, pairs)
-        check.summary = f"{len(self.index):,} records hold what the metadata promises"
+        read = sum(len(self.index.records(n)) for positions in self.positions.values() for n in positions)
+        check.summary = f"{counted(read, 'record')} hold{'s' * (read == 1)} what the metadata promises"
+        if len(self.index) > read:
+            check.summary += f", {counted(len(self.index) - read, 'record')} of missing files could not be read"
         whole = "archive is" if scan.archives == 1 else "archives are"
         check.summary += f", {scan.archives:,} {whole} whole" if scan.archives else ""
         sums = self.report.check("checksums")
@@ -319,7 +328,7 @@ class _Verification:
                 raise FormatError("files came or went while the checkpoint was read; no manifest was written")
             name = MEGATRON if self.catalog.format in _MEGATRONS else OURS
             write_manifest(folder, name, digests)
-            report.manifest = f"{name} lists {len(digests):,} files"
+            report.manifest = f"{name} lists {counted(len(digests), 'file')}"
 
 
 def _compare(check: Check, manifest: Manifest, names: Iterable[str], digests: Mapping[str, str]) -> None:
@@ -335,9 +344,9 @@ def _compare(check: Check, manifest: Manifest, names: Iterable[str], digests: Ma
             check.error(text, file=name, needed=f"sha256 {wanted}", found=f"sha256 {got}")
     extra = [name for name in names if name not in manifest.files and name not in (MEGATRON, OURS)]
     if extra:
-        more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
-        check.warn(f"{printable(extra[0])}{more} is not listed in {manifest.name}", file=extra[0])
-    check.summary = f"{len(manifest.files):,} files are those that {manifest.name} lists"
+        check.warn(f"{listed(extra, 1)} is not listed in {manifest.name}", file=extra[0])
+    verb = "is the one" if len(manifest.files) == 1 else "are those"
+    check.summary = f"{counted(len(manifest.files), 'file')} {verb} that {manifest.name} lists"
 
 
 _RESTORE = "restore the damaged files from a copy, or use another iteration"
@@ -350,20 +359,17 @@ class _Worker:
 
     def __init__(self, run: _Verification, crew: Crew, device: Device) -> None:
         self._files = FileWorker(run.reader, run.index, crew, drop=not run.lookups.tasks)
-        self._tensors = TensorWorker(run.reader, run.lookups.tensors, crew, device)
-        self._moments = MomentWorker(run.reader, run.lookups.tensors, crew, run.lookups.bound or 0.0)
+        bound = run.lookups.bound or math.inf
+        self._tensors = TensorWorker(run.reader, run.lookups.tensors, crew, device, bound)
 
-    def do(self, task: FileTask | TensorTask | MomentTask) -> dict[str, Any]:
+    def do(self, task: FileTask | TensorTask) -> dict[str, Any]:
         """Does any of them."""
-        if isinstance(task, MomentTask):
-            return self._moments.do(task)
         return self._files.do(task) if isinstance(task, FileTask) else self._tensors.do(task)
 
     def close(self) -> None:
         """Closes all files."""
         self._files.close()
         self._tensors.close()
-        self._moments.close()
 
 
 def _size(nbytes: int) -> str:

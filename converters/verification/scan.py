@@ -6,35 +6,35 @@
     +-----------------+--------------+-----------------------------------+-----
       located as the reader says: type, shape, size     CRC-32 of each member     SHA-256 of all, for a manifest
 
-Formats say where their `torch.save` archives lie (`ArchiveReader`); a file that is one archive is recognised. What has no
+Formats say where their `torch.save` archives lie (`Reader.archives`); a file that is one archive is recognised. What has no
 checksum is still read, once: a disk that cannot deliver it is found, a flipped bit is not, and the report says so.
 """
 
 from __future__ import annotations
 
-import os
-import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.archive.records import member_offset, read_directory, read_pickle
-from converters.crc import combine
-from converters.errors import FormatError
+from converters.crc import combine, crc32
+from converters.errors import FormatError, UnsupportedError
 from converters.events import FileDone
-from converters.formats.base import ArchiveReader, StoredArchive
-from converters.formats.folder import close_source, is_folder, open_source
+from converters.formats.base import StoredArchive
+from converters.formats.folder import is_folder, open_source
+from converters.formats.source_file import close_source
 from converters.names import printable
+from converters.torchzip.records import member_offset, read_directory, read_pickle
 from converters.verification.blocks import BLOCK_BYTES, Blocks
-from converters.verification.twins import fingerprint
+from converters.verification.duplicate_shards import fingerprint
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.archive.records import Member, Payload
-    from converters.engine.crew import Crew
+    from converters.execute.work_sharing import Crew
     from converters.formats.base import Reader
+    from converters.torchzip.records import Member, Payload
     from converters.verification.files import FileRead, FileTask, RecordIndex
 
 __all__ = ["FileWorker", "Note", "Scan", "joined"]
@@ -112,20 +112,23 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
     for out.file, lost in cut.items():
         size, begin, _, _, key = lost[0]
         end = max(stop for _, _, stop, _, _ in lost)
-        text = f"{printable(out.file)} is {size:,} bytes: {len(lost):,} records up to byte {end:,} are cut off"
+        verb = "is" if len(lost) == 1 else "are"
+        text = (
+            f"{printable(out.file)} is {size:,} bytes: {counted(len(lost), 'record')} up to byte {end:,} {verb} cut off"
+        )
         text += f", the first at {begin:,}: {key}"
         out.note("records", text, begin, *(r for *_, r, _ in lost), needed=f"{end} bytes", found=f"{size} bytes")
     for parts in split.values():
-        crc = held = 0
+        crc = covered = 0
         first = parts[0]
         for _, _, at, _, _, _, start, nbytes, part_crc in sorted(parts, key=lambda p: p[6]):
-            if start == at + held:
-                crc, held = combine(crc, part_crc, nbytes), held + nbytes
-        if held < first[3]:
+            if start == at + covered:
+                crc, covered = combine(crc, part_crc, nbytes), covered + nbytes
+        if covered < first[3]:
             continue  # not all of it could be read, which has been noted
         out.members += 1
         if crc != first[4]:
-            records = [first[5]] if first[5] >= 0 else index.places(positions[first[0]]).get(first[2], [])
+            records = [first[5]] if first[5] >= 0 else index.by_offset(positions[first[0]]).get(first[2], [])
             out.differs(first, crc, records)
     order = {name: number for number, name in enumerate(positions)}
     out.findings.sort(key=lambda note: (order.get(note[0], -1), note[3], note[6]))
@@ -144,10 +147,10 @@ class FileWorker:
 
     def __init__(self, reader: Reader, index: RecordIndex, crew: Crew, *, drop: bool = True) -> None:
         self._reader, self._index, self._crew, self._drop = reader, index, crew, drop
-        place = reader.catalog.path
-        self._base = place if is_folder(place) else place.parent
+        path = reader.catalog.path
+        self._base = path if is_folder(path) else path.parent
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
-        self._places: dict[int, list[int]] | None = None
+        self._records_by_offset: dict[int, list[int]] | None = None
 
     def close(self) -> None:
         """Nothing stays open between files."""
@@ -156,7 +159,7 @@ class FileWorker:
         """Reads files; what `Scan` says of them."""
         out = Scan()
         for file in task.files:
-            out.file, self._places = file.name, None
+            out.file, self._records_by_offset = file.name, None
             self._read(file, out)
             if file.last:
                 self._crew.moved(FileDone(file.name, file.size), 0)
@@ -177,7 +180,7 @@ class FileWorker:
             return
         blocks = Blocks(source, file, self._buffer, self._crew, drop=self._drop)
         try:
-            os.posix_fadvise(source.fd, source.base + file.begin, file.nbytes, os.POSIX_FADV_SEQUENTIAL)
+            source.expect(file.begin, file.nbytes)
             self._contents(file, blocks, out)
             digest = blocks.finish()
             if digest is not None:
@@ -190,11 +193,9 @@ class FileWorker:
 
     def _contents(self, file: FileRead, blocks: Blocks, out: Scan) -> None:
         """Everything in a file, or in a piece of one, from front to back."""
-        archives: list[StoredArchive] = []
-        if isinstance(self._reader, ArchiveReader):
-            archives = [archive for position in file.positions for archive in self._reader.archives(position)]
-        known = {archive.record for archive in archives}
-        records = [n for position in file.positions for n in self._index.records(position) if n not in known]
+        archives = [archive for position in file.positions for archive in self._reader.archives(position)]
+        archived = {archive.record for archive in archives}
+        records = [n for position in file.positions for n in self._index.records(position) if n not in archived]
         inside: list[int] = []
         if not archives and self._is_archive(records[:1], blocks):
             archives, inside = [StoredArchive(0, file.size, -1, "")], records
@@ -219,7 +220,7 @@ class FileWorker:
                 at = max(at, stop)
         self._skim(file, at, file.size, blocks, out)
         if over and file.owns(over[0].start):
-            text = f"{printable(file.name)}: {len(over):,} records lie over others and were not read"
+            text = f"{printable(file.name)}: {counted(len(over), 'record')} over others: not read"
             out.note("records", text, over[0].start, *(archive.record for archive in over))
 
     def _is_archive(self, records: list[int], blocks: Blocks) -> bool:
@@ -247,15 +248,16 @@ class FileWorker:
     def _locate(self, file: FileRead, record: int, at: int, blocks: Blocks, out: Scan) -> Payload | None:
         try:
             payload = self._reader.locate(record, blocks.look)
+        except UnsupportedError:  # no damage: the whole checkpoint is not checked
+            raise
         except FormatError as error:
-            found = error.message.rpartition(" holds ")[2] if " holds " in error.message else ""
+            stored = error.message.rpartition(" holds ")[2] if " holds " in error.message else ""
             needed = error.details[0].removeprefix("the metadata promises ") if error.details else ""
-            out.note("records", str(error).replace("\n", "; "), at, record, needed=needed, found=found)
+            out.note("records", str(error).replace("\n", "; "), at, record, needed=needed, found=stored)
             return None
-        end = max(payload.offset + payload.nbytes, payload.crc_offset + payload.crc_nbytes)
-        if end > file.size:
-            text = f"{printable(file.name)} is {file.size:,} bytes, a record needs {end:,}"
-            out.note("records", text, payload.offset, record, needed=f"{end}", found=f"{file.size}")
+        if payload.end > file.size:
+            text = f"{printable(file.name)} is {file.size:,} bytes, a record needs {payload.end:,}"
+            out.note("records", text, payload.offset, record, needed=f"{payload.end}", found=f"{file.size}")
             return None
         out.prints += [record, fingerprint(payload)]
         return payload
@@ -315,7 +317,7 @@ class FileWorker:
         crc = 0
         try:
             for piece in blocks.stream(start, stop - start):
-                crc = zlib.crc32(piece, crc) if summed else 0
+                crc = crc32(piece, crc) if summed else 0
         except FormatError as error:
             out.note("records", str(error), at, archive.record)
             return
@@ -333,6 +335,6 @@ class FileWorker:
             out.differs(part, crc, [archive.record] if archive.record >= 0 else self._records_at(file, at))
 
     def _records_at(self, file: FileRead, at: int) -> list[int]:
-        if self._places is None:
-            self._places = self._index.places(file.positions)
-        return self._places.get(at, [])
+        if self._records_by_offset is None:
+            self._records_by_offset = self._index.by_offset(file.positions)
+        return self._records_by_offset.get(at, [])

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from converters.catalog import Part
 from converters.errors import DistckptError, IntegrityError, RequestError
-from converters.facts.damage import check_stored
-from converters.facts.model_args import ModelArgs
-from converters.formats.folder import escape
-from converters.names import fold, printable
+from converters.formats.links import escape
+from converters.megatron.damage import check_stored
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.optimizer_parts import optimizer_parts
+from converters.names import fold, listed, printable
 from converters.verification.hugging_face import check_hugging_face
-from converters.verification.origin import check_origin
+from converters.verification.provenance import check_origin
+from converters.verification.unknown import check_known
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -42,7 +45,7 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     """
     for problem in catalog.problems:
         fatal = problem.severity == "error" or problem.message.startswith(_FATAL)
-        tell = check.error if fatal else check.warn
+        tell = check.error if fatal else check.leave if problem.severity == "unknown" else check.warn
         hint = _NO_ARGUMENTS if problem.message.startswith("common.pt is missing") else None
         tell(problem.message, file=problem.file, tensors=problem.tensors, hint=hint)
     for info in catalog.files:
@@ -53,9 +56,9 @@ def check_structure(check: Check, catalog: Catalog) -> None:
             check.warn(f"{text}: the rest of a longer file?", file=info.name)
     _check_links(check, catalog)
     check_origin(check, catalog)
-    known = {name for problem in catalog.problems for name in problem.tensors}
+    reported = {name for problem in catalog.problems for name in problem.tensors}
     for name, tensor in catalog.tensors.items():
-        if name not in known and not _is_plain(tensor):
+        if name not in reported and not _is_plain(tensor):
             _check_tiling(check, tensor)
     for key, stored in catalog.objects.items():
         if not stored.file:
@@ -63,11 +66,12 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     _check_grids(check, catalog.objects.values())
     _check_census(check, catalog)
     _check_optimizer_names(check, catalog)
+    check_known(check, catalog)
     _check_args(check, catalog)
     records = sum(info.records for info in catalog.files)
     check.summary = (
-        f"{len(catalog.tensors):,} tensors stored once, {len(catalog.objects):,} objects, {records:,} records in "
-        f"{sum(1 for info in catalog.files if info.records):,} files"
+        f"{counted(len(catalog.tensors), 'tensor')} stored once, {counted(len(catalog.objects), 'object')}, "
+        f"{counted(records, 'record')} in {counted(sum(1 for info in catalog.files if info.records), 'file')}"
     )
     described = check_hugging_face(check, catalog)
     check.summary += f"; {described}" if described else ""
@@ -76,11 +80,13 @@ def check_structure(check: Check, catalog: Catalog) -> None:
 def _check_links(check: Check, catalog: Catalog) -> None:
     """A file that is a link to something elsewhere is not part of what was saved, and is not read."""
     folder = catalog.path if catalog.path.is_dir() else catalog.path.parent
-    for info in catalog.files if catalog.format != "zarr" else ():  # whose reader follows no link
+    files = () if catalog.format == "zarr" else catalog.files  # whose reader follows no link
+    for info in (info for info in files if info.role != "other" or not catalog.megatron):  # others are not read
         target = escape(folder / info.name)
         if target is not None:
             text = f"{printable(info.name)} is a link to {printable(target)}, outside of the checkpoint"
-            check.error(text, file=info.name, needed="a file", found="a link")
+            hint = "distckpt verify CKPT --follow-links reads it, if you trust where it leads"
+            check.error(text, file=info.name, needed="a file", found="a link", hint=hint)
 
 
 def _is_plain(tensor: TensorInfo) -> bool:
@@ -100,20 +106,20 @@ def _check_grids(check: Check, objects: Iterable[ObjectInfo]) -> None:
     shards: dict[str, list[ObjectInfo]] = defaultdict(list)
     for stored in objects:
         shards[stored.name].append(stored)
-    for name, found in shards.items():
-        grids, shown = {item.grid for item in found}, printable(name)
+    for name, members in shards.items():
+        grids, shown = {item.grid for item in members}, printable(name)
         if len(grids) > 1:
             listed = " and ".join(str(list(grid)) for grid in sorted(grids)[:4])
             check.error(f"the shards of {shown} are of different grids: {listed}", needed="one grid", found=listed)
             continue
         (grid,) = grids
-        outside = [o.offset for o in found if len(o.offset) != len(grid) or any(map(int.__ge__, o.offset, grid))]
+        outside = [o.offset for o in members if len(o.offset) != len(grid) or any(map(int.__ge__, o.offset, grid))]
         if outside:
             check.error(f"shard {list(outside[0])} of {shown} lies outside its grid {list(grid)}")
-        elif len(found) != math.prod(grid):
-            lost = _missing(grid, {o.offset for o in found})
-            text = f"{shown} has {len(found):,} of its {math.prod(grid):,} shards; {list(lost)} is missing"
-            check.error(text, needed=f"{math.prod(grid)} shards", found=f"{len(found)} shards")
+        elif len(members) != math.prod(grid):
+            lost = _missing(grid, {o.offset for o in members})
+            text = f"{shown} has {len(members):,} of its {math.prod(grid):,} shards; {list(lost)} is missing"
+            check.error(text, needed=f"{math.prod(grid)} shards", found=f"{len(members)} shards")
 
 
 def _missing(grid: tuple[int, ...], present: set[tuple[int, ...]]) -> tuple[int, ...]:
@@ -135,15 +141,14 @@ def _check_census(check: Check, catalog: Catalog) -> None:
         layer = _INDEXED.fullmatch(name)
         if layer:
             layers[layer[1]][int(layer[2])].add(layer[3])
-    for prefix, found in layers.items():
-        lost = sorted(set(range(max(found) + 1)) - set(found))
+    for prefix, by_layer in layers.items():
+        lost = sorted(set(range(max(by_layer) + 1)) - set(by_layer))
         if lost:
-            text = f"{printable(prefix)}: {_numbered(lost)} of {max(found) + 1} are missing"
-            check.error(text, needed=f"{max(found) + 1} layers", found=f"{len(found)} layers")
-        for number, less, lacking in _incomplete(found):
+            text = f"{printable(prefix)}: {_numbered(lost)} of {max(by_layer) + 1} are missing"
+            check.error(text, needed=f"{max(by_layer) + 1} layers", found=f"{len(by_layer)} layers")
+        for number, less, lacking in _incomplete(by_layer):
             names = tuple(f"{prefix}.{number}.{suffix}" for suffix in sorted(lacking))
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            check.error(f"{printable(names[0])}{more} is missing; layer {less} has it", tensors=names)
+            check.error(f"{listed(names, 1)} is missing; layer {less} has it", tensors=names)
     count = {max(numbers) + 1 for numbers in experts.values()}
     for name, numbers in experts.items():
         most = max(count)
@@ -175,32 +180,49 @@ def _incomplete(layers: dict[int, set[str]]) -> Iterator[tuple[int, int, set[str
 
 
 def _check_optimizer_names(check: Check, catalog: Catalog) -> None:
-    """Both moments are there for the same parameters."""
+    """Every parameter has the states that its optimizer has for each."""
+    recognised = optimizer_parts(catalog)
+    for missing in recognised.lost if catalog.megatron else ():
+        if missing.why:  # the files are as Megatron wrote them
+            check.warn(str(missing))
+        else:
+            check.error(str(missing), tensors=missing.keys)
+    if recognised.doubt:
+        check.warn(recognised.doubt, tensors=recognised.stateless)
+    if catalog.megatron:
+        return
     states: dict[str, set[str]] = defaultdict(set)
     for name in catalog.tensors:
         if name.startswith("optimizer.state."):
             state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
             states[state].add(parameter)
     first, second = states.get("exp_avg", set()), states.get("exp_avg_sq", set())
-    for state, lost in (("exp_avg_sq", first - second), ("exp_avg", second - first)):
-        if lost and first and second:  # Lion has no second moment, for any parameter
+    complete = frozenset[str]().union(*(part.names for part in recognised.parts))
+    for state, lost in (("exp_avg_sq", first - second - complete), ("exp_avg", second - first - complete)):
+        if lost and first and second:  # Lion has no second moment
             names = tuple(f"optimizer.state.{state}.{name}" for name in sorted(lost))
-            folded = fold(names)
-            more = f" and {len(folded) - 1} more" if len(folded) > 1 else ""
-            text = f"{printable(folded[0][0])}{more} is missing, the other moment is there"
+            alike = {_NUMBER.sub(".*.", name) for name in first & second}
+            if catalog.args.get("optimizer") != "adam" and alike.isdisjoint(_NUMBER.sub(".*.", name) for name in lost):
+                text = f"{printable(fold(names)[0][0])} is not stored: whether the optimizer has one is not known"
+                check.leave(text, tensors=names)
+                continue
+            text = f"{listed([text for text, _ in fold(names)], 1)} is missing, the other moment is there"
             check.error(text, tensors=names)
 
 
 def _check_args(check: Check, catalog: Catalog) -> None:
     try:
-        found = ModelArgs.from_catalog(catalog).contradictions(catalog)
+        args = ModelArgs.from_catalog(catalog)
+        contradictions = args.contradictions(catalog)
     except RequestError as error:  # arguments of a model that is none of ours: nothing to compare
         check.warn(f"the arguments were not compared with the tensors: {printable(error.message)}")
         return
     except DistckptError as error:
         check.error(f"the arguments make no sense: {printable(error.message)}")
         return
-    for text in found:
+    for text in args.unknown:
+        check.warn(f"not understood, so not compared with the tensors: {printable(text)}")
+    for text in contradictions:
         check.error(f"the arguments do not fit the tensors: {printable(text)}")
 
 

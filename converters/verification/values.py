@@ -5,7 +5,6 @@ Tensors are read in tiles, each as often as a question asks for it; nothing here
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import statistics
@@ -13,28 +12,28 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from converters.box import Box, contiguous_tiles
 from converters.errors import DistckptError, IntegrityError, Interrupted
 from converters.events import Moved
+from converters.io.arithmetic import BLOCK, UNSIGNED, squares
+from converters.io.block_runner import TileChecker
+from converters.io.questions import Question, RoundsTo, Together
+from converters.io.sources import Sources
 from converters.names import printable
-from converters.reading.arithmetic import BLOCK, squares, unequal
-from converters.reading.device import Host
-from converters.reading.examiner import Examiner
-from converters.reading.gather import UNSIGNED, Gatherer, Sources
+from converters.verification.moments import PossibleMoments
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
-    from converters.engine.crew import Crew
+    from converters.execute.work_sharing import Crew
     from converters.formats.base import Reader
-    from converters.reading.arithmetic import OnHost
-    from converters.reading.device import Device
+    from converters.io.arithmetic import OnHost
+    from converters.io.device import Device
     from converters.verification.report import Check
 
 __all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes", "tile_elements"]
@@ -48,6 +47,7 @@ APART = 10.0  # times the usual size among the same tensors of other layers: wor
 FAR_APART = 1000.0  # not by training
 _VOCABULARY = ("word_embeddings.weight", "embed_tokens.weight", "wte.weight", "output_layer.weight", "lm_head.weight")
 _FEWEST = 4  # layers that "the usual" takes
+_SECOND_FACTOR = ".adapter.linear_out.weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -69,7 +69,7 @@ class TensorTask:
     Attributes:
         number: Among all tasks.
         names: The tensor; or two: the first is compared with the second.
-        compare: "equal" or "rounded" for two, "" for one.
+        compare: "equal", "rounded" or, for moments, "possible" for two, "" for one.
         values: Whether statistics are wanted.
         nbytes: Bytes of the tensors.
     """
@@ -89,36 +89,50 @@ class TensorWorker:
         tensors: The tensors of the tasks, by name.
         crew: Told about progress, asked whether to stop.
         device: Where elements are looked at; by default the host.
+        bound: What m^2 / v of moments cannot exceed, see `moments`.
     """
 
     def __init__(
-        self, reader: Reader, tensors: Mapping[str, TensorInfo], crew: Crew, device: Device | None = None
+        self,
+        reader: Reader,
+        tensors: Mapping[str, TensorInfo],
+        crew: Crew,
+        device: Device | None = None,
+        bound: float = math.inf,
     ) -> None:
-        self._tensors, self._crew = tensors, crew
+        self._tensors, self._bound = tensors, bound
         # whether checksums match was found when the files were read
         self._sources = Sources(reader, tensors, checked=False)
-        self._gatherers = (Gatherer(self._sources), Gatherer(self._sources))
-        self._examiner = Examiner(device or Host(), tile_elements(tensors)[1])
-
-    def close(self) -> None:
-        """Closes all files."""
-        self._examiner.close()
-        for gatherer in self._gatherers:
-            gatherer.close()
+        self._checker = TileChecker(
+            [self._sources, self._sources],
+            device=device,
+            tile_bytes=tile_elements(tensors)[1],
+            moved=lambda nbytes: crew.moved(Moved(nbytes), nbytes),
+            check=crew.check,
+        )
+        self.close = self._checker.close
 
     def do(self, task: TensorTask) -> dict[str, Any]:
-        """`wrong` elements of the first tensor and the `first` of them; `stats` by name; or why it `failed`."""
+        """`wrong` elements, the `first`, how far moments `excess` their bound; `stats` by name; or why it `failed`."""
         infos = [self._tensors[name] for name in task.names]
-        out: dict[str, Any] = {"wrong": 0, "first": None, "stats": {}}
+        out: dict[str, Any] = {"wrong": 0, "first": None, "excess": 0.0, "stats": {}}
         try:
-            stats = [Stats(info) for info in infos]
-            shape = self._common(infos, task.compare) if task.compare else infos[0].shape
-            for box in self._tiles(task.names[0], shape):
-                self._crew.check()
-                self._look(task, infos, stats, box, out)
-            self._examiner.flush()
-            if task.values:
-                out["stats"] = {info.name: one.document() for info, one in zip(infos, stats, strict=True)}
+            shape = _common(infos, task.compare) if task.compare else infos[0].shape
+            stats = [Stats(info, number) for number, info in enumerate(infos)] if task.values else []
+            questions: list[Question] = [*stats]
+            if task.compare == "possible":
+                moments = PossibleMoments(self._bound)
+                questions.append(moments)
+            elif task.compare:
+                rounds = RoundsTo(infos[0], infos[1])
+                questions.append(rounds)
+            self._checker.ask(Together(questions), self._tiles(task.names[0], shape), *task.names)
+            self._checker.flush()
+            if task.compare == "possible":
+                out |= {"wrong": moments.wrong, "excess": moments.excess}
+            elif task.compare:
+                out |= {"wrong": rounds.wrong, "first": rounds.first and rounds.first[0]}
+            out["stats"] = {info.name: one.document() for info, one in zip(infos, stats, strict=False)}
         except Interrupted:
             raise
         except DistckptError as error:
@@ -132,50 +146,18 @@ class TensorWorker:
             if part is not None:
                 yield from (tile.shifted(part.start) for tile in contiguous_tiles(Box.whole(part.shape), _TILE))
 
-    def _common(self, infos: list[TensorInfo], how: str) -> tuple[int, ...]:
-        """The shape that both have, but for rows that pad the vocabulary."""
-        one, other = (info.shape for info in infos)
-        if len(one) != len(other) or one[1:] != other[1:]:
-            raise IntegrityError(f"{infos[0].name} is {list(one)}, {infos[1].name} is {list(other)}")
-        if how == "equal" and infos[0].dtype != infos[1].dtype:
-            raise IntegrityError(f"{infos[0].name} is {infos[0].dtype}, {infos[1].name} is {infos[1].dtype}")
-        return (min(one[0], other[0]), *one[1:]) if one else one
 
-    def _look(
-        self, task: TensorTask, infos: list[TensorInfo], stats: list[Stats], box: Box, out: dict[str, Any]
-    ) -> None:
-        """Takes a tile in; `out` and `stats` have it when the examiner has looked at it."""
-        kinds = [info.dtype for info in infos]
-
-        def gather(into: Sequence[NDArray[np.uint8] | None]) -> list[NDArray[Any]]:
-            tiles = [g.gather(n, box, i) for g, n, i in zip(self._gatherers, task.names, into, strict=False)]
-            nbytes = sum(tile.nbytes for tile in tiles)
-            self._crew.moved(Moved(nbytes), nbytes)
-            return tiles
-
-        def examine(on: OnHost, *bits: Any) -> list[Any]:
-            compared = unequal(on, *bits, *kinds) if task.compare else (0, 0)
-            counted = [count(on, b, k) for b, k in zip(bits, kinds, strict=True)] if task.values else []
-            return [*compared, *itertools.chain(*counted)]
-
-        def done(rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
-            wrong = [(number, int(row[0]), int(row[1])) for number, row in enumerate(rows) if row[0]]
-            if wrong:
-                at = np.unravel_index(wrong[0][0] * BLOCK + wrong[0][2], box.shape) if box.shape else ()
-                first = [int(start + i) for start, i in zip(box.start, at, strict=True)]
-                out["first"] = first if out["first"] is None else min(first, out["first"])
-                out["wrong"] += sum(found for _, found, _ in wrong)
-            for number, (one, array) in enumerate(zip(stats, arrays, strict=True) if task.values else ()):
-                one.add(rows[:, 2 + _COUNTED * number :], array)
-
-        sizes = [box.volume * kind.itemsize for kind in kinds]
-        self._examiner.look(sizes, gather, examine, done, host=not all(kind.floating for kind in kinds))
+def _common(infos: list[TensorInfo], how: str) -> tuple[int, ...]:
+    """The shape that both have, but for rows that pad the vocabulary."""
+    one, other = (info.shape for info in infos)
+    if len(one) != len(other) or one[1:] != other[1:]:
+        raise IntegrityError(f"{infos[0].name} is {list(one)}, {infos[1].name} is {list(other)}")
+    if how == "equal" and infos[0].dtype != infos[1].dtype:
+        raise IntegrityError(f"{infos[0].name} is {infos[0].dtype}, {infos[1].name} is {infos[1].dtype}")
+    return (min(one[0], other[0]), *one[1:]) if one else one
 
 
 _LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
-
-
-_COUNTED = 8  # numbers that `count` gives
 
 
 def count(on: OnHost, bits: Any, kind: DType) -> tuple[Any, ...]:
@@ -188,9 +170,9 @@ def count(on: OnHost, bits: Any, kind: DType) -> tuple[Any, ...]:
     low = high = values
     total, finite = squares(on, values)
     if not finite:
-        known = xp.isfinite(values)
+        is_finite = xp.isfinite(values)
         bad = on.count(xp.isnan(values)), on.count(xp.isinf(values))
-        low, high = (xp.where(known, values, limit) for limit in (math.inf, -math.inf))
+        low, high = (xp.where(is_finite, values, limit) for limit in (math.inf, -math.inf))
     least, zero, denormal = _LEAST_NORMAL.get(kind.name, 0.0), 0, 0
     small = xp.abs(values) < least if least else values == 0
     if on.needs(small):
@@ -200,31 +182,37 @@ def count(on: OnHost, bits: Any, kind: DType) -> tuple[Any, ...]:
 
 
 class Stats:
-    """What is known of a tensor's elements."""
+    """What is known of a tensor's elements: a question of one of the tensors of a task, by its number."""
 
-    def __init__(self, info: TensorInfo) -> None:
-        self._kind = info.dtype
+    columns = 8
+
+    def __init__(self, info: TensorInfo, number: int = 0) -> None:
+        self._kind, self._number = info.dtype, number
         self._first: Any = None
         self.numel = self.nan = self.inf = self.zero = self.denormal = 0
         self.low, self.high = math.inf, -math.inf
         self.squares = 0.0
         self.constant = True
 
-    def add(self, rows: NDArray[np.float64], bits: NDArray[Any]) -> None:
-        """Takes in a tile.
+    @property
+    def on_host(self) -> bool:
+        """See `Question`."""
+        return not self._kind.floating
 
-        Args:
-            rows: What `count` gives for each of its blocks.
-            bits: Its elements as unsigned integers.
-        """
-        bits = bits.reshape(-1)
+    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
+        """See `count`."""
+        return count(on, bits[self._number], self._kind)
+
+    def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
+        """See `Question`."""
+        bits = arrays[self._number].reshape(-1)
         if not bits.size:
             return
         self.numel += bits.size
         if self._first is None:
             self._first = bits[0].copy()
-        for name, found in zip(("nan", "inf", "zero", "denormal"), rows[:, :4].sum(0).tolist(), strict=True):
-            setattr(self, name, getattr(self, name) + int(found))
+        for name, total in zip(("nan", "inf", "zero", "denormal"), rows[:, :4].sum(0).tolist(), strict=True):
+            setattr(self, name, getattr(self, name) + int(total))
         # zero has a sign, of which extremes know nothing
         self.low = min(self.low, float(rows[:, 4].min()) + 0.0)
         self.high = max(self.high, float(rows[:, 5].max()) + 0.0)
@@ -254,7 +242,8 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
 
     Never in a trained model: NaN, Inf; a negative second moment; weights of which more than 1 % are denormal; a matrix that
     is zero or constant while the same matrix of other layers is not; an embedding that is; a matrix 1,000 times as large
-    as its siblings, or as small. Worth a look: a matrix that is zero in all layers; a weight whose root mean square is
+    as its siblings, or as small. Worth a look: a matrix that is zero in all layers, unless all second factors of LoRA are,
+    which begin as zeros (Megatron-Bridge, peft/lora.py, `lora_B_init_method`); a weight whose root mean square is
     10 times that of its siblings, or a tenth of it.
 
     Args:
@@ -263,24 +252,27 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
         tensors: The tensors.
     """
     usual = _siblings(stats, tensors)
-    for name, found in stats.items():
+    untrained = all(s["zero"] == s["numel"] for name, s in stats.items() if name.endswith(_SECOND_FACTOR))
+    for name, tensor_stats in stats.items():
         info = tensors[name]
-        if not info.dtype.floating or not found["numel"]:
+        if untrained and name.endswith(_SECOND_FACTOR):
             continue
-        shown, numel = printable(name), found["numel"]
+        if not info.dtype.floating or not tensor_stats["numel"]:
+            continue
+        shown, numel = printable(name), tensor_stats["numel"]
         for what, word in (("nan", "NaN"), ("inf", "infinite")):
-            if found[what]:
+            if tensor_stats[what]:
                 check.error(
-                    f"{shown}: {found[what]:,} of {numel:,} elements are {word}",
+                    f"{shown}: {tensor_stats[what]:,} of {numel:,} elements are {word}",
                     tensors=(name,),
                     needed="finite numbers",
-                    found=f"{found[what]} {word}",
+                    found=f"{tensor_stats[what]} {word}",
                 )
-        if name.startswith("optimizer.state.exp_avg_sq.") and (found["min"] or 0) < 0:
-            text = f"{shown}: a second moment cannot be negative, the smallest is {found['min']:.3g}"
-            check.error(text, tensors=(name,), needed=">= 0", found=f"{found['min']:.3g}")
+        if name.startswith("optimizer.state.exp_avg_sq.") and (tensor_stats["min"] or 0) < 0:
+            text = f"{shown}: a second moment cannot be negative, the smallest is {tensor_stats['min']:.3g}"
+            check.error(text, tensors=(name,), needed=">= 0", found=f"{tensor_stats['min']:.3g}")
         if info.kind == "weight":
-            _judge_weight(check, name, info, found, usual.get(name))
+            _judge_weight(check, name, info, tensor_stats, usual.get(name))
 
 
 def _siblings(
@@ -294,8 +286,8 @@ def _siblings(
     # one list for all of a group: what is asked of it is a median, which one member does not change
     out = {}
     for members in groups.values():
-        found = [stats[name] for name in members]
-        out.update(dict.fromkeys(members, found))
+        group_stats = [stats[name] for name in members]
+        out.update(dict.fromkeys(members, group_stats))
     return out
 
 
@@ -303,40 +295,40 @@ def _judge_weight(
     check: Check,
     name: str,
     info: TensorInfo,
-    found: Mapping[str, Any],
+    stats: Mapping[str, Any],
     siblings: list[Mapping[str, Any]] | None,
 ) -> None:
-    shown, nonzero = printable(name), found["numel"] - found["zero"]
-    storm = found["denormal"] / found["numel"]
+    shown, nonzero = printable(name), stats["numel"] - stats["zero"]
+    storm = stats["denormal"] / stats["numel"]
     if storm > STORM:
         text = f"{shown}: {100 * storm:.0f} % of its elements are denormal (below {_LEAST_NORMAL[info.dtype.name]:.2g})"
         tell = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
         tell(f"{text}: memory that nothing was written to looks so", tensors=(name,))
         return
     siblings = siblings or []
-    if found["constant"] and found["numel"] > 1:
-        _judge_constant(check, name, info, found, siblings)
+    if stats["constant"] and stats["numel"] > 1:
+        _judge_constant(check, name, info, stats, siblings)
     elif nonzero and len(siblings) >= _FEWEST:
         sizes = [s["rms"] for s in siblings if s["rms"] is not None]
         middle = statistics.median(sizes) if sizes else 0.0
-        ratio = found["rms"] / middle if middle and found["rms"] is not None else 1.0
+        ratio = stats["rms"] / middle if middle and stats["rms"] is not None else 1.0
         if ratio >= APART or ratio <= 1 / APART:
             far = len(info.shape) > 1 and (ratio >= FAR_APART or ratio <= 1 / FAR_APART)
             text = (
-                f"{shown}: its root mean square is {found['rms']:.3g}, that of the same weight elsewhere {middle:.3g}"
+                f"{shown}: its root mean square is {stats['rms']:.3g}, that of the same weight elsewhere {middle:.3g}"
             )
             (check.error if far else check.warn)(
-                text, tensors=(name,), needed=f"{middle:.3g}", found=f"{found['rms']:.3g}"
+                text, tensors=(name,), needed=f"{middle:.3g}", found=f"{stats['rms']:.3g}"
             )
 
 
 def _judge_constant(
-    check: Check, name: str, info: TensorInfo, found: Mapping[str, Any], siblings: list[Mapping[str, Any]]
+    check: Check, name: str, info: TensorInfo, stats: Mapping[str, Any], siblings: list[Mapping[str, Any]]
 ) -> None:
-    value = "zero" if found["zero"] == found["numel"] else f"{found['min']:.6g}"
-    others = [s for s in siblings if s is not found]
+    value = "zero" if stats["zero"] == stats["numel"] else f"{stats['min']:.6g}"
+    others = [s for s in siblings if s is not stats]
     varied = any(not s["constant"] for s in others)
-    text = f"{printable(name)}: all {found['numel']:,} elements are {value}"
+    text = f"{printable(name)}: all {stats['numel']:,} elements are {value}"
     if len(info.shape) < 2:  # norms begin as ones, biases as zeros
         if varied and len(others) >= _FEWEST:
             check.warn(f"{text}, those of other layers are not", tensors=(name,))
@@ -349,7 +341,12 @@ def _judge_constant(
 
 
 def value_tasks(
-    tensors: Mapping[str, TensorInfo], pairs: Mapping[str, tuple[str, str]], *, values: bool, first: int
+    tensors: Mapping[str, TensorInfo],
+    pairs: Mapping[str, tuple[str, str]],
+    *,
+    values: bool,
+    first: int,
+    read: Collection[str] = (),
 ) -> Iterator[TensorTask]:
     """What is to be looked at: pairs first, then whatever is in no pair.
 
@@ -358,6 +355,7 @@ def value_tasks(
         pairs: Tensor -> (how, tensor) that it is compared with.
         values: Whether values are looked at.
         first: Number of the first task.
+        read: Tensors that are read also if values are not looked at: reading shows whether they are what they should be.
     """
     number, seen = first, set[str]()
     for name, (how, other) in pairs.items():
@@ -365,7 +363,9 @@ def value_tasks(
         yield TensorTask(number, (name, other), how, values and how == "rounded", nbytes)
         seen |= {name, other} if how == "rounded" else set()
         number += 1
-    for name, info in tensors.items() if values else ():
+    for name, info in tensors.items():
+        if not values and name not in read:
+            continue
         if name not in seen and info.dtype.itemsize in UNSIGNED and info.dtype.itemsize < 16 and info.kind != "copy":
-            yield TensorTask(number, (name,), "", True, info.nbytes)
+            yield TensorTask(number, (name,), "", values, info.nbytes)
             number += 1

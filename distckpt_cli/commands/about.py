@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from distckpt_cli.console import Console
-from distckpt_cli.options import Json  # noqa: TC001 - Typer reads the annotations at run time
+from distckpt_cli.options import Speaking, spread
 
 
-def formats(as_json: Json = False) -> None:
+@spread
+def formats(speaking: Speaking) -> None:
     """List the storage formats: what is read and written, and with which versions that is proven."""
     from converters.formats import REGISTRY
 
-    console = Console(json_asked=as_json)
-    if as_json:
+    console = speaking.console
+    if speaking.as_json:
         keys = ("name", "summary", "read", "written")
         console.document("distckpt.formats/1", {"formats": [{k: getattr(f, k) for k in keys} for f in REGISTRY]})
     else:
@@ -19,13 +19,14 @@ def formats(as_json: Json = False) -> None:
         console.table(["FORMAT", "READ, MADE BY", "WRITTEN", "WHAT IT IS"], rows)
 
 
-def models(as_json: Json = False) -> None:
-    """List the Hugging Face architectures that can be exported."""
-    from converters.models import KNOWN
+@spread
+def models(speaking: Speaking) -> None:
+    """List the Hugging Face architectures that are exported and imported."""
+    from converters.models import ARCHITECTURES
 
-    rows = [(model.name, model.architecture) for model in KNOWN]
-    console = Console(json_asked=as_json)
-    if as_json:
+    rows = [(model.name, model.architecture) for model in ARCHITECTURES]
+    console = speaking.console
+    if speaking.as_json:
         console.document("distckpt.models/1", {"models": [{"name": n, "architecture": a} for n, a in rows]})
     else:
         console.table(["MODEL", "ARCHITECTURE"], rows)

@@ -2,58 +2,85 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from distckpt_cli.choices import FORMATS, OPTIMIZERS, Words, check_choice, choice_of
 from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, check_choice, given, panel, shard_bytes, spread
-from distckpt_cli.targets import Carried, PlanCaching, TargetLayout, content
+from distckpt_cli.options import Ckpt, options_set, panel, shard_bytes, spread
+from distckpt_cli.targets import Carried, TargetLayout, content
 from distckpt_cli.writing import Writing, carry_out
 
 if TYPE_CHECKING:
-    from converters.targets.conversion import Conversion
+    from collections.abc import Iterable
+
+    from converters.write.write_plan import Conversion
     from distckpt_cli.console import Console
 
 _format = panel("Format")
-_ASKED = ("weights_only", "names", "spec", "experts")
+
+
+def _written() -> Iterable[str]:
+    from converters.write.convert import WRITERS
+
+    return WRITERS
+
+
+_WRITTEN = Words(_written, strict=False)
+_CONTENT = ("weights_only", "names", "spec", "experts")
 
 
 @dataclass(frozen=True)
 class Format:
     """What is made of what."""
 
-    to: Annotated[str, _format(metavar="FORMAT", help="torch_dist, legacy, torch or safetensors.")]
-    source: Annotated[str | None, _format("--from", metavar="FORMAT", help="Read CKPT as this format.")] = None
+    to: Annotated[
+        str,
+        _format(metavar="FORMAT", help="torch_dist, legacy, torch or safetensors.", autocompletion=_WRITTEN.complete),
+    ]
+    source: Annotated[
+        str | None,
+        _format("--from", metavar="FORMAT", help="Read CKPT as this format.", autocompletion=FORMATS.complete),
+    ] = None
     weights_only: Annotated[bool, _format("--weights-only", help="Neither optimizer nor random state.")] = False
-    names: Annotated[str | None, _format(metavar="STYLE", help="Names of tensors: megatron (the default) or hf.")] = (
-        None
-    )
+    names: Annotated[
+        str | None,
+        _format(
+            metavar="STYLE",
+            help="Names of tensors: megatron (the default) or hf.",
+            autocompletion=choice_of("names").complete,
+        ),
+    ] = None
     max_shard_size: Annotated[
         str | None, _format(metavar="SIZE", help="Largest file of safetensors, 5GB by default.")
     ] = None
     spec: Annotated[
         str | None,
-        _format(metavar="LAYERS", help="Layers of a legacy job: te or local; by default as its arguments say."),
+        _format(
+            metavar="LAYERS",
+            help="Layers of a legacy job: te or local; by default as its arguments say.",
+            autocompletion=choice_of("spec").complete,
+        ),
     ] = None
     experts: Annotated[
-        str | None, _format(metavar="HOW", help="Experts of a legacy job: grouped, sequential or stacked.")
+        str | None,
+        _format(
+            metavar="HOW",
+            help="Experts of a legacy job: grouped, sequential or stacked.",
+            autocompletion=choice_of("experts").complete,
+        ),
     ] = None
-
-    def __post_init__(self) -> None:
-        check_choice("--names", self.names, ("megatron", "hf"))
-        check_choice("--spec", self.spec, ("te", "local"))
-        check_choice("--experts", self.experts, ("grouped", "sequential", "stacked"))
 
     @property
     def content(self) -> dict[str, Any]:
         """What was asked of the content, by the names of the library's options."""
-        asked = {name: value for name, value in given(self).items() if name in _ASKED}
+        options = {name: value for name, value in options_set(self).items() if name in _CONTENT}
         if self.max_shard_size is not None:
-            asked["max_shard_bytes"] = shard_bytes(self.max_shard_size)
-        return asked
+            options["max_shard_bytes"] = shard_bytes(self.max_shard_size)
+        return options
 
 
 @dataclass(frozen=True)
@@ -64,9 +91,10 @@ class Content(Carried):
         str | None,
         content(
             metavar="FORM",
-            help="Form of the optimizer's state: for torch_dist fully_reshardable (the default) or dp_reshardable; for "
-            "legacy distributed or plain; keep: what comes nearest to the source's (torch_dist) or what its training "
-            "arguments say (legacy, the default); none: leave it out.",
+            help="Form of the optimizer's state: for torch_dist plain, fully_reshardable or dp_reshardable (by default "
+            "plain if the source is, else fully_reshardable); for legacy distributed or plain; keep: what comes nearest to "
+            "the source's (torch_dist) or what its training arguments say (legacy, the default); none: leave it out.",
+            autocompletion=OPTIMIZERS.complete,
         ),
     ] = None
 
@@ -81,38 +109,41 @@ def convert(
     target: TargetLayout,
     carried: Content,
     writing: Writing,
-    caching: PlanCaching,
 ) -> int:
     """Write a checkpoint in another storage format.
 
-    torch_dist and legacy are what training jobs load, at the layout that is asked for; torch is one file of torch.save,
+    torch_dist and legacy are what training jobs load, at the layout that is given; sizes that are not given stay those that
+    the source was saved with. torch is one file of torch.save,
     safetensors a folder, both of whole tensors. Options that have no meaning for a format are refused.
     """
-    from converters.formats import REGISTRY, open_checkpoint
-    from converters.targets.convert import WRITERS, plan_convert
+    from converters.commands import plan_command
+    from converters.write.convert import WRITERS
 
-    check_choice("--to", form.to, tuple(WRITERS))
-    check_choice("--from", form.source, tuple(known.name for known in REGISTRY))
+    if form.to.lower() in ("hf", "huggingface", "hugging-face", "transformers"):
+        raise UsageProblem(
+            f"--to {form.to}: a Hugging Face folder is what export-hf writes",
+            hint=f"distckpt export-hf {shlex.quote(src)} {shlex.quote(dst)}",
+        )
+    check_choice("--to", form.to, WRITERS)
     writer = WRITERS[form.to]
-    layout, takes = given(target), writer.takes()
-    content = given(carried) | form.content
-    caching_asked = [] if writer.cached else list(given(caching))
-    if caching.plan_cache == os.environ.get("DISTCKPT_PLAN_CACHE"):  # said for all commands, not for this one
-        caching_asked = [name for name in caching_asked if name != "plan_cache"]
-    for name in [*(n for n in (*layout, *content) if n not in takes), *caching_asked]:
+    layout, takes = options_set(target), writer.takes()
+    content = options_set(carried) | form.content
+    for name in (n for n in (*layout, *content) if n not in takes):
         raise UsageProblem(f"{_option(name)} has no meaning with --to {form.to}", hint=_instead(name, takes))
     check_choice("--optimizer", carried.optimizer, writer.optimizers())
     if form.weights_only and content.get("optimizer", "none") != "none":
         raise UsageProblem(f"--weights-only and --optimizer {carried.optimizer} contradict each other")
 
-    def plan(console: Console) -> Conversion:
-        reader = open_checkpoint(src, form.source)
-        asked = {**content, **writing.options}
-        place = target.layout() if writer.layout else None
-        if not writer.cached:
-            return plan_convert(reader, named(dst), form.to, layout=place, given=asked)
-        with caching.cache(console, keeps=not writing.dry_run) as cache:
-            return plan_convert(reader, named(dst), form.to, layout=place, given=asked, cache=cache)
+    def plan(_: Console) -> Conversion:
+        return plan_command(
+            "convert",
+            src,
+            named(dst),
+            {"to": form.to, **content, **writing.options},
+            layout=layout,
+            format=form.source,
+            follow_links=writing.follow_links,
+        )
 
     return carry_out("distckpt.convert/1", writing, plan)
 
@@ -124,5 +155,5 @@ def _option(name: str) -> str:
 def _instead(name: str, takes: frozenset[str]) -> str:
     if name in {f.name for f in fields(TargetLayout)}:
         return "whole tensors belong to no rank; a layout is for --to torch_dist or legacy"
-    known = [n for n in (*_ASKED, "max_shard_bytes", *(f.name for f in fields(Carried))) if n in takes]
-    return f"it takes {', '.join(map(_option, known))}"
+    options = [n for n in (*_CONTENT, "max_shard_bytes", *(f.name for f in fields(Carried))) if n in takes]
+    return f"it takes {', '.join(map(_option, options))}"

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from distckpt_cli.choices import ARCHITECTURES
 from distckpt_cli.console import UsageProblem, parse_size
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Looking, MaxMemory, known, spread, workers
+from distckpt_cli.options import Looking, MaxMemory, resolve_word, spread, workers
 
 _WHAT = "What to compare"
 
@@ -51,7 +52,10 @@ def diff(
     arch: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Architecture of a Hugging Face folder, if not clear.", rich_help_panel=_WHAT
+            metavar="NAME",
+            help="Architecture of a Hugging Face folder, if not clear.",
+            rich_help_panel=_WHAT,
+            autocompletion=ARCHITECTURES.complete,
         ),
     ] = None,
     vocab_size: Annotated[
@@ -86,9 +90,9 @@ def diff(
     from converters.comparison.values import Tolerance
     from converters.formats import open_checkpoint
     from converters.models import by_name
-    from distckpt_cli import difference_document, differences
+    from distckpt_cli import differences
 
-    known(by_name, arch)
+    resolve_word(by_name, arch)
     options = DiffOptions(
         tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
         tensors=tuple(tensors or ()),
@@ -97,18 +101,19 @@ def diff(
         arch=arch,
         vocab_size=vocab_size,
         max_memory=parse_size(max_memory, "--max-memory"),
-        threads=workers(looking.threads, 4),
+        threads=workers(looking.threads),
         device=looking.device,
     )
     names = shlex.quote(a), shlex.quote(b)
-    readers = open_checkpoint(a), open_checkpoint(b)
+    follow = looking.follow_links
+    readers = open_checkpoint(a, follow_links=follow), open_checkpoint(b, follow_links=follow)
     if args:
         return differences.show_arguments(console, *readers, args, options.ignore, flat=flat)
     plan = plan_diff(*readers, options)
     with looking.watched(console) as watched:
         report = run_diff(plan, **watched)
     if looking.as_json:
-        console.document("distckpt.diff/1", difference_document.document(report, every=flat))
+        console.document("distckpt.diff/1", report.document(every=flat))
     else:
         differences.show(console, report, names, flat=flat)
     return ExitCode.OK if report.identical else ExitCode.NO

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
+from converters.remote.address import named_path
+from distckpt_cli.choices import ARCHITECTURES, DTYPES, choice_of
 from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, check_choice, known, output, panel, shard_bytes, spread
+from distckpt_cli.options import Ckpt, options_set, output, panel, resolve_word, shard_bytes, spread
 from distckpt_cli.writing import Target, Writing, carry_out
-
-if TYPE_CHECKING:
-    from converters.targets.export import ExportOptions
 
 _model = panel("The model")
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What may be asked of an export."""
+class ExportRequest:
+    """What may be asked of an export; None is what the library does by default."""
 
-    arch: Annotated[str | None, _model(metavar="NAME", help="Architecture, if the inferred one is wrong.")] = None
+    arch: Annotated[
+        str | None,
+        _model(
+            metavar="NAME", help="Architecture, if the inferred one is wrong.", autocompletion=ARCHITECTURES.complete
+        ),
+    ] = None
     hf_config: Annotated[
         str | None,
         _model(
@@ -36,45 +39,69 @@ class Asked:
         _model(
             metavar="TYPE",
             help="bf16, fp16 or fp32; by default as stored, or of fp32 masters alone what the job computed in.",
+            autocompletion=DTYPES.complete,
         ),
     ] = None
     vocab_size: Annotated[
         int | None, _model(metavar="N", help="Rows of the vocabulary to keep; the rest is padding.")
     ] = None
-    mtp: Annotated[str, _model(metavar="WHAT", help="Multi-token prediction layers: keep, drop or auto.")] = "auto"
-    max_shard_size: Annotated[str, output(metavar="SIZE", help="Largest file, 5GB by default.")] = "5GB"
+    mtp: Annotated[
+        str | None,
+        _model(
+            metavar="WHAT",
+            help="Multi-token prediction layers: keep, drop or auto (the default).",
+            autocompletion=choice_of("mtp").complete,
+        ),
+    ] = None
+    check: Annotated[
+        bool, _model("--check", help="Compare with the model that transformers builds of it, first; takes seconds.")
+    ] = False
+    peft: Annotated[
+        bool, _model("--peft", help="Write the model's adapters (LoRA) alone, as a folder that peft loads.")
+    ] = False
+    merge_adapter: Annotated[
+        str | None,
+        _model(
+            metavar="CKPT", help="Merge this checkpoint's adapters into the weights, in fp32; it may be SRC itself."
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        float | None, _model(metavar="X", help="Alpha of the adapters, if their checkpoint does not say it.")
+    ] = None
+    max_shard_size: Annotated[str | None, output(metavar="SIZE", help="Largest file, 5GB by default.")] = None
 
-    def options(self, writing: Writing) -> ExportOptions:
+    def options(self, writing: Writing) -> dict[str, Any]:
         """What the library calls them."""
         from converters.dtypes import from_option
         from converters.models import by_name
-        from converters.targets.export import ExportOptions
 
         if self.copy_code and not self.hf_config:
             raise UsageProblem("--copy-code copies from --hf-config, which was not given", hint="add --hf-config DIR")
-        check_choice("--mtp", self.mtp, ("keep", "drop", "auto"))
-        known(by_name, self.arch)
-        return ExportOptions(
-            arch=self.arch,
-            dtype=known(from_option, self.dtype),
-            vocab_size=self.vocab_size,
-            mtp=self.mtp,
-            hf_config=Path(self.hf_config).expanduser() if self.hf_config else None,
-            copy_code=self.copy_code,
-            max_shard_bytes=shard_bytes(self.max_shard_size),
-            **writing.options,
-        )
+        resolve_word(by_name, self.arch)
+        options = options_set(self) | writing.options
+        if self.dtype is not None:
+            options["dtype"] = resolve_word(from_option, self.dtype)
+        if self.hf_config is not None:
+            options["hf_config"] = named_path(self.hf_config)
+        if self.merge_adapter is not None:
+            options["merge_adapter"] = named_path(self.merge_adapter)
+        if "max_shard_size" in options:
+            options["max_shard_bytes"] = shard_bytes(options.pop("max_shard_size"))
+        return options
 
 
 @spread
-def export_hf(src: Ckpt, dst: Target, asked: Asked, writing: Writing) -> int:
+def export_hf(src: Ckpt, dst: Target, request: ExportRequest, writing: Writing) -> int:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors, index, config.json.
 
     Needs nothing but the checkpoint. Every source tensor is accounted for; a tensor without a place is an error. An
     interrupted run continues when the same command is given again; DST appears only when it is complete.
     """
-    from converters.formats import open_checkpoint
-    from converters.targets.export import plan_export
+    from converters.commands import plan_command
 
-    options = asked.options(writing)
-    return carry_out("distckpt.export-hf/1", writing, lambda _: plan_export(open_checkpoint(src), named(dst), options))
+    options = request.options(writing)
+    return carry_out(
+        "distckpt.export-hf/1",
+        writing,
+        lambda _: plan_command("export-hf", src, named(dst), options, follow_links=writing.follow_links),
+    )

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from converters.remote.address import named_path
+from converters.words import format_size
+from distckpt_cli.choices import choice
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Json, Verbose, output, panel, spread
+from distckpt_cli.options import FollowLinks, Speaking, panel, spread
 
 if TYPE_CHECKING:
     from converters.formats.base import Reader
+    from converters.megatron.identity import Identity
+    from distckpt_cli.listing import Selection
 
-_shown = panel("What to show")
+_shown, _chosen = panel("What to show"), panel("How to choose and sort")
+_LISTS = ("tensors", "files", "args", "objects", "tree")
+_MOST_CARDS = 3
+
+Checkpoints = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="CKPT...",
+        help="A checkpoint: its folder, the training run's folder, or a file inside. Of several: a list, as ls.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -21,72 +40,199 @@ class View:
     """What is shown of a checkpoint."""
 
     tensors: Annotated[str | None, _shown(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
-    flat: Annotated[bool, _shown("--flat", help="One row for each tensor or object.")] = False
+    flat: Annotated[bool, _shown("--flat", help="One row for each tensor, object or module.")] = False
+    tree: Annotated[bool, _shown("--tree", "--du", help="Sizes by module, with bars.")] = False
+    depth: Annotated[int, _shown(metavar="N", min=1, help="Levels of --tree, 3 by default.")] = 3
     files: Annotated[bool, _shown("--files", help="List the files: which rank wrote what.")] = False
     args: Annotated[str | None, _shown(metavar="[GLOB]", help="List the training arguments.")] = None
     objects: Annotated[str | None, _shown(metavar="[GLOB]", help="List what is stored besides tensors.")] = None
+    names: Annotated[bool, _shown("--names", help="Names only, one on each line, of what is listed.")] = False
+
+    html: Annotated[
+        str | None, _shown(metavar="FILE", help="Write one page with all of it, for a browser; needs no network.")
+    ] = None
+    verification: Annotated[
+        str | None, _shown(metavar="JSON", help="For --html: what `distckpt verify --json` said, shown on the page.")
+    ] = None
+
+    @property
+    def lists(self) -> list[str]:
+        """The options of the lists that were asked for."""
+        return [f"--{name}" for name in _LISTS if getattr(self, name)]
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How rows are chosen and sorted."""
+
+    regex: Annotated[bool, _chosen("--regex", help="GLOB is a regular expression that is searched in names.")] = False
+    ignore_case: Annotated[bool, _chosen("-i", "--ignore-case", help="Upper and lower case are the same.")] = False
+    sort: Annotated[
+        str,
+        _chosen(metavar="KEY", help="model (the default) or size.", autocompletion=choice("model", "size").complete),
+    ] = "model"
+
+    def selection(self) -> Selection:
+        """The same for `listing`."""
+        from distckpt_cli.listing import Selection
+
+        return Selection(self.regex, self.ignore_case, self.sort == "size")
 
 
 @spread
 def inspect(
-    ckpt: Ckpt,
-    view: View,
-    *,
-    quiet: Annotated[bool, output("-q", "--quiet", help="Names only, one on each line.")] = False,
-    as_json: Json = False,
-    verbose: Verbose = 0,
+    ckpt: Checkpoints, view: View, choosing: Choosing, speaking: Speaking, *, follow_links: FollowLinks = False
 ) -> int:
     """Show what a checkpoint is: model, saved layout, optimizer, components; or list what it holds.
 
-    Reads metadata only, never tensor data, and runs nothing that the files contain.
+    Reads metadata only, never tensor data, and runs nothing that the files contain. Exit code 1 if files are missing or too
+    short.
     """
-    views = [f"--{name}" for name in ("tensors", "files", "args", "objects") if getattr(view, name)]
-    if len(views) > 1 and not as_json:
-        raise UsageProblem(f"{' and '.join(views)} are different views", hint="ask for one, or for all with --json")
-    if quiet and as_json:
-        raise UsageProblem("-q prints names and --json a document", hint="choose one")
-    from converters.formats import open_checkpoint
+    if len(view.lists) > 1 and not speaking.as_json:
+        hint = "ask for one, or for all with --json"
+        raise UsageProblem(f"{' and '.join(view.lists)} are different views", hint=hint)
+    if view.html is not None and speaking.as_json:
+        raise UsageProblem("--html writes a page and --json prints a document", hint="choose one")
+    if view.verification is not None and view.html is None:
+        raise UsageProblem("--verification is shown on the page of --html", hint="add --html FILE")
+    if not view.lists and not view.names and not speaking.as_json:
+        options = {"--regex": choosing.regex, "--ignore-case": choosing.ignore_case, "--sort": choosing.sort != "model"}
+        unused = [name for name, is_set in {**options, "--flat": view.flat}.items() if is_set]
+        if unused:
+            raise UsageProblem(f"{unused[0]} is for a list, and none is asked for", hint="add --tensors, for example")
+    if view.depth != 3 and not view.tree:
+        raise UsageProblem("--depth is for --tree", hint="add --tree")
+    if view.names and speaking.as_json:
+        raise UsageProblem("--names prints names and --json a document", hint="choose one")
+    console = speaking.console
+    several = [path for name in ckpt for path in _below(name)]
+    if len(several) > _MOST_CARDS or (len(several) > 1 and several != ckpt):
+        views = [*view.lists, *(["--html"] if view.html is not None else []), *(["--names"] if view.names else [])]
+        if views:
+            raise UsageProblem(
+                f"{views[0]} shows one checkpoint; these are {len(several)}", hint=f"name one: {several[0]}"
+            )
+        return _list(console, several, follow_links=follow_links)
+    if view.html is not None:
+        return _write_page(console, several, view.html, view.verification, follow_links=follow_links)
+    return _show_each(console, several, view, choosing.selection(), follow_links=follow_links)
 
-    console = Console(json_asked=as_json, quiet=quiet, verbose=verbose)
-    reader = open_checkpoint(ckpt)
-    if as_json:
-        console.document("distckpt.inspect/1", _document(reader, view))
-    elif quiet:
-        console.lines(_names(reader, view))
-    else:
-        _show(console, reader, ckpt, view)
+
+def _write_page(console: Console, paths: list[str], file: str, verification: str | None, *, follow_links: bool) -> int:
+    from converters.errors import DestinationError, FormatError
+    from converters.formats import open_checkpoint
+    from converters.overview.page import checkpoint_page
+
+    if len(paths) > 1:
+        raise UsageProblem("--html shows one checkpoint", hint=f"name one: {paths[0]}")
+    try:
+        answer = None if verification is None else json.loads(Path(verification).read_text())
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{verification} is not what `distckpt verify --json` prints: {error}") from None
+    target = Path(file)
+    if target.exists() and not (target.is_file() and b"<title>distckpt" in target.read_bytes()[:1000]):
+        raise DestinationError(f"{file} exists and is no page of distckpt", hint="name a new file")
+    page = checkpoint_page(open_checkpoint(paths[0], follow_links=follow_links), answer)
+    try:
+        Path(file).write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise DestinationError(f"writing {file} failed: {error.strerror or error}") from error
+    console.fact("wrote", f"{file}  {format_size(len(page.encode()))}")
     return ExitCode.OK
 
 
-def _show(console: Console, reader: Reader, ckpt: str, view: View) -> None:
+def _below(name: str) -> list[str]:
+    """The checkpoints that a path means: itself, or those below it where it is a folder of several runs."""
+    from converters.errors import DistckptError
+    from converters.formats.resolve import TRACKER
+    from converters.overview.runs import checkpoints_below
+
+    folder = named_path(name)
+    try:
+        if not name or not folder.is_dir() or (folder / TRACKER).exists():
+            return [name]
+        inside = [str(path) for path in checkpoints_below(folder)]
+    except (DistckptError, OSError):  # opening it says why
+        return [name]
+    return inside if len(inside) > 1 else [name]
+
+
+def _list(console: Console, paths: list[str], *, follow_links: bool) -> int:
+    from converters.overview.runs import summarize
+    from distckpt_cli.commands.ls import show_summaries
+
+    return show_summaries(console, [summarize(named_path(path), follow_links=follow_links) for path in paths], paths)
+
+
+def _show_each(console: Console, paths: list[str], view: View, selection: Selection, *, follow_links: bool) -> int:
+    from converters.formats import open_checkpoint
+    from converters.megatron.identity import identify
+
+    documents, code = [], ExitCode.OK
+    for number, path in enumerate(paths):
+        reader = open_checkpoint(path, follow_links=follow_links)
+        identity = identify(reader.catalog)
+        if any(problem.severity == "error" for problem in identity.problems):
+            code = ExitCode.NO
+        if console.json_asked:
+            documents.append(_document(reader, identity, view, selection))
+            continue
+        if number and not view.names:
+            console.out()
+        if view.lists and len(paths) > 1 and not view.names:
+            console.fact(f"{reader.catalog.path}  ", "", style="bold")
+        if view.names:
+            console.lines(_names(reader, view, selection))
+        else:
+            _show(console, reader, identity, path, view, selection)
+    if console.json_asked:
+        console.document("distckpt.inspect/1", documents[0] if len(documents) == 1 else {"checkpoints": documents})
+    return code
+
+
+def _show(console: Console, reader: Reader, identity: Identity, path: str, view: View, selection: Selection) -> None:
     from distckpt_cli import listing
+    from distckpt_cli.card import print_card
 
     catalog = reader.catalog
-    if view.tensors:
-        listing.print_tensors(console, listing.chosen_tensors(catalog, view.tensors), flat=view.flat)
+    if view.tree:
+        listing.print_tree(console, listing.chosen_tensors(catalog, "*"), view.depth, selection, flat=view.flat)
+    elif view.tensors:
+        tensors = listing.chosen_tensors(catalog, view.tensors, selection)
+        listing.print_tensors(console, tensors, selection, flat=view.flat)
     elif view.args:
-        listing.print_args(console, listing.chosen_args(catalog, view.args))
+        listing.print_args(console, listing.chosen_args(catalog, view.args, selection))
     elif view.objects:
-        listing.print_objects(console, listing.chosen_objects(catalog, view.objects), flat=view.flat)
+        listing.print_objects(console, listing.chosen_objects(catalog, view.objects, selection), flat=view.flat)
+    elif view.files:
+        listing.print_files(console, reader, identity.layout, selection)
     else:
-        from converters.facts.identity import identify
-        from distckpt_cli.card import print_card
-
-        identity = identify(catalog)
-        if view.files:
-            listing.print_files(console, reader, identity.layout)
-            return
         print_card(console, catalog, identity)
-        me = f"distckpt inspect {shlex.quote(ckpt)}"
-        doubtful = identity.optimizer.caution or identity.contradictions
-        if doubtful or any(problem.severity == "error" for problem in identity.problems):
-            console.next_step(f"distckpt verify {shlex.quote(ckpt)}")
-        elif catalog.tensors:
-            first = next(iter(catalog.weights), next(iter(catalog.tensors))).partition(".")[0]
-            console.next_step(f"{me} --tensors {shlex.quote(first + '.*')}")
+        _name_other_iterations(console, path)
+        console.next_step(_next_command(reader, identity, path))
 
 
-def _names(reader: Reader, view: View) -> list[str]:
+def _name_other_iterations(console: Console, path: str) -> None:
+    """Where a run's folder was named: which of its iterations is shown."""
+    from converters.formats.resolve import TRACKER, iterations
+
+    folder = named_path(path)
+    if (folder / TRACKER).is_file() and len(names := iterations(folder)) > 1:
+        console.note(f"the run has {len(names):,} iterations; its tracker file names this one. All: distckpt ls {path}")
+
+
+def _next_command(reader: Reader, identity: Identity, path: str) -> str:
+    """A command that works and tells more."""
+    catalog, name = reader.catalog, shlex.quote(path)
+    doubtful = identity.optimizer.caution or identity.contradictions
+    if doubtful or not catalog.tensors or any(problem.severity == "error" for problem in identity.problems):
+        return f"distckpt verify {name}"
+    first = next(iter(catalog.weights), next(iter(catalog.tensors)))
+    head, dot, _ = first.partition(".")
+    return f"distckpt inspect {name} --tensors {shlex.quote(f'{head}.*' if dot else first)}"
+
+
+def _names(reader: Reader, view: View, selection: Selection) -> list[str]:
     from converters.names import printable
     from distckpt_cli import listing
 
@@ -94,26 +240,27 @@ def _names(reader: Reader, view: View) -> list[str]:
     if view.files:
         names = [info.name for info in catalog.files]
     elif view.args:
-        names = list(listing.chosen_args(catalog, view.args))
+        names = list(listing.chosen_args(catalog, view.args, selection))
     elif view.objects:
-        names = [item.key for item in listing.chosen_objects(catalog, view.objects)]
+        names = [item.key for item in listing.chosen_objects(catalog, view.objects, selection)]
     else:
-        names = [tensor.name for tensor in listing.chosen_tensors(catalog, view.tensors or "*")]
+        names = [tensor.name for tensor in listing.chosen_tensors(catalog, view.tensors or "*", selection)]
     return [printable(name) for name in names]
 
 
-def _document(reader: Reader, view: View) -> dict[str, Any]:
-    from converters.facts.identity import identify
+def _document(reader: Reader, identity: Identity, view: View, selection: Selection) -> dict[str, Any]:
+    from converters.overview.card import card_document
     from distckpt_cli import listing
-    from distckpt_cli.card import card_document
 
     catalog = reader.catalog
-    document = card_document(catalog, identify(catalog))
+    document = card_document(catalog, identity)
     if view.tensors:
-        chosen = listing.chosen_tensors(catalog, view.tensors)
+        chosen = listing.chosen_tensors(catalog, view.tensors, selection)
         document["tensors"] = [listing.tensor_document(reader, tensor, chunks=view.flat) for tensor in chosen]
+    if view.tree:
+        document["tree"] = listing.tree_document(listing.chosen_tensors(catalog, "*"), folded=not view.flat)
     if view.args:
-        document["args"] = listing.chosen_args(catalog, view.args)
+        document["args"] = listing.chosen_args(catalog, view.args, selection)
     if view.objects:
-        document["objects"] = [asdict(item) for item in listing.chosen_objects(catalog, view.objects)]
+        document["objects"] = [asdict(item) for item in listing.chosen_objects(catalog, view.objects, selection)]
     return document

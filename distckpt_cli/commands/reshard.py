@@ -4,33 +4,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distckpt_cli.console import named
-from distckpt_cli.options import Ckpt, check_choice, given, spread
-from distckpt_cli.targets import Carried, PlanCaching, TargetLayout  # noqa: TC001
+from distckpt_cli.choices import check_choice
+from distckpt_cli.console import UsageProblem, named
+from distckpt_cli.options import Ckpt, options_set, spread
+from distckpt_cli.targets import Carried, TargetLayout  # noqa: TC001
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
-    from converters.targets.conversion import Conversion
+    from converters.write.write_plan import Conversion
     from distckpt_cli.console import Console
 
 
 @spread
-def reshard(
-    src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writing: Writing, caching: PlanCaching
-) -> int:
+def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writing: Writing) -> int:
     """Write a checkpoint for another layout: weights, optimizer, scheduler, arguments.
 
-    The result is a training root that Megatron-Core loads at the given layout: no GPU, no Megatron and no launch script
-    needed. An interrupted run continues when the same command is given again; DST appears only when it is complete.
+    The result is a training root that Megatron-Core loads at the layout that is given; sizes that are not given stay those
+    that the source was saved with. No GPU, no Megatron and no launch script is needed. An interrupted run continues when the
+    same command is given again; DST appears only when it is complete.
     """
-    from converters.formats import open_checkpoint
-    from converters.targets.reshard import ReshardOptions, plan_reshard
+    from converters.commands import LAYOUT_OPTIONS, plan_command
+    from converters.write.reshard import ReshardOptions
 
     check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
-    layout, options = target.layout(), ReshardOptions(**given(carried), **writing.options)
+    layout, options = options_set(target), options_set(carried)
+    if not layout and not options:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in LAYOUT_OPTIONS)
+        raise UsageProblem(
+            "reshard was not told what shall change",
+            hint=f"give at least one of {names}; what is not given stays as it is. `distckpt inspect CKPT` shows what it is",
+        )
 
-    def plan(console: Console) -> Conversion:
-        with caching.cache(console, keeps=not writing.dry_run) as cache:
-            return plan_reshard(open_checkpoint(src), named(dst), layout, options, cache=cache)
+    def plan(_: Console) -> Conversion:
+        return plan_command(
+            "reshard",
+            src,
+            named(dst),
+            {**options, **writing.options},
+            layout=layout,
+            follow_links=writing.follow_links,
+        )
 
     return carry_out("distckpt.reshard/1", writing, plan)

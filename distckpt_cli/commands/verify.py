@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from distckpt_cli.console import Console, UsageProblem, format_size
+from converters.words import format_size
+from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Ckpt, Looking, spread, workers
 
@@ -20,6 +21,7 @@ _WORDS = {
     "ok": ("ok", "ok"),
     "bad": ("BAD", "error"),
     "warning": ("look", "warning"),
+    "not checked": ("?", "warn"),  # not understood
     "skipped": ("-", "dim"),  # not asked for, or nothing there that could be looked at
 }
 
@@ -67,12 +69,12 @@ def verify(
     from converters.formats import open_checkpoint
     from converters.verification.run import VerifyOptions, unopened, verify
 
-    threads = workers(looking.threads, 8)
+    threads = workers(looking.threads)
     options = VerifyOptions(
         quick=quick, values=values, write_manifest=write_manifest, threads=threads, device=looking.device
     )
     try:
-        reader = open_checkpoint(ckpt)
+        reader = open_checkpoint(ckpt, follow_links=looking.follow_links)
     except DamagedFileError as error:
         report = unopened(error)
     else:
@@ -102,7 +104,13 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
         rate = f", {format_size(report.bytes_read / report.seconds)}/s" if report.seconds > 0.05 else ""
         files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
         console.fact("read", f"{format_size(report.bytes_read)} from {files}, {report.seconds:.1f} s{rate}")
-    console.fact("good" if report.good else "damaged", ckpt, style="ok" if report.good else "error")
+    left = report.unchecked if console.verbose else report.unchecked[:_SHOWN]
+    for number, text in enumerate(left):
+        console.fact("" if number else "unchecked", text)
+    if len(left) < len(report.unchecked):
+        console.fact("", f"and {len(report.unchecked) - len(left):,} more (-v)")
+    told = f"  (not checked: {len(report.unchecked):,})" if report.unchecked else ""
+    console.fact("good" if report.good else "damaged", ckpt + told, style="ok" if report.good else "error")
     if not report.good:
         hints = [f.hint for check in report.checks for f in check.findings if f.severity == "error" and f.hint]
         for hint in dict.fromkeys(hints):
@@ -113,11 +121,12 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
 
 def _show_check(console: Console, check: Check) -> None:
     word, style = _WORDS[check.status]
-    shown = check.findings if console.verbose else check.findings[:_SHOWN]
+    told = [finding for finding in check.findings if finding.severity != "unchecked"]  # those have lines of their own
+    shown = told if console.verbose else told[:_SHOWN]
     lines = [finding.message for finding in shown] if check.status in ("bad", "warning") else [check.summary]
     if check.status == "bad":
         lines = [("look: " if f.severity == "warning" else "") + f.message for f in shown]
-    left = sum(check.count.values()) - len(shown)
+    left = check.count["error"] + check.count["warning"] - len(shown)
     lines += [f"and {left:,} more{'' if console.verbose else ' (-v)'}"] if left else []
     console.fact(check.name, f"{word:<5} {lines[0]}", style=style)
     for line in lines[1:]:

@@ -284,7 +284,7 @@ class Replacing(Case):
 class Swapping(Replacing):
     """The same where two folders cannot be exchanged in one step, as on NFS."""
 
-    constants: ClassVar = {"engine.disk._EXCHANGE": 128}
+    constants: ClassVar = {"execute.disk._EXCHANGE": 128}
 
     def complete(self):
         """For a moment neither is in place; the next run puts one there."""
@@ -348,7 +348,7 @@ class Pair(Case):
     """The same command as two ranks, one of which meets the fault."""
 
     world, victim, positions = 2, 1, 9
-    constants: ClassVar = {"engine.team._ARRIVAL": 1}  # times the timeout; what is small plans fast
+    constants: ClassVar = {"execute.rank_sync._ARRIVAL": 1}  # times the timeout; what is small plans fast
 
     def execute(self, *fault):
         fault = [*fault[:3], str(fault[3])]
@@ -382,7 +382,7 @@ class PairLed(Pair):
 
 
 SMALL = ("--max-shard-size", "20kB")
-RESHARD = ("reshard", "SRC", "DST", "--no-plan-cache")
+RESHARD = ("reshard", "SRC", "DST")
 RANKS = (*RESHARD, "--tp", "4", "--threads", "1", "--rank-timeout", "2", "--progress", "off")
 COMMANDS = {
     "export-hf": (Case, "llama_singleton_weights_tp2pp2", ("export-hf", "SRC", "DST", *SMALL, "--threads", "2")),

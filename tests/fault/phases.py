@@ -14,15 +14,16 @@ import signal
 import time
 from pathlib import Path
 
-import converters.engine.crew as crew
-import converters.engine.publish as publish
-import converters.engine.run as engine
-import converters.engine.worker as worker
+import converters.commands as commands
+import converters.execute.publish as publish
+import converters.execute.run as engine
+import converters.execute.work_sharing as crew
+import converters.execute.worker as worker
 import converters.formats as formats
-import converters.targets.conversion as conversion
+import converters.write.write_plan as conversion
 
 PLACES = {
-    "planning": ((formats, "open_checkpoint"),),
+    "planning": ((formats, "open_checkpoint"), (commands, "open_checkpoint")),
     "proof": ((conversion._Prover, "do"),),
     "looking": ((crew.Crew, "moved"),),
     "answering": ((crew.Crew, "agree"),),

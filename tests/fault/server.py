@@ -4,7 +4,7 @@ Started with fault.so in LD_PRELOAD where system calls shall fail. Reads one JSO
 
     {"runs": [{"argv": [...], "log": "/tmp/0", "env": {"RANK": "0"}, "fault": ["pwrite", 3, "EIO", "/out"],
                "phase": ["working", "KILL"], "limits": {"NOFILE": 40}, "trace": ["/tmp/trace", "/out"],
-               "constants": {"engine.run._SAFE_POINT_SECONDS": 0.01}}],
+               "constants": {"execute.run._SAFE_POINT_SECONDS": 0.01}}],
      "kill": [0.25, 9], "seconds": 60}
     {"runs": [{"status": 5, "counts": {"pwrite": 12}, "read": 1234}], "late": false}
 
@@ -14,6 +14,7 @@ the others have ended, and one that takes longer than `seconds` is killed (`late
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import pkgutil
 import resource
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -129,13 +131,33 @@ def serve(request):
     return {"runs": answers, "late": late}
 
 
+def warm_up():
+    """Runs commands, so that no child has to import what they use of other packages."""
+    golden, words = Path(__file__).parents[1] / "golden", ["--progress", "off"]
+    silent, output, errors = os.open(os.devnull, os.O_WRONLY), os.dup(1), os.dup(2)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("llama_adam_tp2pp2", "v009_zarr_llama_adam_tp2pp2"):
+                assert distckpt(["export-hf", str(golden / name), f"{folder}/{name}", *words]) == 0
+                assert (
+                    distckpt(["convert", str(golden / name), f"{folder}/{name}-1", "--to", "safetensors", *words]) == 0
+                )
+    finally:
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        for stream in (silent, output, errors):
+            os.close(stream)
+
+
 def main():
     for package in (converters, distckpt_cli):  # imported once here, not in every child
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
-    warm = distckpt(["--version"])
-    assert warm == 0
+    warm_up()
+    gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(serve(json.loads(line))), flush=True)

@@ -133,14 +133,14 @@ def test_a_disk_that_fills_up_meanwhile(small_disk, tmp_path, monkeypatch):
     """Room when it was planned, none when it is written; with room again the same command goes on."""
     from converters.errors import DestinationError
     from converters.formats import open_checkpoint
-    from converters.targets import conversion, export
+    from converters.write import export, write_plan
 
     write_llama(tmp_path / "src", layers=2, hidden=64, ffn=256, vocab=2048)
     plan = export.plan_export(open_checkpoint(tmp_path / "src"), small_disk / "out")
-    conversion._need_room(plan.destination, plan.job.bytes_written)
+    write_plan._need_room(plan.destination, plan.job.bytes_written)
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * (700 << 10))
-    monkeypatch.setattr(conversion, "_need_room", lambda *_: None)
+    monkeypatch.setattr(write_plan, "_need_room", lambda *_: None)
     with pytest.raises(DestinationError, match="disk is full") as caught:
         export.run_export(plan)
     assert "free some space" in caught.value.hint

@@ -10,12 +10,12 @@ from checkpoints import tree, write_llama
 
 TILES = ("--max-memory", "1MiB", "--threads", "2", "--progress", "off")
 JOBS = {
-    "reshard": ("reshard", "SRC", "DST", "--tp", "4", "--no-plan-cache", *TILES),
+    "reshard": ("reshard", "SRC", "DST", "--tp", "4", *TILES),
     "export-hf": ("export-hf", "SRC", "DST", "--max-shard-size", "8MB", *TILES),
     "legacy": ("convert", "SRC", "DST", "--to", "legacy", "--tp", "4", *TILES),
     "torch": ("convert", "SRC", "DST", "--to", "torch", *TILES),
 }
-SAFE_POINTS = {"engine.run._SAFE_POINT_SECONDS": 0.01}
+SAFE_POINTS = {"execute.run._SAFE_POINT_SECONDS": 0.01}
 
 
 @pytest.fixture(scope="module")

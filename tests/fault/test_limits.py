@@ -28,7 +28,7 @@ def jobs(source, into):
     """Writing commands by name."""
     more = ("--max-memory", "2MiB", "--threads", "2", "--progress", "off")
     return {
-        "reshard": ["reshard", source, into, "--tp", "4", "--no-plan-cache", *more],
+        "reshard": ["reshard", source, into, "--tp", "4", *more],
         "export-hf": ["export-hf", source, into, *more],
         "legacy": ["convert", source, into, "--to", "legacy", "--tp", "4", *more],
         "torch": ["convert", source, into, "--to", "torch", *more],

@@ -10,13 +10,13 @@ from checkpoints import golden, tree, write_llama
 SOURCE = golden("llama_dpreshardable_buckets_tp2dp2")  # whose optimizer state is proved before it is written
 WRITING = ("planning", "proof", "working", "checking", "publishing")
 LOOKING = ("planning", "looking", "answering")
-TIMEOUT, ARRIVAL = 1.0, {"engine.team._ARRIVAL": 3}
+TIMEOUT, ARRIVAL = 1.0, {"execute.rank_sync._ARRIVAL": 3}
 TILES = ("--max-memory", "256KiB")  # so small that there is work for both
 
 
 def argv_of(command, into):
     return {
-        "reshard": ["reshard", SOURCE, into, "--tp", "4", "--no-plan-cache", "--progress", "off", *TILES],
+        "reshard": ["reshard", SOURCE, into, "--tp", "4", "--progress", "off", *TILES],
         "verify": ["verify", SOURCE, "--progress", "off"],
         "diff": ["diff", SOURCE, SOURCE, "--progress", "off"],
     }[command]
@@ -115,9 +115,9 @@ SHARED = {
     "verify": ("verify", "SRC"),
     "values": ("verify", "SRC", "--values"),
     "diff": ("diff", "SRC", "SAME"),
-    "reshard": ("reshard", "SRC", "DST", "--tp", "4", "--no-plan-cache"),
+    "reshard": ("reshard", "SRC", "DST", "--tp", "4"),
     "export-hf": ("export-hf", "SRC", "DST"),
-    "torch_dist": ("convert", "SRC", "DST", "--to", "torch_dist", "--tp", "4", "--no-plan-cache"),
+    "torch_dist": ("convert", "SRC", "DST", "--to", "torch_dist", "--tp", "4"),
     "legacy": ("convert", "SRC", "DST", "--to", "legacy", "--tp", "4"),
     "torch": ("convert", "SRC", "DST", "--to", "torch"),
     "safetensors": ("convert", "SRC", "DST", "--to", "safetensors"),

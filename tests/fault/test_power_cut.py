@@ -14,7 +14,7 @@ from injection import COMPILER, BeginningAnew, Case, PairLed, Replacing, Resumin
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: calls cannot be recorded")
 
 # so slow and so often saved that there is something to take over at most moments
-OFTEN = {"constants": {"engine.run._SAFE_POINT_SECONDS": 0.0}, "phase": ["working", 0.06]}
+OFTEN = {"constants": {"execute.run._SAFE_POINT_SECONDS": 0.0}, "phase": ["working", 0.06]}
 EXPORT = (
     "export-hf",
     "SRC",

@@ -39,11 +39,16 @@ _ALWAYS = (
 _ONE_OF = (
     *(
         ["export-hf", "SRC", "DST"],
-        ["reshard", "SRC", "DST", "--tp", "2", "--no-plan-cache"],
+        ["reshard", "SRC", "DST", "--tp", "2"],
         ["inspect", "SRC", "--files"],
     ),
     *(["convert", "SRC", "DST", "--to", to] for to in ("torch_dist", "legacy", "torch", "safetensors")),
-    *(["diff", "SRC", "GOOD", "--args"], ["load", "SRC"], ["inspect", "SRC"], ["reshard", "SRC", "DST", "-n"]),
+    *(
+        ["diff", "SRC", "GOOD", "--args"],
+        ["load", "SRC"],
+        ["inspect", "SRC"],
+        ["reshard", "SRC", "DST", "--tp", "1", "-n"],
+    ),
 )
 
 

@@ -195,7 +195,7 @@ def warm(*, torch: bool = True) -> None:
                 distckpt(["export-hf", str(path), str(out / f"hf{number}")])
                 for to in ("torch_dist", "legacy", "torch", "safetensors"):
                     distckpt(["convert", str(path), str(out / f"{to}{number}"), "--to", to])
-                distckpt(["reshard", str(path), str(out / f"reshard{number}"), "--no-plan-cache"])
+                distckpt(["reshard", str(path), str(out / f"reshard{number}")])
                 if torch:
                     load(str(path))
     finally:

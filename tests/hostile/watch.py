@@ -93,7 +93,7 @@ def watch(writable: list[Path], forbidden: list[Path]) -> tuple[list[str], Calla
             return ""  # Typer, around a number on the command line
         if event == "ctypes.dlopen" and args == (None,):  # the C library, for fallocate and renameat2
             back = sys._getframe(3)
-            if back.f_code.co_filename.endswith(os.path.join("converters", "engine", "disk.py")):
+            if back.f_code.co_filename.endswith(os.path.join("converters", "execute", "disk.py")):
                 return ""
         return f"{event} {args!r:.120}" if event.startswith(_NEVER) else ""
 

@@ -64,6 +64,8 @@ def redirect_devices():
 
 
 def install():
+    if torch.cuda.Stream is _Stream:
+        return  # in a child of `oracle.server`
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -14,8 +14,8 @@ import torch
 from megatron.core.transformer.moe import experts
 
 from converters.loading.loader import load
-from converters.parallel.layout import Layout
-from converters.registration import Order
+from converters.megatron.layout import Layout
+from converters.param_order import Order
 from oracle import models, ranks  # redirects devices before megatron is imported
 from oracle.run import read_expected
 

@@ -10,6 +10,7 @@ from argparse import Namespace
 import torch
 import torch.nn.functional as F
 from megatron.core import mpu, tensor_parallel
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -41,6 +42,10 @@ BASE = {
     "layernorm_zero_centered_gamma": False,
     "swiglu": True,
     "squared_relu": False,
+    "quick_geglu": False,
+    "activation_func_clamp_value": None,
+    "glu_linear_offset": 0.0,
+    "softmax_type": "vanilla",
     "openai_gelu": False,
     "bias_gelu_fusion": False,
     "bias_swiglu_fusion": False,
@@ -49,6 +54,8 @@ BASE = {
     "qk_layernorm": False,
     "multi_latent_attention": False,
     "window_size": None,
+    "window_attn_skip_freq": None,
+    "no_rope_freq": None,
     "untie_embeddings_and_output_weights": True,
     "vocab_size": 120,
     "make_vocab_size_divisible_by": 8,
@@ -133,14 +140,18 @@ def build_model(args):
         *("moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_layer_freq"),
         *("attention_dropout", "hidden_dropout", "params_dtype", "bf16", "fp16"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
-        *("expert_tensor_parallel_size",),
+        *("expert_tensor_parallel_size", "rotary_interleaved", "window_attn_skip_freq", "no_rope_freq"),
+        *("activation_func_clamp_value", "glu_linear_offset", "softmax_type"),
     ]
+    activation = quick_gelu if args.quick_geglu else squared_relu if args.squared_relu else F.gelu
+    activation = F.silu if args.swiglu else activation
     config = TransformerConfig(
         **{name: getattr(args, name) for name in same},
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         num_moe_experts=args.num_experts,
-        gated_linear_unit=args.swiglu,
-        activation_func=F.silu if args.swiglu else F.gelu,
+        gated_linear_unit=args.swiglu or args.quick_geglu,
+        activation_func=activation,
+        window_size=args.window_size,
         pipeline_dtype=args.params_dtype,
         autocast_dtype=args.params_dtype,
         moe_token_dispatcher_type="allgather",  # the others want CUDA streams

@@ -47,13 +47,16 @@ def start_parallel(options, rank, rendezvous, tp, pp, ep):
 
 def write_rank(options, rank, rendezvous):
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from oracle import models
 
+    # Megatron's own is made by a new interpreter, which imports torch and Megatron once more for each rank.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     start_parallel(options, rank, rendezvous, options.tp, options.pp, options.ep)
     args = model_args(options)
     model = models.build_model(args)
-    known = models.fill(model, args, models.DTYPES[options.dtype], options.per_layer)
+    shapes_here = models.fill(model, args, models.DTYPES[options.dtype], options.per_layer)
     folder = options.folder / f"iter_{options.iteration:07d}"
     if rank == 0:
         folder.mkdir(parents=True)
@@ -68,7 +71,7 @@ def write_rank(options, rank, rendezvous):
     content = {"singleton_local_shards": False}
     dist_checkpointing.save(state, str(folder), ("torch_dist", 1), content_metadata=content)
     gathered = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, known)
+    dist.all_gather_object(gathered, shapes_here)
     if rank == 0:
         (options.folder / TRACKER).write_text(str(options.iteration))
         if options.expected:
@@ -118,7 +121,8 @@ def load_rank(options, rank, rendezvous):
         from oracle import optim
 
         cpu.redirect_devices()
-        flat = not legacy or any(folder.glob("*/distrib_optim.pt"))
+        whole = any(key.startswith("optimizer.state.fp32_param.") for key in keys)
+        flat = any(folder.glob("*/distrib_optim.pt")) if legacy else not whole
         optimizer = optim.build_optimizer(model, distributed=flat)
         with torch.no_grad():
             for parameter in model.parameters():
@@ -135,6 +139,7 @@ def load_rank(options, rank, rendezvous):
         loaded = dist_checkpointing.load({"model": models.sharded_state(model, per_layer)}, str(folder))
         model.load_state_dict(loaded["model"], strict=True)
     if options.logits:
+        cpu.redirect_devices()  # the mask of a sliding window is made on the GPU
         exact = model_args(options, dtype="fp32", tp=1, pp=1, ep=1)
         twin = models.build_model(exact)
         twin.load_state_dict({name: value.float() for name, value in model.state_dict().items() if value is not None})

@@ -1,41 +1,71 @@
-"""Files of torch.save with hundreds of tensors: directory and pickle read once, storages numbered as records.
+"""Files that hold many tensors, of torch.save and others: what their readers share, storages numbered as records.
 
 A record is a whole storage, which several tensors may share as views: with Megatron's distributed optimizer all weights of
-a rank do.
+a rank do. Of a file of torch.save, directory and pickle are read once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from converters.archive.records import Member, Payload, member_offset, read_directory, read_pickle
 from converters.catalog import FileInfo, StoredArray
-from converters.errors import FormatError
+from converters.errors import FormatError, UnsupportedError
+from converters.formats.base import Reader
 from converters.formats.folder import open_source, read_at, status
 from converters.pickles import PickleFormatError, parse_stream
+from converters.torchzip.records import Member, Payload, member_offset, read_directory, read_pickle
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.archive.records import TensorRef
     from converters.formats.base import Read
+    from converters.torchzip.records import TensorRef
 
-__all__ = ["PtFile", "StorageReader", "Storages"]
+__all__ = ["FileTensor", "PtFile", "StorageReader", "Storages", "TensorFile"]
+
+
+class TensorFile(Protocol):
+    """A file that tensors lie in.
+
+    Attributes:
+        name: Path relative to the iteration's folder: `mp_rank_00_000/model_optim_rng.pt`.
+        size: Bytes.
+        position: Its place in the reader's list of files.
+    """
+
+    name: str
+    size: int
+    position: int
+
+    def storages(self) -> Mapping[str, int]:
+        """Bytes of every storage, by its key."""
+        ...
+
+    def locate(self, storage: str, read: Read) -> Payload:
+        """Where a storage's bytes lie."""
+        ...
+
+    def checksums(self) -> str:
+        """What the file says of its contents, for a fingerprint."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor, and the file that it lies in."""
+
+    ref: TensorRef
+    file: TensorFile
 
 
 @dataclass
 class PtFile:
-    """One file, its pickle as an inert tree.
-
-    Attributes:
-        name: Path relative to the iteration's folder: `mp_rank_00_000/model_optim_rng.pt`.
-        position: Its place in the reader's list of files.
-    """
+    """A file of torch.save, its pickle as an inert tree; see `TensorFile`."""
 
     name: str
     size: int
@@ -61,18 +91,34 @@ class PtFile:
             members = read_directory(read, 0, size, name)
             order = members.get("byteorder")
             if order is not None and read(member_offset(read, 0, order, name), order.size) != b"little":
-                raise FormatError(f"{name} was written on a big-endian machine, which is not supported")
+                raise UnsupportedError(f"{name} was written on a big-endian machine, which is not supported")
             return cls(name, size, read_pickle(read, 0, size, name, members=members), members)
+
+    def storages(self) -> dict[str, int]:
+        """See `TensorFile`."""
+        return {name[5:]: member.size for name, member in self.members.items() if name.startswith("data/")}
+
+    def locate(self, storage: str, read: Read) -> Payload:
+        """See `TensorFile`."""
+        member = self.members[f"data/{storage}"]
+        begin = member_offset(read, 0, member, self.name)
+        # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
+        crc = member.crc if member.crc or self.members["data.pkl"].crc else None
+        return Payload(begin, member.size, crc, begin, member.size)
+
+    def checksums(self) -> str:
+        """See `TensorFile`."""
+        return "".join(f"{member.crc:08x}" for member in self.members.values())
 
     def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
         """The bytes of a small member."""
-        found = self.members.get(member)
-        if found is None or found.size > limit:
-            size = "missing" if found is None else f"{found.size} bytes"
+        entry = self.members.get(member)
+        if entry is None or entry.size > limit:
+            size = "missing" if entry is None else f"{entry.size} bytes"
             raise FormatError(f"{self.name}: member {member} is {size}")
         with open_source(folder / self.name) as source:
-            begin = member_offset(lambda at, n: read_at(source, at, n), 0, found, self.name)
-            return read_at(source, begin, found.size)
+            begin = member_offset(lambda at, n: read_at(source, at, n), 0, entry, self.name)
+            return read_at(source, begin, entry.size)
 
 
 def _no_archive(head: bytes, name: str, size: int) -> FormatError:
@@ -83,7 +129,7 @@ def _no_archive(head: bytes, name: str, size: int) -> FormatError:
     except PickleFormatError:
         old = False
     if old:
-        return FormatError(
+        return UnsupportedError(
             f"{name} was saved by a torch before 1.6, or with _use_new_zipfile_serialization=False: its tensors cannot be "
             "located without unpickling all of it",
             hint="rewrite each file once with torch.save(torch.load(f, map_location='cpu'), f), where you trust it",
@@ -95,65 +141,69 @@ class Storages:
     """Record numbers of storages: each storage of each file is one record, read as elements of one type.
 
     Attributes:
-        known: Those that have one, by position of the file, key and element type.
+        arrays: Those that have one, by position of the file, key and element type.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files: list[PtFile] = []
-        self.file: list[int] = []
-        self.member: list[Member] = []
-        self.known: dict[tuple[int, str, str], StoredArray] = {}
+        self.files: list[TensorFile] = []
+        self.records: list[tuple[TensorFile, str]] = []
+        self.arrays: dict[tuple[int, str, str], StoredArray] = {}
+        self._sizes: list[Mapping[str, int]] = []
 
-    def add(self, file: PtFile) -> None:
+    def add(self, file: TensorFile) -> None:
         """Gives a file its position."""
         file.position = len(self.files)
         self.files.append(file)
+        self._sizes.append(file.storages())
 
-    def array(self, file: PtFile, ref: TensorRef, what: str) -> StoredArray:
+    def array(self, file: TensorFile, ref: TensorRef, what: str) -> StoredArray:
+        """The whole storage that a tensor lies in, if its elements lie there in C order.
+
+        Raises:
+            FormatError: The file has no such storage, or the elements lie in another order.
+        """
+        if not ref.contiguous:
+            raise UnsupportedError(f"{what} has strides {list(ref.strides)}; only C order can be read", tensor=what)
+        return self.storage(file, ref)
+
+    def storage(self, file: TensorFile, ref: TensorRef) -> StoredArray:
         """The whole storage that a tensor lies in, as an array of one chunk.
 
         Raises:
-            FormatError: The archive has no such storage, or the tensor's elements do not lie in C order.
+            FormatError: The file has no such storage.
         """
-        if not ref.contiguous:
-            raise FormatError(f"{what} has strides {list(ref.strides)}; only C order can be read", tensor=what)
         key = (file.position, ref.storage, ref.dtype.name)
-        found = self.known.get(key)
-        if found is None:
-            member = file.members.get(f"data/{ref.storage}")
-            if member is None or member.size != ref.storage_numel * ref.dtype.itemsize:
-                have = "no such member" if member is None else f"{member.size} bytes"
+        array = self.arrays.get(key)
+        if array is None:
+            size = self._sizes[file.position].get(ref.storage)
+            if size != ref.storage_numel * ref.dtype.itemsize:
+                have = "no such member" if size is None else f"{size} bytes"
                 raise FormatError(
                     f"{file.name}: data/{ref.storage} should have {ref.storage_numel * ref.dtype.itemsize} bytes, "
                     f"found {have}"
                 )
             name = f"{file.name}: data/{ref.storage}"
             starts, sizes = np.zeros((1, 1), np.int64), np.array([[ref.storage_numel]], np.int64)
-            records = np.array([len(self.member)], np.int64)
-            found = self.known[key] = StoredArray(name, (ref.storage_numel,), starts, sizes, records)
-            self.file.append(file.position)
-            self.member.append(member)
-        return found
+            records = np.array([len(self.records)], np.int64)
+            array = self.arrays[key] = StoredArray(name, (ref.storage_numel,), starts, sizes, records)
+            self.records.append((file, ref.storage))
+        return array
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where a storage lies in its file."""
-        file, member = self.files[self.file[record]], self.member[record]
-        begin = member_offset(read, 0, member, file.name)
-        # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
-        crc = member.crc if member.crc or file.members["data.pkl"].crc else None
-        return Payload(begin, member.size, crc, begin, member.size)
+        file, storage = self.records[record]
+        return file.locate(storage, read)
 
 
-class StorageReader:
+class StorageReader(Reader):
     """What the readers of such files have in common: they have `_storages`, and `files` as those lie in them."""
 
     _storages: Storages
-    files: Sequence[Path]
 
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
-        return self._storages.file[record]
+        return self._storages.records[record][0].position
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where in its file the elements of a storage lie."""
@@ -163,14 +213,13 @@ class StorageReader:
         """Digest of names, sizes and times of the files, and of the checksums in their directories."""
         digest = hashlib.sha256()
         for file, path in zip(self._storages.files, self.files, strict=True):
-            found = status(path)
-            sums = "".join(f"{m.crc:08x}" for m in file.members.values())
-            digest.update(f"{file.name}:{found and found[2:]}:{sums};".encode())
+            state = status(path)
+            digest.update(f"{file.name}:{state and state[2:]}:{file.checksums()};".encode())
         return digest.hexdigest()
 
     def _stored_files(self) -> list[FileInfo]:
         out = []
         for file in self._storages.files:
-            sizes = [member.size for name, member in file.members.items() if name.startswith("data/")]
+            sizes = file.storages().values()
             out.append(FileInfo(file.name, file.size, len(sizes), file.size, sum(sizes)))
         return out

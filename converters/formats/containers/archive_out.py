@@ -1,7 +1,7 @@
 """Writing torch.save files of many tensors, streamed: a whole model in one `model.pt`, a rank's `model_optim_rng.pt`.
 
     file = ArchiveFile("model.pt")
-    file.tree = {"model": {name: file.tensor(dtype, shape, copies) for ...}, "iteration": 10}
+    file.tree = {"model": {piece.name: file.tensor(piece) for piece in pieces}, "iteration": 10}
     output = ArchiveOutput([file])
     Job.build(sources, output.routes, output.files, seals=output, ...)
 
@@ -10,78 +10,40 @@ storages is known from types and shapes but for CRC-32 sums, which are taken whi
 them into place, and the directory at the end of each file is written last. The bytes are those of torch.save (2.13).
 
     storage   +--------------+---------+------------------+---+-----
-    regions   | weight (r,c) | bias (r)| next weight      |   | ...     one for a tensor of its own, many for a flat buffer
+    pieces    | weight (r,c) | bias (r)| next weight      |gap| ...     one for a tensor of its own, many for a flat buffer
               +--------------+---------+------------------+---+-----
-                                                           ^ fills: zero
 """
 
 from __future__ import annotations
 
 import math
-import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records_out import ArchiveLayout, storage_node, tensor_node
-from converters.box import Box, find_overlap, runs, uncovered
+from converters.crc import crc32
 from converters.errors import DistckptError, RequestError
 from converters.pickles import PersId, dumps, references
 from converters.planning.job import CopyRoutes, OutputFile, Place, Slice
-from converters.planning.plan import Copy, Op, Target
+from converters.planning.plan import Op
+from converters.torchzip.records_out import ArchiveLayout, storage_node, tensor_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from converters.dtypes import DType
     from converters.pickles import Node, Obj
+    from converters.planning.plan import Piece
 
-__all__ = ["ArchiveFile", "ArchiveOutput", "Region"]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """An array inside a storage, in C order.
-
-    Attributes:
-        shape: Its shape, which target boxes refer to.
-        copies: What fills it, from whole source tensors.
-        fills: What nothing fills: it is zero.
-        first: Its first element in the storage.
-        name: How to name it in an error.
-    """
-
-    shape: tuple[int, ...]
-    copies: Sequence[Copy] = ()
-    fills: Sequence[Box] = ()
-    first: int = 0
-    name: str = "a tensor"
-
-    def check(self) -> None:
-        """Checks that copies and fills tile it.
-
-        Raises:
-            RequestError: They do not.
-        """
-        boxes = [*(copy.target_box for copy in self.copies), *self.fills]
-        if len(boxes) == 1 and boxes[0] == Box.whole(self.shape):
-            return
-        outside = next((box for box in boxes if not box.inside(self.shape)), None)
-        if outside is not None:
-            raise RequestError(f"{outside} lies outside {self.name} of shape {list(self.shape)}", tensor=self.name)
-        gap = uncovered(self.shape, boxes)
-        if gap is not None or find_overlap(boxes) is not None:
-            what = "is written twice" if gap is None else f"is not filled at {gap}"
-            raise RequestError(f"{self.name} of shape {list(self.shape)} {what}", tensor=self.name)
+__all__ = ["ArchiveFile", "ArchiveOutput"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """A storage of a file: `nbytes` that regions fill, or the given `content`."""
+    """A storage of a file: pieces that lie one behind the other, or the given `content`."""
 
-    dtype: DType | None
     nbytes: int
-    regions: Sequence[Region] = ()
+    pieces: Sequence[Piece] = ()
     content: bytes | None = None
 
 
@@ -100,43 +62,19 @@ class ArchiveFile:
         self.tree: Node = None
         self._storages: dict[PersId, _Storage] = {}
 
-    def tensor(
-        self, dtype: DType, shape: tuple[int, ...], copies: Sequence[Copy], fills: Sequence[Box] = (), name: str = ""
-    ) -> Obj:
-        """A tensor with a storage of its own.
+    def tensor(self, piece: Piece) -> Obj:
+        """A tensor with a storage of its own."""
+        return tensor_node(self.storage([piece]), piece.dtype, piece.shape)
 
-        Args:
-            dtype: Element type; elements of sources of another are cast.
-            fills: What nothing fills: it is zero.
-            name: How to name it in an error; by default as the copies do.
-
-        Raises:
-            RequestError: Copies and fills do not tile it.
-        """
-        name = name or (copies[0].target if copies else "a tensor")
-        return tensor_node(
-            self.storage(dtype, math.prod(shape), [Region(shape, copies, fills, name=name)]), dtype, shape
-        )
-
-    def storage(self, dtype: DType, numel: int, regions: Sequence[Region]) -> PersId:
+    def storage(self, pieces: Sequence[Piece]) -> PersId:
         """A storage, for several tensors that share it (`archive.records_out.tensor_node`) or for a flat buffer.
 
         Args:
-            regions: What is in it; together they tile it.
-
-        Raises:
-            RequestError: They do not, or their copies and fills do not tile them.
+            pieces: What is in it, one behind the other, all of one element type.
         """
-        at = 0
-        for region in sorted(regions, key=lambda region: region.first):
-            if region.first != at:
-                raise RequestError(f"{region.name} begins at element {region.first} of a storage, not at {at}")
-            region.check()
-            at += math.prod(region.shape)
-        if at != numel:
-            raise RequestError(f"{at} of {numel} elements of a storage are filled")
-        node = storage_node(dtype, "", numel)
-        self._storages[node] = _Storage(dtype, numel * dtype.itemsize, regions)
+        nbytes, dtype = sum(piece.nbytes for piece in pieces), pieces[0].dtype
+        node = storage_node(dtype, "", nbytes // dtype.itemsize)
+        self._storages[node] = _Storage(nbytes, pieces)
         return node
 
     def literal(self, dtype: DType, shape: tuple[int, ...], content: bytes) -> Obj:
@@ -144,7 +82,7 @@ class ArchiveFile:
         if len(content) != math.prod(shape) * dtype.itemsize:
             raise RequestError(f"{len(content)} bytes are not a {dtype} tensor of {list(shape)}")
         node = storage_node(dtype, "", math.prod(shape))
-        self._storages[node] = _Storage(dtype, len(content), content=content)
+        self._storages[node] = _Storage(len(content), content=content)
         return tensor_node(node, dtype, shape)
 
     def adopt(self, node: Node, members: Mapping[str, bytes]) -> Node:
@@ -157,15 +95,15 @@ class ArchiveFile:
         Raises:
             RequestError: A storage is not among them.
         """
-        taken: dict[Any, str] = {}
+        adopted: dict[Any, str] = {}
         for reference in references(node):
             key = reference.value[2]
             content = members.get(f"data/{key}")
             if content is None:
                 raise RequestError(f"the storage {key!r} of a tensor in {self.name} is not there")
-            own = taken.setdefault(key, f"{len(self._storages)}:{key}")
+            own = adopted.setdefault(key, f"{len(self._storages)}:{key}")
             reference.value = (*reference.value[:2], own, "cpu", *reference.value[4:])
-            self._storages[reference] = _Storage(None, len(content), content=content)
+            self._storages[reference] = _Storage(len(content), content=content)
         return node
 
     def pickled(self) -> tuple[bytes, list[_Storage]]:
@@ -216,33 +154,28 @@ class ArchiveOutput:
         self.files: list[OutputFile] = []
         self._layouts: list[ArchiveLayout] = []
         self._records: list[_Record] = []
-        copies: list[Copy] = []
-        targets: dict[str, Target] = {}
-        places: dict[str, Place] = {}
+        placed: list[tuple[Piece, Place]] = []
         for position, file in enumerate(files):
             pickle, storages = file.pickled()
             layout = ArchiveLayout(pickle, [s.nbytes for s in storages], PurePath(file.name).stem)
             slices = []
             for number, (storage, offset) in enumerate(zip(storages, layout.offsets, strict=True)):
                 if storage.content is not None:
-                    between = layout.between(number, zlib.crc32(storage.content))
+                    between = layout.between(number, crc32(storage.content))
                     slices += [Slice(offset, storage.content), Slice(*between)]
                     continue
                 # a transposed tile lands in very many short runs, whose sums would be too many to keep
-                reread = any(copy.op is Op.TRANSPOSE for region in storage.regions for copy in region.copies)
+                reread = any(copy.op is Op.TRANSPOSE for piece in storage.pieces for copy in piece.copies)
                 record = -1 if reread else len(self._records)
                 self._records.append(_Record(position, number, offset, storage, reread))
-                assert storage.dtype is not None
-                for region in storage.regions:
-                    name = f"{position}:{number}:{region.first}"
-                    base = region.first * storage.dtype.itemsize
-                    targets[name] = Target(name, storage.dtype, region.shape)
-                    places[name] = Place(position, offset + base, record, base)
-                    copies += [replace(copy, target=name) for copy in region.copies]
+                inside = 0
+                for piece in storage.pieces:
+                    placed.append((piece, Place(position, offset + inside, record, inside)))
+                    inside += piece.nbytes
             self.files.append(OutputFile(file.name, layout.length, layout.prefix, tuple(slices)))
             self._layouts.append(layout)
         self._unsealed = set(range(len(self._records)))
-        self.routes = CopyRoutes.of(copies, targets, places)
+        self.routes = CopyRoutes.of(placed)
 
     def fills(self) -> Iterator[tuple[int, int, int]]:
         """See `Seals`."""
@@ -251,11 +184,10 @@ class ArchiveOutput:
                 continue
             if not record.storage.nbytes:
                 yield number, 0, 0
-            assert record.storage.dtype is not None
-            size = record.storage.dtype.itemsize
-            for region in record.storage.regions:
-                for box in region.fills:
-                    yield from ((number, at * size, n * size) for at, n in _spans(box, region) if n)
+            begin = 0
+            for piece in record.storage.pieces:
+                yield from ((number, begin + first, nbytes) for first, nbytes in piece.zero_bytes())
+                begin += piece.nbytes
 
     def nbytes(self, record: int) -> int:
         """See `Seals`."""
@@ -279,14 +211,3 @@ class ArchiveOutput:
             names = {self.files[self._records[record].file].name for record in self._unsealed}
             raise DistckptError(f"{len(self._unsealed)} storages of {', '.join(sorted(names))} were not filled")
         yield from ((file, [layout.suffix()]) for file, layout in enumerate(self._layouts))
-
-
-def _spans(box: Box, region: Region) -> Iterator[tuple[int, int]]:
-    """`(first element in the storage, elements)` of the runs of a box."""
-    if not box.volume:
-        return
-    first, length, outer = runs(box, region.shape)
-    starts = [region.first + first]
-    for count, stride in outer:
-        starts = [start + index * stride for start in starts for index in range(count)]
-    yield from ((start, length) for start in starts)

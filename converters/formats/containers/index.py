@@ -11,6 +11,7 @@ from converters.formats.broken import damaged_file
 from converters.formats.folder import exists
 from converters.formats.plain_json import read_json
 from converters.names import printable
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,21 +54,23 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
 
 
 def promised(
-    held: Mapping[str, _V], wanted: Sequence[str], file: Path, index: str, problems: list[Problem]
+    tensors: Mapping[str, _V], wanted: Sequence[str], file: Path, index: str, problems: list[Problem]
 ) -> dict[str, _V]:
     """What an index promises of a shard, of all that the shard holds.
 
     Args:
-        problems: That the shard holds more is noted here.
+        problems: That the shard holds more is noted here, with the names.
 
     Raises:
         FormatError: It holds less.
     """
-    lacking = [name for name in wanted if name not in held]
+    lacking = [name for name in wanted if name not in tensors]
     if lacking:
-        text = f"lacks {len(lacking)} tensors that {index} promises, for example {printable(lacking[0])}"
+        text = f"lacks {counted(len(lacking), 'tensor')} that {index} promises, for example {printable(lacking[0])}"
         raise damaged_file(file.parent, {file.name: f"{printable(file.name)} {text}"})
-    if len(held) > len(wanted):
-        text = f"holds {len(held) - len(wanted)} tensors that are not in {index}; they are not read"
-        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name))
-    return {name: held[name] for name in wanted}
+    if len(tensors) > len(wanted):
+        more = tuple(sorted(tensors.keys() - set(wanted)))
+        names = ", ".join(map(printable, more[:8])) + (", ..." if len(more) > 8 else "")
+        text = f"holds {len(more)} tensors that are not in {index}; they are not read: {names}"
+        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name, tensors=more))
+    return {name: tensors[name] for name in wanted}

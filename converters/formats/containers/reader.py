@@ -13,31 +13,33 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from converters.archive.records import tensor_ref
 from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
 from converters.dtypes import dtype
-from converters.errors import FormatError, RequestError
+from converters.errors import FormatError, RequestError, UnsupportedError
 from converters.formats.common_state import Archive
-from converters.formats.containers.archive import PtFile, StorageReader, Storages
+from converters.formats.containers.archive import FileTensor, PtFile, StorageReader, Storages
 from converters.formats.containers.unread import unread_tensors
-from converters.formats.folder import exists, listing, status
+from converters.formats.folder import exists, is_folder, listing, status
 from converters.formats.legacy.grid import Grid
-from converters.formats.legacy.model import LegacyModel
+from converters.formats.legacy.model import WholeModel
 from converters.formats.legacy.optimizer import tensors_in
+from converters.formats.legacy.rank_model import RankModel, flattened
 from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
 from converters.names import natural_key, printable
 from converters.pickles import Global, Obj, PickleFormatError, pairs
+from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from converters.archive.records import TensorRef
+    from converters.formats.containers.archive import TensorFile
     from converters.pickles import Node
+    from converters.torchzip.records import TensorRef
 
-__all__ = ["Shards", "WholeReader", "distinct", "entries"]
+__all__ = ["WholeReader", "distinct", "entries"]
 
 _V = TypeVar("_V")
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
@@ -53,41 +55,6 @@ _NEMO = "model_config.yaml"
 _MOST_RUNS = 1 << 16
 
 
-class Shards(Storages):
-    """The storages of files that together hold one state dict, each under its file's number: `data/1:0`.
-
-    Attributes:
-        joined: All of them as one file.
-    """
-
-    def __init__(self, folder: Path, files: Sequence[PtFile], what: str) -> None:
-        super().__init__(folder)
-        members = dict(files[0].members) if files else {}
-        for file in files:
-            self.add(file)
-            for name, member in file.members.items():
-                if name.startswith("data/"):
-                    members[f"data/{file.position}:{name.removeprefix('data/')}"] = member
-        self.joined = PtFile(what, 0, {}, members, 0)
-
-    def array(self, file: PtFile, ref: TensorRef, what: str) -> Any:
-        """See `Storages`."""
-        known = len(self.file)
-        found = super().array(file, ref, what)
-        for record in range(known, len(self.file)):
-            self.file[record] = int(ref.storage.partition(":")[0])
-        return found
-
-    def part(self, ref: TensorRef, what: str) -> FlatPart:
-        """Where a tensor's elements lie in its storage, also if that is not in C order.
-
-        Raises:
-            FormatError: They lie in too many pieces to be streamed.
-        """
-        storage = replace(ref, offset=0, shape=(ref.storage_numel,), strides=(1,))
-        return FlatPart(self.array(self.joined, storage, what), tuple(_runs(ref, what)))
-
-
 def _runs(ref: TensorRef, what: str) -> Iterator[tuple[Box, int]]:
     """Boxes of a tensor whose elements lie one behind the other, and the element of the storage where each begins."""
     if ref.contiguous:
@@ -98,7 +65,7 @@ def _runs(ref: TensorRef, what: str) -> Iterator[tuple[Box, int]]:
         outer -= 1
         inner *= ref.shape[outer]
     if math.prod(ref.shape[:outer]) > _MOST_RUNS:
-        raise FormatError(
+        raise UnsupportedError(
             f"{what} of shape {list(ref.shape)} has strides {list(ref.strides)}: its elements lie too far apart",
             hint="save it once more as tensor.contiguous()",
             tensor=what,
@@ -112,46 +79,43 @@ class WholeReader(StorageReader):
     """An open container.
 
     Args:
-        place: The file or the folder.
-        tensors: Nodes of the model's tensors by the names in the file; for Megatron's virtual pipeline, chunk by chunk.
-        state: What else it holds: plain data and inert nodes.
-
-    Attributes:
-        optimizer_doubt: See `CommonReader`.
+        path: The file or the folder.
+        files: The files that together hold one state dict.
+        what: How to name them in an error.
+        tensors: The model's tensors by the names in the file; for Megatron's virtual pipeline, chunk by chunk.
+        state: What else the first file holds: plain data and inert nodes.
     """
 
     name: ClassVar[str] = ""
-    _storages: Shards
 
     def __init__(
         self,
-        place: Path,
-        storages: Shards,
-        tensors: Mapping[str, Mapping[str, Node]],
+        path: Path,
+        files: Sequence[TensorFile],
+        what: str,
+        tensors: Mapping[str, Mapping[str, FileTensor]],
         state: Mapping[Any, Node],
         problems: Sequence[Problem] = (),
     ) -> None:
-        self._place, self._storages, self._state = place, storages, dict(state)
+        self._path, self._what, self._state = path, what, dict(state)
         self._problems = list(problems)
         self._details: dict[str, str] = {}
-        self._folder = storages.folder
-        self.files = [self._folder / file.name for file in storages.files]
-        self.optimizer_doubt: str | None = None
+        self._folder = path if is_folder(path) else path.parent
+        self._storages = Storages(self._folder)
+        for file in files:
+            self._storages.add(file)
+        self.files = [self._folder / file.name for file in files]
         self.catalog = self._catalog(tensors)
 
-    def object_record(self, key: str) -> bytes:
-        """There are no objects in such a container."""
-        raise FormatError(f"{printable(self._place.name)} holds no object {printable(key)}")
-
-    def common_archive(self) -> Archive:
+    def common_state(self) -> Archive:
         """The common state as a `common.pt` would hold it.
 
         Raises:
             RequestError: The training arguments are not there, without which no job loads a checkpoint.
         """
-        if not self.catalog.args and (self.catalog.flavour != "NeMo 1" or not self.catalog.config):
+        if not self.catalog.args and (self.catalog.framework != "NeMo 1" or not self.catalog.config):
             raise RequestError(
-                f"{printable(self._place.name)} holds no training arguments (args), so no job could resume from it",
+                f"{printable(self._path.name)} holds no training arguments (args), so no job could resume from it",
                 hint="a file that `distckpt convert --to torch` wrote holds them; others are inspected, compared, converted",
             )
         tree = dict(self.catalog.common or {})
@@ -159,11 +123,11 @@ class WholeReader(StorageReader):
             tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
         members = {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}
         for ref in tensors_in(tree.get("optimizer")):  # the state of a loss scaler
-            shard, _, key = ref.storage.partition(":")
-            members[f"data/{ref.storage}"] = self._storages.files[int(shard)].contents(self._folder, f"data/{key}")
-        return Archive.of(tree, members, self._place.name)
+            file, key = self._storages.files[0], f"data/{ref.storage}"
+            members[key] = file.contents(self._folder, key) if isinstance(file, PtFile) else b""
+        return Archive.of(tree, members, self._path.name)
 
-    def _catalog(self, chunks: Mapping[str, Mapping[str, Node]]) -> Catalog:
+    def _catalog(self, chunks: Mapping[str, Mapping[str, FileTensor]]) -> Catalog:
         names = [name for chunk in chunks.values() for name in chunk]
         # GPT-NeoX has Megatron's old names for its modules, under a name of its own
         config = self._configuration()
@@ -172,16 +136,17 @@ class WholeReader(StorageReader):
         args = _arguments(self._state.get("args"))
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
         tensors |= self._optimizer(args, tensors, megatron=megatron)
-        tensors = distinct((*tensors.items(), *self._others().items()), self._storages.joined.name)
+        tensors = distinct((*tensors.items(), *self._others().items()), self._what)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
         own = "NeMo 1" if config and not args else "Megatron-LM"
-        self._problems += unread_tensors(self._storages.files, self._storages.known)
-        flavour = own if megatron else "Hugging Face" if hugging else "torch"
+        archives = [file for file in self._storages.files if isinstance(file, PtFile)]
+        self._problems += unread_tensors(archives, self._storages.arrays)
+        framework = own if megatron else "Hugging Face" if hugging else "torch"
         iteration = self._state.get("iteration")
         return Catalog(
-            path=self._place,
+            path=self._path,
             format=self.name,
-            flavour=flavour,
+            framework=framework,
             tensors={name: tensors[name] for name in sorted(tensors, key=natural_key)},
             args=args,
             config=config,
@@ -193,36 +158,40 @@ class WholeReader(StorageReader):
         )
 
     def _megatron(
-        self, chunks: Mapping[str, Mapping[str, Node]], args: Mapping[str, Any], prefix: str = ""
+        self, chunks: Mapping[str, Mapping[str, FileTensor]], args: Mapping[str, Any], prefix: str = ""
     ) -> dict[str, TensorInfo]:
         """Canonical tensors: those of the only rank of a job."""
-        version = self._state.get("checkpoint_version", 3.0)
-        file = replace(self._storages.joined, tree={**chunks, "checkpoint_version": version})
+        only = RankModel.of(self._what, chunks, self._state.get("checkpoint_version", 3.0))
         args = {name: value for name, value in args.items() if not _SPLIT.search(name)}  # they may be of the job before
-        rank = Grid(1, 1, 1, {(0, 0, 0): ""})
-        model = LegacyModel(rank, {(0, 0, 0): file}, args, self._storages)
+        model = WholeModel(Grid(1, 1, 1, {(0, 0, 0): ""}), {(0, 0, 0): only}, args, self._storages)
         self._problems += [Problem("warning", text) for text in model.warnings]
         if model.extra_states and not prefix:
             self._details["extra states"] = f"{len(model.extra_states)}, which are not looked at"
-        found = model.tensors()
+        tensors = model.tensors()
         if not prefix:
-            return found
-        return {prefix + n: replace(t, name=prefix + n, kind="optimizer") for n, t in found.items()}
+            return tensors
+        return {prefix + n: replace(t, name=prefix + n, kind="optimizer") for n, t in tensors.items()}
 
-    def _as_they_are(self, chunks: Mapping[str, Mapping[str, Node]]) -> dict[str, TensorInfo]:
+    def _as_they_are(self, chunks: Mapping[str, Mapping[str, FileTensor]]) -> dict[str, TensorInfo]:
         out = {}
         for number, chunk in chunks.items():
             prefix = f"{number}." if len(chunks) > 1 else ""
             wrapper = next((w for w in _WRAPPERS if chunk and all(name.startswith(w) for name in chunk)), "")
-            for key, node in chunk.items():
+            for key, tensor in chunk.items():
                 name = prefix + key.removeprefix(wrapper)
-                if (ref := tensor_ref(node, printable(key))) is not None:
-                    out[name] = self._tensor(name, ref, "weight")
+                out[name] = self._tensor(name, tensor, "weight")
         return out
 
-    def _tensor(self, name: str, ref: TensorRef, kind: str, opaque: str | None = None) -> TensorInfo:
-        part = self._storages.part(ref, f"{self._storages.joined.name}: {printable(name)}")
+    def _tensor(self, name: str, tensor: FileTensor, kind: str, opaque: str | None = None) -> TensorInfo:
+        """A tensor by itself, also one whose elements do not lie in C order."""
+        ref, what = tensor.ref, f"{self._what}: {printable(name)}"
+        part = FlatPart(self._storages.storage(tensor.file, ref), tuple(_runs(ref, what)))
         return TensorInfo(name, ref.dtype, ref.shape, kind, (part,), opaque)
+
+    def _in_state(self, node: Node, name: str) -> Iterator[tuple[str, FileTensor]]:
+        """Every tensor in a tree of the state, by the way to it."""
+        for way, ref in _tensors_in(node, name):
+            yield way, FileTensor(ref, self._storages.files[0])
 
     def _others(self) -> dict[str, TensorInfo]:
         """Tensors that are neither the model's nor the optimizer's, under the place where they lie."""
@@ -230,25 +199,25 @@ class WholeReader(StorageReader):
         for key, value in self._state.items():
             if key == "optimizer" or not isinstance(key, str):
                 continue
-            found = list(_found(value, key))
-            if found and "rng_" in key:
+            tensors = list(self._in_state(value, key))
+            if tensors and "rng_" in key:
                 self._details["random states"] = "not looked at"
             else:
-                named = distinct(found, self._storages.joined.name)
-                out |= {name: self._tensor(name, ref, "other") for name, ref in named.items()}
+                out |= {name: self._tensor(name, t, "other") for name, t in distinct(tensors, self._what).items()}
         return out
 
     def _optimizer(
         self, args: Mapping[str, Any], weights: Mapping[str, TensorInfo], *, megatron: bool
     ) -> dict[str, TensorInfo]:
         """State by the names of its parameters, as we write it; any other under the place where it lies."""
-        held = self._state.get("optimizer")
-        states = held.get("state") if isinstance(held, Mapping) else None
+        optimizer = self._state.get("optimizer")
+        states = optimizer.get("state") if isinstance(optimizer, Mapping) else None
         if megatron and isinstance(states, Mapping) and states and all(isinstance(key, str) for key in states):
             out: dict[str, TensorInfo] = {}
             for kind, tensors in states.items():
                 if isinstance(tensors, Mapping):
-                    out |= self._megatron({"model": tensors}, args, f"optimizer.state.{kind}.")
+                    named = dict(flattened(tensors, self._storages.files[0]))
+                    out |= self._megatron({"model": named}, args, f"optimizer.state.{kind}.")
             for name, info in out.items():
                 weight = weights.get(name.split(".", 3)[3])
                 if weight is None or weight.shape != info.shape:
@@ -256,24 +225,25 @@ class WholeReader(StorageReader):
                     raise FormatError(f"{printable(name)} is {list(info.shape)}: {shape}", tensor=name)
             return out
         return {
-            name: self._tensor(name, ref, "optimizer", "state of an unknown parameter")
-            for name, ref in _found(held, "optimizer")
+            name: self._tensor(name, tensor, "optimizer", "state of an unknown parameter")
+            for name, tensor in self._in_state(optimizer, "optimizer")
         }
 
     def _common(self) -> dict[Any, Node]:
         """The common state, without what has tensors of its own."""
         skipped = ("args", "optimizer")
-        out = {name: v for name, v in self._state.items() if name not in skipped and not any(_found(v, "."))}
-        held = self._state.get("optimizer")
-        groups = held.get("param_groups") if isinstance(held, Mapping) else None
-        if isinstance(held, Mapping) and isinstance(groups, list):
-            scaler = {"grad_scaler": held["grad_scaler"]} if held.get("grad_scaler") is not None else {}
-            out["optimizer"] = {"optimizer": {"param_groups": groups}, **scaler}
+        out = {name: v for name, v in self._state.items() if name not in skipped and not any(_tensors_in(v, "."))}
+        optimizer = self._state.get("optimizer")
+        groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+        if isinstance(optimizer, Mapping) and isinstance(groups, list):
+            scaler = {"grad_scaler": optimizer["grad_scaler"]} if optimizer.get("grad_scaler") is not None else {}
+            chain = [{**entry, **scaler} for entry in _chained(groups, optimizer.get("chain"), self._what)]
+            out["optimizer"] = chain[0] if len(chain) == 1 else dict(enumerate(chain))
         return out
 
     def _configuration(self) -> Mapping[str, Any]:
         """What lies beside the tensors: `config.json` of Hugging Face, `model_config.yaml` of NeMo 1."""
-        if self._place != self._folder:
+        if self._path != self._folder:
             return {}
         if exists(self._folder / "config.json"):
             document = read_json(self._folder / "config.json")
@@ -286,13 +256,13 @@ class WholeReader(StorageReader):
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
         out = self._stored_files()
-        known = {file.name for file in self._storages.files}
-        if self._place == self._folder:
+        listed = {file.name for file in self._storages.files}
+        if self._path == self._folder:
             for name in listing(self._folder):
-                found = status(self._folder / name)
-                if name not in known and found is not None and found.file:
+                state = status(self._folder / name)
+                if name not in listed and state is not None and state.file:
                     role = "configuration" if name.endswith(".json") else "other"
-                    out.append(FileInfo(name, found.size, role=role))
+                    out.append(FileInfo(name, state.size, role=role))
         return tuple(out)
 
 
@@ -322,14 +292,14 @@ def distinct(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
     return out
 
 
-def _found(node: Node, name: str, depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
+def _tensors_in(node: Node, name: str, depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
     """Every tensor in a tree of dictionaries and lists, by the way to it."""
     ref = tensor_ref(node, name)
     if ref is not None:
         yield name, ref
     elif depth < 64:
         for key, value in entries(node):
-            yield from _found(value, f"{name}.{key if isinstance(key, str | int) else '?'}", depth + 1)
+            yield from _tensors_in(value, f"{name}.{key if isinstance(key, str | int) else '?'}", depth + 1)
 
 
 def _arguments(node: Node) -> dict[str, Any]:
@@ -346,3 +316,27 @@ def _typed(value: Any) -> Any:
         except FormatError:
             return value
     return value
+
+
+def _chained(groups: list[Node], chain: Node, what: str) -> Iterator[dict[str, Node]]:
+    """What a job's common state would have of each optimizer, `chain` saying how many of the groups it has.
+
+    Args:
+        chain: `[{"groups": 1, "distributed": False}, ...]`; None in a file that has but one optimizer.
+
+    Raises:
+        FormatError: The groups are not those of the chain.
+    """
+    stated = [{"groups": len(groups), "distributed": True}] if chain is None else chain
+    rest = list(groups)
+    for entry in stated if isinstance(stated, list) else []:
+        count = entry.get("groups") if isinstance(entry, Mapping) else None
+        if not isinstance(count, int) or not 0 <= count <= len(rest):
+            break
+        form = {"param_state_sharding_type": "fully_reshardable"} if entry.get("distributed") is True else {}
+        yield {"optimizer": {"param_groups": rest[:count]}, **form}
+        del rest[:count]
+    else:
+        if not rest:
+            return
+    raise FormatError(f"{what}: optimizer.chain does not divide its {len(groups)} param groups among optimizers")

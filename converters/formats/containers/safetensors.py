@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.archive.records import Member, Payload
-from converters.archive.records_out import storage_node, tensor_node
 from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
 from converters.formats.broken import read_part
-from converters.formats.containers.archive import PtFile
+from converters.formats.containers.archive import FileTensor
 from converters.formats.containers.index import promised, read_index
-from converters.formats.containers.reader import Shards, WholeReader
+from converters.formats.containers.reader import WholeReader
 from converters.formats.folder import exists, is_folder, listing, open_source, read_at
 from converters.formats.plain_json import parse_json, read_json
 from converters.names import printable
+from converters.torchzip.records import Payload, TensorRef
+from converters.torchzip.records_out import c_strides
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,13 +40,33 @@ _MAX_HEADER = 100_000_000  # the format's own limit
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 
-class _Plain(Shards):
-    """Storages that are ranges of files and nothing more: a member's header is its first byte."""
+@dataclass
+class SafetensorsFile:
+    """A file's header; see `TensorFile`. Every tensor has a storage of its own.
 
-    def locate(self, record: int, read: Read) -> Payload:
-        """See `Storages`."""
-        member = self.member[record]
-        return Payload(member.header, member.size, None, member.header, member.size)
+    Attributes:
+        tensors: The tensors by name, in the order in which they lie in the file.
+        ranges: First byte and bytes of each storage.
+    """
+
+    name: str
+    size: int
+    tensors: dict[str, TensorRef]
+    ranges: dict[str, tuple[int, int]]
+    position: int = -1
+
+    def storages(self) -> dict[str, int]:
+        """See `TensorFile`."""
+        return {key: nbytes for key, (_, nbytes) in self.ranges.items()}
+
+    def locate(self, storage: str, read: Read) -> Payload:
+        """See `TensorFile`."""
+        begin, nbytes = self.ranges[storage]
+        return Payload(begin, nbytes, None, begin, nbytes)
+
+    def checksums(self) -> str:
+        """See `TensorFile`; the format has none."""
+        return ""
 
 
 class SafetensorsReader(WholeReader):
@@ -54,28 +75,26 @@ class SafetensorsReader(WholeReader):
     name: ClassVar[str] = "safetensors"
 
     @classmethod
-    def open(cls, place: Path) -> SafetensorsReader:
+    def open(cls, path: Path) -> SafetensorsReader:
         """Reads the header of every file; no tensor data.
 
         Raises:
             FormatError: A header that the format forbids, shards that do not fit their index, a name in two files.
         """
-        folder, wanted = (place, _shards(place)) if is_folder(place) else (place.parent, {place.name: None})
+        folder, wanted = (path, _shards(path)) if is_folder(path) else (path.parent, {path.name: None})
         problems: list[Problem] = []
         files = [read_part(_read, folder, name, problems) for name in wanted]
-        storages = _Plain(folder, files, INDEX if len(files) > 1 else files[0].name)
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, FileTensor] = {}
         for file in files:
-            held, names = file.tree, wanted[file.name]
+            own, names = file.tensors, wanted[file.name]
             if names is not None:
-                held = promised(held, names, folder / file.name, INDEX, problems)
-            twice = next((name for name in held if name in tensors), None)
+                own = promised(own, names, folder / file.name, INDEX, problems)
+            twice = next((name for name in own if name in tensors), None)
             if twice is not None:
                 raise FormatError(f"{printable(twice)} is in two files, one is {printable(file.name)}", tensor=twice)
-            for name, (number, kind, shape) in held.items():
-                storage = storage_node(kind, f"{file.position}:{number}", math.prod(shape))
-                tensors[name] = tensor_node(storage, kind, shape)
-        return cls(place, storages, {"model": tensors}, _job(folder) if folder == place else {}, problems)
+            tensors |= {name: FileTensor(ref, file) for name, ref in own.items()}
+        what = INDEX if len(files) > 1 else files[0].name
+        return cls(path, files, what, {"model": tensors}, _job(folder) if folder == path else {}, problems)
 
 
 def _shards(folder: Path) -> dict[str, list[str] | None]:
@@ -86,9 +105,9 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
         return {_SINGLE: None}
     names = [name for name in listing(folder) if name.endswith(_ENDING)]
     for name in names:
-        found = _SHARD.fullmatch(name)
-        total = int(found[3]) if found else 0
-        lacking = [f"{found[1]}-{n:05d}-of-{found[3]}{_ENDING}" for n in range(1, total + 1)] if found else []
+        match = _SHARD.fullmatch(name)
+        total = int(match[3]) if match else 0
+        lacking = [f"{match[1]}-{n:05d}-of-{match[3]}{_ENDING}" for n in range(1, total + 1)] if match else []
         lacking = [shard for shard in lacking if shard not in names]
         if lacking:
             raise FormatError(
@@ -106,8 +125,8 @@ def _job(folder: Path) -> dict[str, Any]:
     return {k: v for k, v in document.items() if k != "schema"} if isinstance(document, dict) else {}
 
 
-def _read(folder: Path, name: str, problems: list[Problem]) -> PtFile:
-    """A file's header, as if it were an archive with a member for each tensor."""
+def _read(folder: Path, name: str, problems: list[Problem]) -> SafetensorsFile:
+    """A file's header."""
     what = printable(name)
     with open_source(folder / name) as source:
         size = source.size
@@ -120,17 +139,19 @@ def _read(folder: Path, name: str, problems: list[Problem]) -> PtFile:
         raise FormatError(f"{what} is not a safetensors file: its header begins with {raw[:1]!r}")
     header = parse_json(raw, f"the header of {what}")
     header.pop("__metadata__", None)
-    found = {tensor: _entry(tensor, entry, what) for tensor, entry in header.items()}
-    members: dict[str, Member] = {}
-    tree: dict[str, Any] = {}
+    entries = {tensor: _entry(tensor, entry, what) for tensor, entry in header.items()}
+    tensors: dict[str, TensorRef] = {}
+    ranges: dict[str, tuple[int, int]] = {}
     end, beyond = 0, []
-    for number, (tensor, (kind, shape, begin, stop)) in enumerate(sorted(found.items(), key=lambda item: item[1][2:])):
+    for number, (tensor, (kind, shape, begin, stop)) in enumerate(
+        sorted(entries.items(), key=lambda item: item[1][2:])
+    ):
         if begin != end:
             wrong = "overlaps the one before it" if begin < end else f"leaves {begin - end} bytes before it unused"
             raise FormatError(f"{what}: {printable(tensor)} at {begin} {wrong}", tensor=tensor)
         end = stop
-        members[f"data/{number}"] = Member(f"data/{number}", 8 + length + begin, stop - begin, 0)
-        tree[tensor] = (number, kind, shape)
+        ranges[str(number)] = 8 + length + begin, stop - begin
+        tensors[tensor] = TensorRef(str(number), kind, math.prod(shape), 0, shape, c_strides(shape))
         if 8 + length + stop > size:
             beyond.append(tensor)
     if beyond:
@@ -138,7 +159,7 @@ def _read(folder: Path, name: str, problems: list[Problem]) -> PtFile:
         problems.append(Problem("error", text, file=name, tensors=tuple(beyond)))
     elif 8 + length + end < size:
         raise FormatError(f"{what}: {size - 8 - length - end} bytes follow the last tensor")
-    return PtFile(name, size, tree, members)
+    return SafetensorsFile(name, size, tensors, ranges)
 
 
 def _entry(tensor: str, entry: Any, what: str) -> tuple[Any, tuple[int, ...], int, int]:

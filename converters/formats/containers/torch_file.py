@@ -14,15 +14,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.archive.records import tensor_ref
-from converters.errors import FormatError
+from converters.errors import FormatError, UnsupportedError
 from converters.formats.broken import read_part
-from converters.formats.containers.archive import PtFile
+from converters.formats.containers.archive import FileTensor, PtFile
 from converters.formats.containers.index import promised, read_index
-from converters.formats.containers.reader import Shards, WholeReader, distinct, entries
+from converters.formats.containers.reader import WholeReader, distinct, entries
 from converters.formats.folder import exists, is_folder
 from converters.names import printable
-from converters.pickles import Obj, PickleFormatError, pairs, references
+from converters.pickles import Obj, PickleFormatError, pairs
+from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Problem
     from converters.pickles import Node
+    from converters.torchzip.records import TensorRef
 
 __all__ = ["TorchFileReader"]
 
@@ -45,56 +46,50 @@ class TorchFileReader(WholeReader):
     name: ClassVar[str] = "torch"
 
     @classmethod
-    def open(cls, place: Path) -> TorchFileReader:
+    def open(cls, path: Path) -> TorchFileReader:
         """Reads directory and pickle of every file; no tensor data.
 
         Raises:
             FormatError: Not an archive of torch.save, unsafe, without tensors, or shards that do not fit their index.
         """
-        if not is_folder(place) or not exists(place / INDEX):
+        if not is_folder(path) or not exists(path / INDEX):
             folder, name = (
-                (place, SINGLE if exists(place / SINGLE) else NEMO) if is_folder(place) else (place.parent, place.name)
+                (path, SINGLE if exists(path / SINGLE) else NEMO) if is_folder(path) else (path.parent, path.name)
             )
-            file = PtFile.read(folder, name)
-            storages = Shards(folder, [file], file.name)
-            _number(file)
-            return cls(place, storages, *_split(file.tree, file.name))
-        wanted = read_index(place, INDEX, ".bin")
-        files = [read_part(PtFile.read, place, name) for name in wanted]
-        storages = Shards(place, files, INDEX)
-        tensors: dict[str, Node] = {}
+            file = read_part(PtFile.read, folder, name)
+            return cls(path, [file], file.name, *_split(file))
+        wanted = read_index(path, INDEX, ".bin")
+        files = [read_part(PtFile.read, path, name) for name in wanted]
+        tensors: dict[str, FileTensor] = {}
         problems: list[Problem] = []
         for file in files:
-            _number(file)
-            held = distinct(_flattened(file.tree, file.name), file.name)
-            tensors |= promised(held, wanted[file.name], place / file.name, INDEX, problems)
-        return cls(place, storages, {"model": tensors}, {}, problems)
+            own = _tensors(file.tree, file)
+            tensors |= promised(own, wanted[file.name], path / file.name, INDEX, problems)
+        return cls(path, files, INDEX, {"model": tensors}, {}, problems)
 
 
-def _number(file: PtFile) -> None:
-    """Gives the storages that a file's tree refers to the names that they have among all files."""
-    for reference in references(file.tree):
-        value = reference.value
-        if isinstance(value, tuple) and len(value) == 5 and isinstance(value[2], str):
-            reference.value = (*value[:2], f"{file.position}:{value[2]}", *value[3:])
+def _tensors(node: Node, file: PtFile) -> dict[str, FileTensor]:
+    """Every tensor in a tree, by its name."""
+    return distinct(((name, FileTensor(ref, file)) for name, ref in _flattened(node, file.name)), file.name)
 
 
-def _split(tree: Node, what: str) -> tuple[dict[str, dict[str, Node]], dict[Any, Node]]:
+def _split(file: PtFile) -> tuple[dict[str, dict[str, FileTensor]], dict[Any, Node]]:
     """The model's tensors, chunk by chunk, and everything else in a file."""
+    tree, what = file.tree, file.name
     try:
         top = dict(pairs(tree))
     except (PickleFormatError, TypeError):
         ref = tensor_ref(tree, what)
-        found = "one tensor" if ref is not None else f"a {type(tree).__name__}"
-        raise FormatError(f"{what} holds {found}, not a dictionary of tensors") from None
+        content = "one tensor" if ref is not None else f"a {type(tree).__name__}"
+        raise FormatError(f"{what} holds {content}, not a dictionary of tensors") from None
     chunks = {key: value for key, value in top.items() if isinstance(key, str) and _CHUNK.fullmatch(key)}
     key = next((key for key in _MODEL if key in top and tensor_ref(top[key], what) is None), None)
     if key is not None or chunks:
-        held = chunks or {"model": top[key]}
-        model = {name: distinct(_flattened(value, what), what) for name, value in held.items()}
+        parts = chunks or {"model": top[key]}
+        model = {name: _tensors(value, file) for name, value in parts.items()}
         state = {name: value for name, value in top.items() if name not in (chunks or {key})}
     else:
-        flat = distinct(_flattened(tree, what), what)
+        flat = _tensors(tree, file)
         model = {"model": flat}
         tops = {name.partition(".")[0] for name in flat} | flat.keys()
         state = {name: value for name, value in top.items() if name not in tops}
@@ -106,7 +101,7 @@ def _split(tree: Node, what: str) -> tuple[dict[str, dict[str, Node]], dict[Any,
     return model, state
 
 
-def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Node]]:
+def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
     """The tensors in dictionaries and lists in one another, names joined by dots; everything else is passed over.
 
     Raises:
@@ -117,9 +112,10 @@ def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Itera
     for key, value in entries(node):
         if not isinstance(key, str | int):
             if tensor_ref(value, what) is not None:
-                raise FormatError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is no name")
+                raise UnsupportedError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is no name")
             continue
-        if tensor_ref(value, f"{what}: {printable(str(key))}") is not None:
-            yield f"{prefix}{key}", value
+        ref = tensor_ref(value, f"{what}: {printable(str(key))}")
+        if ref is not None:
+            yield f"{prefix}{key}", ref
         elif isinstance(value, dict | list | tuple | Obj):
             yield from _flattened(value, what, f"{prefix}{key}.", depth + 1)

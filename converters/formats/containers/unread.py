@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from converters.catalog import Problem
-from converters.names import printable
+from converters.names import listed
 from converters.pickles import Obj, references
 
 if TYPE_CHECKING:
@@ -22,33 +22,35 @@ _ELSEWHERE = ("step", "param_groups", "grad_scaler")
 
 
 def unread_tensors(
-    files: Sequence[PtFile], known: Iterable[tuple[int, str, str]], kept: Mapping[int, Node] | None = None
+    files: Sequence[PtFile], read: Iterable[tuple[int, str, str]], kept: Mapping[int, Node] | None = None
 ) -> list[Problem]:
     """Says which tensors of some files are lost when the checkpoint is converted.
 
     Args:
         files: Their trees.
-        known: Position of the file, key and element type of every storage that tensors are read from.
+        read: Position of the file, key and element type of every storage that tensors are read from.
         kept: By position, a tree whose tensors are carried as they are.
     """
-    used = {_numbered(position, key) for position, key, _ in known}
-    used |= {key for position, node in (kept or {}).items() for key in _storages(position, node)}
-    found: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    used: dict[int, set[str]] = defaultdict(set)
+    for position, key, _ in read:
+        used[position].add(f"data/{key}")
+    for position, node in (kept or {}).items():
+        used[position] |= storages(node)
+    unread: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for file in files:
         lost: dict[str, set[str]] = defaultdict(set)
         for top, node in _looked_at(file.tree):
-            lost[top] |= _storages(file.position, node) - used
+            lost[top] |= storages(node) - used[file.position]
         tops = tuple(top for top, keys in lost.items() if keys)
         if tops:
-            keys = {f"data/{key.partition(':')[2]}" for top in tops for key in lost[top]}
+            keys = {key for top in tops for key in lost[top]}
             nbytes = sum(file.members[key].size for key in keys if key in file.members)
-            found.setdefault(tops, []).append((file.name, nbytes))
+            unread.setdefault(tops, []).append((file.name, nbytes))
     out = []
-    for tops, places in found.items():
-        name, more = places[0][0], f" and {len(places) - 1} more" if len(places) > 1 else ""
-        under = ", ".join(map(printable, tops[:4])) + (f" and {len(tops) - 4} more" if len(tops) > 4 else "")
-        text = f"{printable(name)}{more}: {sum(n for _, n in places):,} bytes of tensors under {under} are not read"
-        out.append(Problem("warning", f"{text}: they are neither a parameter nor a state of one", file=name))
+    for tops, file_sizes in unread.items():
+        names, nbytes = [name for name, _ in file_sizes], sum(n for _, n in file_sizes)
+        text = f"{listed(names, 1)}: {nbytes:,} bytes of tensors under {listed(tops, 4)} are not read"
+        out.append(Problem("warning", f"{text}: they are neither a parameter nor a state of one", file=names[0]))
     return out
 
 
@@ -56,14 +58,6 @@ def storages(node: Node) -> set[str]:
     """Members of the archive that hold tensors of a tree, wherever in it they are: `data/0`."""
     values = [reference.value for reference in references(node)]
     return {f"data/{v[2]}" for v in values if isinstance(v, tuple) and len(v) == 5 and isinstance(v[2], str)}
-
-
-def _numbered(position: int, key: str) -> str:
-    return key if ":" in key else f"{position}:{key}"
-
-
-def _storages(position: int, node: Node) -> set[str]:
-    return {_numbered(position, key.removeprefix("data/")) for key in storages(node)}
 
 
 def _looked_at(tree: Node) -> Iterable[tuple[str, Node]]:

@@ -21,7 +21,6 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.archive.records import Payload, tensor_ref
 from converters.box import Box
 from converters.catalog import FlatPart, Part, Problem, TensorInfo
 from converters.dtypes import dtype
@@ -29,13 +28,14 @@ from converters.errors import FormatError
 from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.names import natural_key, printable
 from converters.pickles import Obj, fields, parse
+from converters.torchzip.records import Payload, tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.archive.records import TensorRef
     from converters.formats.base import Read, StoredArchive
     from converters.formats.dcp.names import Named
+    from converters.torchzip.records import TensorRef
 
 __all__ = ["ByteCheckpointReader"]
 
@@ -49,7 +49,7 @@ class ByteCheckpointReader(TorchDcpReader):
     """An open checkpoint of ByteCheckpoint."""
 
     name: ClassVar[str] = "bytecheckpoint"
-    flavour: ClassVar[str] = "ByteCheckpoint"
+    framework: ClassVar[str] = "ByteCheckpoint"
     BESIDE: ClassVar[tuple[str, ...]] = ("extra_state/",)
 
     def locate(self, record: int, read: Read) -> Payload:
@@ -78,12 +78,12 @@ class ByteCheckpointReader(TorchDcpReader):
     @cached_property
     def _tensor_pickles(self) -> dict[tuple[str, tuple[int, ...]], bytes]:
         out = {}
-        found = self.metadata.attributes.get("all_tensor_metadata")
-        for index, raw in found.items() if isinstance(found, dict) else ():
-            held = fields(index) if isinstance(index, Obj) else {}
-            offset = held.get("offset")
+        described = self.metadata.attributes.get("all_tensor_metadata")
+        for index, raw in described.items() if isinstance(described, dict) else ():
+            index_fields = fields(index) if isinstance(index, Obj) else {}
+            offset = index_fields.get("offset")
             if isinstance(offset, Obj) and isinstance(raw, bytes):
-                out[str(held.get("fqn")), tuple(offset.args[0] if offset.args else ())] = raw
+                out[str(index_fields.get("fqn")), tuple(offset.args[0] if offset.args else ())] = raw
         return out
 
     def _described(self, key: str, start: tuple[int, ...], what: str) -> TensorRef:
@@ -94,8 +94,8 @@ class ByteCheckpointReader(TorchDcpReader):
         return ref
 
     def _iteration(self) -> int | None:
-        found = _STEP.fullmatch(self.folder.name)
-        return int(found[1]) if found else super()._iteration()
+        match = _STEP.fullmatch(self.folder.name)
+        return int(match[1]) if match else super()._iteration()
 
     def _details(self) -> dict[str, str]:
         version = self.metadata.attributes.get("bytecheckpoint_version")
@@ -107,20 +107,25 @@ class ByteCheckpointReader(TorchDcpReader):
         out: dict[str, TensorInfo] = {}
         for name, info in tensors.items():
             state = _STATE.fullmatch(name)
-            held = flat.get(state[2] if state else name)
-            inner = dict(_split(info, *held, f"{state[1]}." if state else "")) if held is not None else {}
+            pieces = flat.get(state[2] if state else name)
+            inner = dict(_split(info, *pieces, f"{state[1]}." if state else "")) if pieces is not None else {}
             out |= inner or {name: info}
         return {name: out[name] for name in sorted(out, key=natural_key)}
 
 
 def _flat_parameters(attributes: Mapping[str, Any]) -> dict[str, tuple[str, list[tuple[str, tuple[int, ...], int]]]]:
     """For each flat parameter its prefix, and `(name, shape, first element)` of the tensors in it."""
-    given = attributes.get("user_defined_dict")
-    models = [m for m in (given, *given.values()) if isinstance(m, dict)] if isinstance(given, dict) else []
+    user_defined = attributes.get("user_defined_dict")
+    models = (
+        [m for m in (user_defined, *user_defined.values()) if isinstance(m, dict)]
+        if isinstance(user_defined, dict)
+        else []
+    )
     out = {}
     for model in models:
         names, paddings, numels, shapes = (
-            held if isinstance(held := model.get(f"fsdp_{column}"), dict) else {} for column in _COLUMNS
+            column_values if isinstance(column_values := model.get(f"fsdp_{column}"), dict) else {}
+            for column in _COLUMNS
         )
         for key in names:
             inner, at, left = [], 0, list(zip(names[key], shapes[key], strict=True))

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.archive.records_out import object_record, storage_node, tensor_node
 from converters.catalog import Catalog, ObjectInfo, Problem
 from converters.dtypes import dtype
 from converters.errors import FormatError
@@ -35,6 +34,7 @@ from converters.formats.dcp.reader import DcpReader
 from converters.formats.folder import open_source, read_at
 from converters.formats.megatron import common_facts
 from converters.names import printable
+from converters.torchzip.records_out import storage_node, tensor_node
 
 if TYPE_CHECKING:
     from converters.formats.dcp.names import Path as KeyPath
@@ -59,7 +59,6 @@ class FsdpDtensorReader(DcpReader):
     name: ClassVar[str] = "fsdp_dtensor"
     producer: ClassVar[str] = "Megatron-Core 0.14 or later"
     masters: ClassVar[bool] = True
-    optimizer_doubt: str | None = None
 
     def _prepare(self, args: Mapping[str, Any], problems: list[Problem]) -> None:
         """What must be known before keys are named."""
@@ -84,7 +83,7 @@ class FsdpDtensorReader(DcpReader):
         return Catalog(
             path=self.folder,
             format=self.name,
-            flavour="Megatron-LM",
+            framework="Megatron-LM",
             tensors=tensors,
             objects={key: info for key, (info, _) in self._objects.items()},
             args=facts.args,
@@ -98,18 +97,18 @@ class FsdpDtensorReader(DcpReader):
             masters=self.masters,
         )
 
-    def common_archive(self) -> Archive:
-        """The common state as the `common.pt` of a torch_dist checkpoint would hold it; the caller may change it."""
-        made = _Common(self)
+    def common_state(self) -> Archive:
+        """See `Reader`: put together from objects of their own."""
+        common = _Common(self)
         members = {"byteorder": b"little", "version": b"3\n"}
-        return Archive.of({key: made[key] for key in made}, members, self.name)
+        return Archive.of({key: common[key] for key in common}, members, self.name)
 
-    def object_record(self, key: str) -> bytes:
-        """The record of an object as torch_dist stores it: a `torch.save` archive of a list of one."""
+    def stored_object(self, key: str) -> Archive:
+        """See `Reader`: put together from keys of their own."""
         _, parts = self._objects[key]
         storages: dict[str, bytes] = {}
         value = _nested({path[2:]: self._value(part, storages) for part, path in parts.items()})
-        return object_record([value], storages)
+        return Archive.of_object(value, storages, key)
 
     def param_groups(self) -> list[dict[str, Node]]:
         """The optimizer's groups, each once, without their parameters."""
@@ -117,10 +116,10 @@ class FsdpDtensorReader(DcpReader):
         for key, path in self._paths.items():
             if path[0] == "optimizer" and _META in path[:-2] and key in self.metadata.objects:
                 members[path[-2]][path[-1]] = key
-        steps, values = self._steps(), self._values([key for held in members.values() for key in held.values()])
+        steps, values = self._steps(), self._values([key for keys in members.values() for key in keys.values()])
         groups: dict[str, dict[str, Node]] = {}
-        for parameter, held in members.items():
-            group = {name: values[key] for name, key in held.items() if key in values}
+        for parameter, keys in members.items():
+            group = {name: values[key] for name, key in keys.items() if key in values}
             if group.get("step") is None and parameter in steps:
                 group["step"] = steps[parameter]
             groups.setdefault(repr(sorted(group.items())), group)
@@ -129,27 +128,27 @@ class FsdpDtensorReader(DcpReader):
     def _values(self, keys: Iterable[str]) -> dict[str, Node]:
         """Many objects, most of them alike: equal records are parsed once."""
         objects = self.metadata.objects
-        known: dict[bytes, Node] = {}
+        parsed: dict[bytes, Node] = {}
         out: dict[str, Node] = {}
         stored = sorted((objects[key] for key in keys if objects[key].file >= 0), key=lambda o: (o.file, o.offset))
         for file, group in itertools.groupby(stored, key=lambda o: o.file):
             with open_source(self.files[file]) as source:
                 for item in group:
                     raw = read_at(source, item.offset, item.length)
-                    if raw not in known:
-                        known[raw] = self.object_value(item.key)
-                    out[item.key] = known[raw]
+                    if raw not in parsed:
+                        parsed[raw] = self.object_value(item.key)
+                    out[item.key] = parsed[raw]
         return out
 
     def _spelling(self, key: str) -> str | None:
         """The key of a tensor as torch_dist spells it; None for what is part of an object."""
         if self._paths[key][0] == "rng_state" or key.endswith(_EXTRA):
             return None
-        found, state = _MODEL.fullmatch(key), _STATE.fullmatch(key)
+        model, state = _MODEL.fullmatch(key), _STATE.fullmatch(key)
         if state is not None:
             # torch's own Adam keeps a step for each parameter: a number of the group in every other format
             return None if state[2] == "step" else f"optimizer.state.{state[2]}.{_experts(state[1])}"
-        return _experts(found[1]) if found is not None else key
+        return _experts(model[1]) if model is not None else key
 
     def _steps(self) -> dict[str, int]:
         out = {}
@@ -162,15 +161,15 @@ class FsdpDtensorReader(DcpReader):
 
     def _random_states(self, args: Mapping[str, Any]) -> dict[str, tuple[ObjectInfo, dict[str, KeyPath]]]:
         """One object for each (pp, tp) rank, as torch_dist has them; with experts in parallel it has more than are here."""
-        found: dict[tuple[int, ...], dict[str, KeyPath]] = defaultdict(dict)
+        parts_of: dict[tuple[int, ...], dict[str, KeyPath]] = defaultdict(dict)
         for key, path in self._paths.items():
             if path[0] == "rng_state" and len(path) > 2 and (named := _RANK.fullmatch(path[1])):
-                found[int(named[1]), int(named[2])][key] = path
-        grid = tuple(1 + max(axis) for axis in zip(*found, strict=True)) if found else ()
-        if (args.get("expert_model_parallel_size") or 1) != 1 or len(found) != (grid[0] * grid[1] if grid else 0):
+                parts_of[int(named[1]), int(named[2])][key] = path
+        grid = tuple(1 + max(axis) for axis in zip(*parts_of, strict=True)) if parts_of else ()
+        if (args.get("expert_model_parallel_size") or 1) != 1 or len(parts_of) != (grid[0] * grid[1] if grid else 0):
             return {}
         out = {}
-        for rank, parts in sorted(found.items()):
+        for rank, parts in sorted(parts_of.items()):
             name = f"rng_state/shard_{rank[0]}.{rank[1]}_{grid[0]}.{grid[1]}"
             first = next((self.metadata.objects[key] for key in parts if key in self.metadata.objects), None)
             if first is not None and first.file >= 0:
@@ -182,16 +181,16 @@ class FsdpDtensorReader(DcpReader):
         """TransformerEngine's, of each module; Megatron-FSDP drops them, torch's FSDP2 does not."""
         out: dict[str, tuple[ObjectInfo, dict[str, KeyPath]]] = {}
         for key in (*self.metadata.tensors, *self.metadata.objects):
-            found = _MODEL.fullmatch(key) if key.endswith(_EXTRA) else None
-            if found is None:
+            match = _MODEL.fullmatch(key) if key.endswith(_EXTRA) else None
+            if match is None:
                 continue
-            name, (file, offset, length) = f"{found[1]}/shard_0_1", self._place(key)
+            name, (file, offset, length) = f"{match[1]}/shard_0_1", self._location(key)
             if file >= 0:
                 info = object_info(name, self.metadata.files[file], offset, length, wrapped=False)
                 out[name] = (info, {key: ("", "")})
         return out
 
-    def _place(self, key: str) -> tuple[int, int, int]:
+    def _location(self, key: str) -> tuple[int, int, int]:
         """File, first byte and bytes of a record."""
         stored = self.metadata.objects.get(key)
         if stored is not None:
@@ -230,18 +229,18 @@ class _Common(Mapping[str, Any]):
                 self._parts[path[0]][path[1:]] = key
         if any(path[0] == "optimizer" for path in reader._paths.values()):
             self._parts["optimizer"] = {}
-        self._known: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._parts:
             raise KeyError(name)
-        if name not in self._known:
+        if name not in self._values:
             if name == "optimizer":
-                self._known[name] = {"optimizer": {"param_groups": self._reader.param_groups()}}
+                self._values[name] = {"optimizer": {"param_groups": self._reader.param_groups()}}
             else:
                 parts = {path: self._reader.object_value(key) for path, key in self._parts[name].items()}
-                self._known[name] = _nested(parts)
-        return self._known[name]
+                self._values[name] = _nested(parts)
+        return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._parts))
@@ -264,4 +263,4 @@ def _nested(values: Mapping[KeyPath, Node]) -> Node:
         inner[path[0]][path[1:]] = value
     if all(name.isdecimal() for name in inner) and sorted(map(int, inner)) == list(range(len(inner))):
         return [_nested(inner[str(number)]) for number in range(len(inner))]
-    return {name: _nested(held) for name, held in inner.items()}
+    return {name: _nested(below) for name, below in inner.items()}

@@ -14,17 +14,15 @@ megatron/core/optimizer/optimizer.py (`Float16OptimizerWithFloat16Params.state_d
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Problem
 from converters.formats.canonical import object_info
 from converters.formats.dcp.fsdp_dtensor import FsdpDtensorReader
 from converters.formats.legacy.groups import group_members
-from converters.parallel.buffers import Misfit
-from converters.registration import trainable
+from converters.megatron.buffers import Misfit
+from converters.param_order import trainable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,15 +51,7 @@ class MegatronDcpReader(FsdpDtensorReader):
         except Misfit as error:
             text = " ".join([f"the optimizer state is not understood: {error.message}", *error.details])
             unknown = tuple(key for key in self.metadata.tensors if self._paths[key][0] == "optimizer")
-            problems.append(Problem("error", text, tensors=unknown))
-        if self._spellings:
-            self.optimizer_doubt = "the order of parameters in its optimizer state was inferred"
-
-    @cached_property
-    def geometry(self) -> tuple[str, int]:
-        """See `DcpReader`; what the numbers stand for is part of it: a plan is for these names."""
-        digest, records = super().geometry
-        return hashlib.sha256(f"{digest}{self._spellings}".encode()).hexdigest(), records
+            problems.append(Problem("unknown", text, tensors=unknown))
 
     def param_groups(self) -> list[dict[str, Node]]:
         """The optimizer's groups without their parameters."""
@@ -85,11 +75,11 @@ class MegatronDcpReader(FsdpDtensorReader):
         return self._paths[key][0] == "model" and not name.endswith("._extra_state") and trainable(name)
 
     def _groups(self) -> list[dict[str, Node]]:
-        found: dict[int, dict[str, str]] = defaultdict(dict)
+        keys: dict[int, dict[str, str]] = defaultdict(dict)
         for key, path in self._paths.items():
             if path[0] == "optimizer" and "param_groups" in path[:-2] and key in self.metadata.objects:
-                found[int(path[-2])][path[-1]] = key
-        return [{name: self.object_value(key) for name, key in found[number].items()} for number in sorted(found)]
+                keys[int(path[-2])][path[-1]] = key
+        return [{name: self.object_value(key) for name, key in keys[number].items()} for number in sorted(keys)]
 
     def _named_states(self, args: Mapping[str, Any]) -> dict[str, str]:
         """The spelling that torch_dist has for each tensor of the optimizer."""
@@ -111,7 +101,7 @@ class MegatronDcpReader(FsdpDtensorReader):
                 raise Misfit(f"param group {number} does not have the {len(positions)} parameters of the model")
             by_number |= {str(n): names[at][0] for n, at in zip(numbers, positions, strict=True)}
             halves = [names[at][0] for at in positions if names[at][2] != "float32"]
-            by_place |= {(str(number), str(place)): name for place, name in enumerate(halves)}
+            by_place |= {(str(number), str(position)): name for position, name in enumerate(halves)}
         return dict(self._spell(by_number, by_place))
 
     def _spell(self, by_number: Mapping[str, str], by_place: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:

@@ -72,8 +72,8 @@ def _check_tail(data: bytes, start: int, what: str) -> None:
     """What can be said of the save plans without interpreting them."""
     if not data.endswith(b"ub."):
         raise FormatError(f"{what}: the pickle does not end where the file does", hint="the file may be truncated")
-    found = hostile_tail(data, start)
-    if found is not None:
+    hostile = hostile_tail(data, start)
+    if hostile is not None:
         raise UnsafePickle(
-            f"{what}: hostile global in the save plans at byte {found}", hint="do not load it with anything else"
+            f"{what}: hostile global in the save plans at byte {hostile}", hint="do not load it with anything else"
         )

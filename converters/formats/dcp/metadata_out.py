@@ -117,7 +117,7 @@ def _tensor_entry(out: _Pickle, table: StoredTensor) -> None:
 def _storage_entries(out: _Pickle, table: StoredTensor, files: Sequence[str]) -> None:
     # rows that name a file for the first time are spelled out, the others refer to it
     _, first = np.unique(table.file, return_index=True)
-    spelled = [row for row in first.tolist() if not out.known(files[int(table.file[row])])] or first[:1].tolist()
+    spelled = [row for row in first.tolist() if not out.memoized(files[int(table.file[row])])] or first[:1].tolist()
     for row in spelled:
         _index(out, table.key, table.starts[row].tolist())
         _info(out, files[int(table.file[row])], int(table.offset[row]), int(table.length[row]))
@@ -179,7 +179,7 @@ class _Pickle:
     def finish(self) -> bytes:
         return b"".join([*self._parts, b"."])
 
-    def known(self, name: str) -> bool:
+    def memoized(self, name: str) -> bool:
         return name in self.memo
 
     def name(self, text: str) -> None:

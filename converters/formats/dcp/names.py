@@ -53,8 +53,8 @@ class Named(NamedTuple):
 
 def paths(keys: Iterable[str], planner_data: Node) -> dict[str, Path]:
     """Where each key was in the nested dictionary; the key alone where nothing tells."""
-    known = planner_data if isinstance(planner_data, dict) else {}
-    return {key: _path(known.get(key)) or (key,) for key in keys}
+    planned = planner_data if isinstance(planner_data, dict) else {}
+    return {key: _path(planned.get(key)) or (key,) for key in keys}
 
 
 def _path(node: Node) -> Path:
@@ -65,15 +65,15 @@ def _path(node: Node) -> Path:
     return tuple(str(part) for part in parts) if all(isinstance(part, str | int) for part in parts) else ()
 
 
-def name_keys(found: Mapping[str, Path]) -> dict[str, Named]:
+def name_keys(paths_of: Mapping[str, Path]) -> dict[str, Named]:
     """The meaning of every tensor key.
 
     Args:
-        found: From `paths`, of all tensors.
+        paths_of: From `paths`, of all tensors.
     """
     out: dict[str, Named] = {}
     rest: dict[str, Path] = {}
-    for key, path in found.items():
+    for key, path in paths_of.items():
         state = _optimizer_state(path)
         if state is not None:
             out[key] = Named(f"optimizer.state.{state[0]}.{state[1]}", "optimizer")

@@ -12,27 +12,26 @@ Source: torch/distributed/checkpoint/{metadata,filesystem}.py, torch 2.1 to 2.13
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from converters.archive.records import Payload, TensorLocator, TensorRef, locate_tensor
 from converters.catalog import FileInfo, Problem, StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
-from converters.formats.base import StoredArchive
+from converters.formats.base import Reader, StoredArchive
 from converters.formats.broken import damaged_file, read_part
 from converters.formats.canonical import KeyedArray, TensorsInside, object_info
 from converters.formats.common_state import read_tree
-from converters.formats.dcp.geometry import geometry_digest, tiling_problem
+from converters.formats.dcp.geometry import tiling_problem
 from converters.formats.dcp.metadata import read_metadata
 from converters.formats.folder import exists, is_folder, read_small, scan, status
 from converters.formats.registry import METADATA_LIMIT, dcp_folders
 from converters.names import printable
 from converters.pickles import Obj, fields
+from converters.torchzip.records import Payload, TensorLocator, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -62,7 +61,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
     return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
 
 
-class DcpReader(ABC):
+class DcpReader(Reader):
     """An open folder of torch DCP files; a format makes the catalog.
 
     Args:
@@ -71,11 +70,8 @@ class DcpReader(ABC):
         digest: Of the bytes of these files.
     """
 
-    name: ClassVar[str]
     BESIDE: ClassVar[tuple[str, ...]] = ()
     """Inner folders that belong to the checkpoint and hold no records, each with a slash at its end."""
-
-    catalog: Catalog
 
     def __init__(self, folder: Path, metadata: DcpMetadata, digest: str) -> None:
         self.folder, self.metadata = folder, metadata
@@ -123,14 +119,14 @@ class DcpReader(ABC):
     def archives(self, file: int) -> Iterator[StoredArchive]:
         """The records of a file, tensors and objects, in the order in which they lie in it."""
         rows = np.flatnonzero(self._record_file == file)
-        found = [
+        records = [
             (start, length, record, self._owner(record).key)
             for start, length, record in zip(
                 self._record_start[rows].tolist(), self._record_length[rows].tolist(), rows.tolist(), strict=True
             )
         ]
-        found += [(o.offset, o.length, -1, o.key) for o in self.metadata.objects.values() if o.file == file]
-        return (StoredArchive(*archive) for archive in sorted(found))
+        records += [(o.offset, o.length, -1, o.key) for o in self.metadata.objects.values() if o.file == file]
+        return (StoredArchive(*archive) for archive in sorted(records))
 
     def object_value(self, key: str) -> Any:
         """The inert tree of a stored object, None if there is none."""
@@ -145,18 +141,13 @@ class DcpReader(ABC):
         """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
         return self._inside.array(key, ref)
 
-    @cached_property
-    def geometry(self) -> tuple[str, int]:
-        """Digest of keys, types, shapes, chunks and record lengths, and the number of records."""
-        return geometry_digest(self._numbered, self.metadata.objects), len(self._record_file)
-
     def fingerprint(self) -> str:
         """Digest of `.metadata` and of the size and time of every data file."""
         digest = hashlib.sha256(self._digest.encode())
         for path in self.files:
-            found = status(path)
-            if found is not None:
-                digest.update(f"{path.relative_to(self.folder)}:{found.size}:{found.mtime_ns};".encode())
+            state = status(path)
+            if state is not None:
+                digest.update(f"{path.relative_to(self.folder)}:{state.size}:{state.mtime_ns};".encode())
         return digest.hexdigest()
 
     def _number_records(self) -> None:
@@ -193,10 +184,12 @@ class DcpReader(ABC):
         """Compares what the metadata places in each file with what is on disk."""
         metadata = self.metadata
         objects = [o for o in metadata.objects.values() if o.file >= 0]
-        held = self._record_file >= 0
-        file = np.concatenate([self._record_file[held], np.array([o.file for o in objects], np.int64)]).astype(np.int64)
-        start = np.concatenate([self._record_start[held], np.array([o.offset for o in objects], np.int64)])
-        length = np.concatenate([self._record_length[held], np.array([o.length for o in objects], np.int64)])
+        stored = self._record_file >= 0
+        file = np.concatenate([self._record_file[stored], np.array([o.file for o in objects], np.int64)]).astype(
+            np.int64
+        )
+        start = np.concatenate([self._record_start[stored], np.array([o.offset for o in objects], np.int64)])
+        length = np.concatenate([self._record_length[stored], np.array([o.length for o in objects], np.int64)])
         order = np.lexsort((start, file))
         file, start, length = file[order], start[order], length[order]
         clash = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
@@ -215,9 +208,9 @@ class DcpReader(ABC):
                 bad[position] = (name, size, int(needed[position]))
             infos.append(FileInfo(name, size, int(counts[position]), int(needed[position]), int(used[position])))
         problems += self._file_problems(bad, tensors)
-        known = {info.name for info in infos}
+        listed = {info.name for info in infos}
         for name, size in sorted(self._sizes.items()):
-            if name not in known:
+            if name not in listed:
                 role = _role(name)
                 infos.append(FileInfo(name, size, role=role))
                 if role == "unreferenced":
@@ -243,10 +236,10 @@ class DcpReader(ABC):
                         hit[position].append(name)
         out = []
         for position, (name, size, needed) in bad.items():
-            found = "is missing" if size is None else f"is {size:,} bytes"
-            text = f"{printable(name)} {found}, the metadata needs {needed:,} bytes"
-            held = (o for o in self.metadata.objects.values() if o.file == position)
-            lost = tuple(o.key for o in held if size is None or o.offset + o.length > size)
+            state = "is missing" if size is None else f"is {size:,} bytes"
+            text = f"{printable(name)} {state}, the metadata needs {needed:,} bytes"
+            inside = (o for o in self.metadata.objects.values() if o.file == position)
+            lost = tuple(o.key for o in inside if size is None or o.offset + o.length > size)
             out.append(Problem("error", text, name, tuple(hit[position]), lost))
         return out
 
@@ -258,8 +251,8 @@ def _file_sizes(folder: Path, names: list[str]) -> dict[str, int]:
         if not is_folder(folder / inner):
             continue
         with scan(folder / inner) as entries:
-            found = {f"{inner}/{e.name}".lstrip("/"): e.stat().st_size for e in entries if e.is_file()}
-        out.update(found)
+            sizes = {f"{inner}/{e.name}".lstrip("/"): e.stat().st_size for e in entries if e.is_file()}
+        out.update(sizes)
     return out
 
 
@@ -280,8 +273,8 @@ def _role(name: str) -> str:
 def save_id(metadata: DcpMetadata) -> str:
     """What the writer noted as the save's id: ours is `distckpt 0.1.0`, torch's a random one."""
     meta = metadata.attributes.get("storage_meta")
-    found = fields(meta).get("save_id") if isinstance(meta, Obj) else None
-    return found if isinstance(found, str) else ""
+    number = fields(meta).get("save_id") if isinstance(meta, Obj) else None
+    return number if isinstance(number, str) else ""
 
 
 def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
@@ -302,8 +295,8 @@ def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
         files += [f"{prefix}{name}" for name in part.files]
         for key, tensor in part.tensors.items():
             moved = replace(tensor, file=np.where(tensor.file >= 0, tensor.file + base, -1).astype(np.int32))
-            known = tensors.setdefault(key, moved)
-            if not _same_geometry(known, moved):
+            earlier = tensors.setdefault(key, moved)
+            if not _same_geometry(earlier, moved):
                 raise FormatError(
                     f"{printable(prefix)} has another {printable(key)} than a folder before it", tensor=key
                 )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
 
-from converters.errors import FormatError
+from converters.errors import FormatError, UnsupportedError
 from converters.formats.dcp.stored import (
     OBJECT,
     Chunks,
@@ -77,7 +77,7 @@ class Schema:
         planner_data = top.pop("planner_data", None)
         shapes = self._state(state)
         chunks, records = self._chunks(state), self._records(stored)
-        if self.columns is not None and self.runs_met != len(self.columns.taken):
+        if self.columns is not None and self.runs_met != len(self.columns.runs_taken):
             raise Bail
         files = self._sort_files(records)
         stray: list[str] = []
@@ -123,12 +123,12 @@ class Schema:
         return shapes
 
     def _originals(self, mcore: Node) -> dict[str, tuple[int, ...]]:
-        found = {}
+        originals = {}
         for key, extra in mcore.items() if isinstance(mcore, dict) else ():
             shape = extra.get("nd_reformulated_orig_global_shape") if isinstance(extra, dict) else None
             if shape is not None:
-                found[key] = self.ints(shape, str(key))
-        return found
+                originals[key] = self.ints(shape, str(key))
+        return originals
 
     # -- chunks ----------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Schema:
         owners: list[int] = []
         starts: list[tuple[int, ...]] = []
         sizes: list[tuple[int, ...]] = []
-        owner_of_run = np.full(len(self.columns.taken) if self.columns else 0, -1, np.int64)
+        owner_of_run = np.full(len(self.columns.runs_taken) if self.columns else 0, -1, np.int64)
         for number, (key, node) in enumerate(state.items()):
             if node.func.name == "BytesStorageMetadata":
                 continue
@@ -170,7 +170,7 @@ class Schema:
     def _records(self, stored: dict[Node, Node]) -> Records:
         owners: list[int] = []
         starts: list[tuple[int, ...] | None] = []
-        places: list[tuple[int, int, int]] = []
+        locations: list[tuple[int, int, int]] = []
         for index, info in stored.items():
             if type(index) is Run:
                 if type(info) is not Run or (info.number, info.count) != (index.number, 0):
@@ -183,9 +183,9 @@ class Schema:
                 raise self.fail(f"a key of storage_data is not a MetadataIndex but {_brief(index)}")
             owners.append(self._number(key))
             starts.append(None if where is None else self.ints(where, key))
-            places.append(self._place(info, key))
+            locations.append(self._location_of(info, key))
         owner, start = [np.array(owners, np.int64)], [Points.of(starts)]
-        place = [np.array(places, np.int64).reshape(-1, 3)]
+        location = [np.array(locations, np.int64).reshape(-1, 3)]
         for batch in self.entries:
             index, info = (_fields_of(part) for part in batch.tree)
             owner.append(self._texts(index.get("fqn"), batch, self._number))
@@ -198,8 +198,8 @@ class Schema:
                 self._ints_of(info.get("offset"), batch),
                 self._ints_of(info.get("length"), batch),
             ]
-            place.append(np.stack(columns, axis=1))
-        return Records(np.concatenate(owner), Points.joined(start), np.concatenate(place))
+            location.append(np.stack(columns, axis=1))
+        return Records(np.concatenate(owner), Points.joined(start), np.concatenate(location))
 
     def _number(self, key: str) -> int:
         number = self.numbers.setdefault(key, len(self.keys))
@@ -207,13 +207,17 @@ class Schema:
             self.keys.append(key)
         return number
 
-    def _place(self, info: Node, key: str) -> tuple[int, int, int]:
+    def _location_of(self, info: Node, key: str) -> tuple[int, int, int]:
         state = _attributes(info) if type(info) is Obj else {}
         path = state.get("relative_path")
         if type(path) is not str:
             raise self.fail(f"a record is not a _StorageInfo but {_brief(info)}", key)
         if state.get("transform_descriptors"):
-            raise self.fail(f"its records are compressed or transformed: {_brief(state['transform_descriptors'])}", key)
+            raise UnsupportedError(
+                f"{self.what}: its records are compressed or transformed: {_brief(state['transform_descriptors'])}",
+                details=[key],
+                tensor=key,
+            )
         offset, length = self.ints((state.get("offset"), state.get("length")), key)
         return self._file(path), offset, length
 
@@ -249,18 +253,18 @@ class Schema:
         unique, inverse = np.unique(indexes, return_inverse=True)
         left = np.ones(len(unique), bool)
         hits, parts = [], []
-        for batch, tree, items, which in Columns.made(self.lists + self.entries, unique):
+        for batch, tree, items, which in Columns.referred(self.lists + self.entries, unique):
             hits.append(which)
             parts.append(self._points(tree, batch, items))
             left[which] = False
-        made = np.flatnonzero(left)
-        hits.append(made)
-        parts.append(Points.of([self._made(index) for index in unique[made].tolist()]))
+        unmatched = np.flatnonzero(left)
+        hits.append(unmatched)
+        parts.append(Points.of([self._memo_point(index) for index in unique[unmatched].tolist()]))
         back = np.empty(len(unique), np.int64)
         back[np.concatenate(hits)] = np.arange(len(unique))
         return Points.joined(parts).take(back[inverse])
 
-    def _made(self, index: int) -> tuple[int, ...]:
+    def _memo_point(self, index: int) -> tuple[int, ...]:
         try:
             return self.ints(self.machine.memo[index], "")
         except FormatError:
@@ -294,23 +298,25 @@ class Schema:
         names = sorted(self.files)
         rank = {path: number for number, path in enumerate(names)}
         if names:
-            records.place[:, 0] = np.array([rank[path] for path in self.files], np.int64)[records.place[:, 0]]
+            records.location[:, 0] = np.array([rank[path] for path in self.files], np.int64)[records.location[:, 0]]
         return names
 
     def _objects(self, shapes: _Shapes, records: Records, stray: list[str]) -> dict[str, StoredObject]:
-        found: dict[int, int] = {}
+        first_rows: dict[int, int] = {}
         for row in np.flatnonzero(records.starts.ndim == OBJECT).tolist():
             number = int(records.owner[row])
             if number >= len(self.state) or number in shapes:
                 stray.append(f"{self.keys[number]}, an object")
-            elif number in found:
+            elif number in first_rows:
                 raise self.fail("two records for one object", self.keys[number])
             else:
-                found[number] = row
+                first_rows[number] = row
         objects = {}
         for number, key in enumerate(self.state):
             if number not in shapes:
-                file, offset, length = records.place[found[number]].tolist() if number in found else (-1, 0, 0)
+                file, offset, length = (
+                    records.location[first_rows[number]].tolist() if number in first_rows else (-1, 0, 0)
+                )
                 objects[key] = StoredObject(key, file, offset, length)
         return objects
 
@@ -330,21 +336,21 @@ class Schema:
         fits = records.starts.ndim == ndim[records.owner]
         stray += self._describe(records, np.flatnonzero(~fits & (records.starts.ndim != OBJECT)))
         rows = np.flatnonzero(fits)
-        mine = Records(records.owner[rows], records.starts.take(rows), records.place[rows])
+        mine = Records(records.owner[rows], records.starts.take(rows), records.location[rows])
         matched = match(chunks, mine)
         if len(matched.twice):
             raise self.fail("two records for one chunk", self.keys[mine.owner[matched.twice[0]]])
         stray += self._describe(mine, matched.unused)
-        place = np.concatenate([mine.place, [[-1, 0, 0]]])[matched.records]
-        file = place[:, 0].astype(np.int32)
+        location = np.concatenate([mine.location, [[-1, 0, 0]]])[matched.records]
+        file = location[:, 0].astype(np.int32)
         starts, sizes = chunks.starts.at[matched.chunks], chunks.sizes.at[matched.chunks]
         bounds = np.searchsorted(chunks.owner[matched.chunks], np.arange(len(self.state) + 1)).tolist()
         tensors = {}
         for number, (dtype, shape) in shapes.items():
             key, span, width = self.keys[number], slice(bounds[number], bounds[number + 1]), len(shape)
             tensors[key] = StoredTensor(
-                key, dtype, shape, starts[span, :width], sizes[span, :width], file[span], place[span, 1], place[span, 2],
-                originals.get(key),
+                key, dtype, shape, starts[span, :width], sizes[span, :width],
+                file[span], location[span, 1], location[span, 2], originals.get(key),
             )  # fmt: skip
         return tensors
 

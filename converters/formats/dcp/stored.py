@@ -157,7 +157,7 @@ class Records:
 
     owner: Ints
     starts: Points
-    place: Ints
+    location: Ints
     """(n, 3): file, offset, length."""
 
 

@@ -29,14 +29,14 @@ class TorchDcpReader(DcpReader):
     """An open folder of torch DCP."""
 
     name: ClassVar[str] = "torch_dcp"
-    flavour: ClassVar[str] = "torch DCP"
+    framework: ClassVar[str] = "torch DCP"
 
     def _catalog(self) -> Catalog:
-        found = paths([*self.metadata.tensors, *self.metadata.objects], self.metadata.planner_data)
-        named = self._named({key: found[key] for key in self.metadata.tensors})
+        key_paths = paths([*self.metadata.tensors, *self.metadata.objects], self.metadata.planner_data)
+        named = self._named({key: key_paths[key] for key in self.metadata.tensors})
         problems: list[Problem] = [Problem("warning", text) for text in self.metadata.stray]
         tensors = self._tensors(named, problems)
-        top = dict.fromkeys(path[0] for path in found.values() if len(path) > 1)
+        top = dict.fromkeys(path[0] for path in key_paths.values() if len(path) > 1)
         hf = hugging_face(name for name, t in tensors.items() if t.kind == "weight")
         details = {"metadata class": self.metadata.top_class}
         if top:
@@ -44,7 +44,7 @@ class TorchDcpReader(DcpReader):
         return Catalog(
             path=self.folder,
             format=self.name,
-            flavour="Hugging Face" if hf else self.flavour,
+            framework="Hugging Face" if hf else self.framework,
             tensors=tensors,
             objects=self._object_infos(wrapped=False),
             iteration=self._iteration(),
@@ -53,8 +53,8 @@ class TorchDcpReader(DcpReader):
             details=details | self._details(),
         )
 
-    def _named(self, found: Mapping[str, Path]) -> dict[str, Named]:
-        return name_keys(found)
+    def _named(self, key_paths: Mapping[str, Path]) -> dict[str, Named]:
+        return name_keys(key_paths)
 
     def _iteration(self) -> int | None:
         return iteration_of(self.folder)

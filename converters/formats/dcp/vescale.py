@@ -45,7 +45,7 @@ class VeScaleReader(TorchDcpReader):
     """An open checkpoint of veScale."""
 
     name: ClassVar[str] = "vescale"
-    flavour: ClassVar[str] = "veScale"
+    framework: ClassVar[str] = "veScale"
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -70,14 +70,14 @@ class VeScaleReader(TorchDcpReader):
             )
         return super().open(folder)
 
-    def _named(self, found: Mapping[str, KeyPath]) -> dict[str, Named]:
+    def _named(self, key_paths: Mapping[str, KeyPath]) -> dict[str, Named]:
         states = {}
-        for key, path in found.items():
+        for key, path in key_paths.items():
             if len(path) == 3 and _TYPED.fullmatch(path[0]):
                 states[key] = _state(path[1], path[2])
             elif (match := _KEY.fullmatch(key)) is not None:
                 states[key] = _state(match[1], match[2])
-        return name_keys({key: path for key, path in found.items() if key not in states}) | states
+        return name_keys({key: path for key, path in key_paths.items() if key not in states}) | states
 
     def _tensors(self, named: Mapping[str, Named], problems: list[Problem]) -> dict[str, TensorInfo]:
         tensors = super()._tensors(named, problems)

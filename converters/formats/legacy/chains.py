@@ -6,20 +6,23 @@ Source: Megatron-Core, optimizer/__init__.py (`get_megatron_optimizer`), core_v0
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.formats.containers.archive_out import ArchiveFile
 from converters.formats.legacy.output import Chain, buffers, flat_places, flat_state
+from converters.megatron.buffers import Rules
 from converters.optimizer.groups import read_param_groups
-from converters.parallel.buffers import Rules
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from converters.dtypes import DType
     from converters.formats.base import Reader
+    from converters.megatron.rank_state_dict import LocalModel, LocalTensor
+    from converters.optimizer.groups import ChainedOptimizer
     from converters.optimizer.state import OptimizerState
-    from converters.parallel.local import LocalModel, LocalTensor
     from converters.pickles import Node
 
 __all__ = ["Chains"]
@@ -35,59 +38,70 @@ class Chains:
         distributed: They write `distrib_optim.pt`.
 
     Attributes:
+        groups: Param groups of the job's optimizers.
         trained: Canonical names of the tensors that there is state for.
-        states: States of the optimizer in Megatron's order, with their element types.
 
     Raises:
         RequestError: There are states that the format has no place for.
     """
 
     def __init__(
-        self, reader: Reader, found: OptimizerState, model: LocalModel, args: Mapping[str, Any], *, distributed: bool
+        self,
+        reader: Reader,
+        optimizer: OptimizerState,
+        model: LocalModel,
+        args: Mapping[str, Any],
+        *,
+        distributed: bool,
     ) -> None:
         self._model, self._layout, self._args = model, model.layout, args
-        self._groups, self._step = read_param_groups(reader), _step(reader)
-        self.trained = {name.split(".", 3)[3] for name in found.tensors}
-        kinds: dict[str, DType] = {}
-        for name, info in found.tensors.items():
-            kinds.setdefault(name.split(".", 3)[2], info.dtype)
-        if distributed and kinds.keys() != set(_ADAM):
+        self.groups = read_param_groups(reader).stored_as("fully_reshardable" if distributed else "plain")
+        self._chain = self.groups.chain(self._layout.ep)
+        kinds: dict[tuple[int, str], DType] = {}
+        for name, info in optimizer.tensors.items():
+            state, parameter = name.split(".", 3)[2:]
+            number = next((n for n, chained in enumerate(self._chain) if chained.has(parameter)), -1)
+            kinds.setdefault((number, state), info.dtype)
+        self.trained = {name.split(".", 3)[3] for name in optimizer.tensors}
+        self._states = [
+            {s: k for (m, s), k in sorted(kinds.items(), key=_by_state) if m == n} for n in range(len(self._chain))
+        ]
+        if distributed and not all(chained.part.distributed for chained in self._chain):
             raise RequestError(
-                f"distrib_optim.pt holds {', '.join(_ADAM)}; the checkpoint has {', '.join(kinds)}",
+                f"distrib_optim.pt holds the state of Adam alone; the checkpoint is of {optimizer.recognised}",
                 hint="--optimizer plain, or none",
             )
-        places = {name: number for number, name in enumerate((*_ADAM, *sorted(kinds.keys() - set(_ADAM))))}
-        self.states = {name: kinds[name] for name in places if name in kinds}
 
     def of(self, chunks: _Chunks) -> list[Chain]:
-        """The optimizers of a rank: the dense one, and the experts' if they are spread over ranks.
+        """The optimizers of a rank, in the order of the chain.
 
         Args:
             chunks: The tensors of its model chunks.
         """
-        trained = [[t for t in chunk if t.trained and self.trained.issuperset(t.sources)] for chunk in chunks]
-        split = self._layout.ep > 1 and any(".mlp.experts." in name for name in self.trained)
-        dense = [[t for t in chunk if not (split and t.expert)] for chunk in trained]
-        groups = self._groups.dense if split else self._groups.merged()
-        parts = [dense]
-        if len(chunks) > 1 and self._args.get("overlap_param_gather_with_optimizer_step") is True:
-            parts = [[dense[0], *([] for _ in dense[1:])], [[], *dense[1:]]]  # the first model chunk has its own
-        made = [self._chain(groups, part) for part in parts]
-        if split:
-            biases = any(name.endswith(".bias") for name in self.trained if ".mlp.experts." in name)
-            experts = [[t for t in chunk if t.expert] for chunk in trained]
-            made.append(self._chain(self._groups.for_experts(biases=biases), experts))
-        return made
+        out = []
+        for chained, states in zip(self._chain, self._states, strict=True):
+            mine = [[t for t in chunk if t.trained and self._has(chained, t)] for chunk in chunks]
+            parts = [mine]
+            apart = self._args.get("overlap_param_gather_with_optimizer_step") is True
+            if len(chunks) > 1 and apart and not chained.experts:
+                parts = [[mine[0], *([] for _ in mine[1:])], [[], *mine[1:]]]  # the first model chunk has its own
+            out += [self._one(chained, states, part) for part in parts]
+        return out
 
-    def _chain(self, groups: Sequence[dict[str, Node]], chunks: _Chunks) -> Chain:
+    def _has(self, chained: ChainedOptimizer, tensor: LocalTensor) -> bool:
+        return all(source in self.trained and chained.has(source) for source in tensor.sources)
+
+    def _one(self, chained: ChainedOptimizer, states: Mapping[str, DType], chunks: _Chunks) -> Chain:
+        counts = chained.part.algorithm == "Adam"
         return Chain(
-            tuple(groups),
+            chained.groups,
             tuple(tuple(chunk) for chunk in chunks),
-            self.states,
+            states,
             self._args,
-            self._groups.scaler,
-            self._groups.storages,
-            self._step,
+            self.groups.scaler,
+            self.groups.storages,
+            self.groups.common_step if counts else None,
+            chained.experts is True,
         )
 
     def flat_file(self, name: str, pp: int, ep: int, chunks: _Chunks) -> ArchiveFile:
@@ -97,14 +111,13 @@ class Chains:
             chunks: The tensors of the rank's model chunks.
         """
         file, chains = ArchiveFile(name), self.of(chunks)
-        made: list[Node] = []
-        for number, chain in enumerate(chains):
-            experts = len(chains) > 1 and number == len(chains) - 1 and self._layout.ep > 1
-            filled = experts or ep == 0
+        nodes: list[Node] = []
+        for chain in chains:
+            filled = chain.experts or ep == 0
             job = (self._args, self._layout, self._model.numel, pp)
-            rules = functools.partial(Rules.of, *job, experts=experts)
-            made.append(flat_state(file, chain, rules) if filled else None)
-        file.tree = made[0] if len(made) == 1 else made
+            rules = functools.partial(Rules.of, *job, experts=chain.experts)
+            nodes.append(flat_state(file, chain, rules) if filled else None)
+        file.tree = nodes[0] if len(nodes) == 1 else nodes
         return file
 
     def buckets_matter(self) -> bool:
@@ -118,15 +131,7 @@ class Chains:
         return any(len({flat_places(mine, rules)[1] for rules in ends}) > 1 for mine in first)
 
 
-def _step(reader: Reader) -> int | None:
-    """Steps done, if torch's own Adam was at work, which counts them parameter by parameter."""
-    common = reader.catalog.common
-    value = common.get("optimizer") if isinstance(common, Mapping) else None
-    entries = value if isinstance(value, list) else [value, *(value.values() if isinstance(value, Mapping) else ())]
-    for entry in entries:
-        inner = entry.get("optimizer", entry) if isinstance(entry, Mapping) else {}
-        held = inner.get("state") if isinstance(inner, Mapping) else None
-        if isinstance(held, Mapping) and held.get("common_step") is not None:
-            step = next((group.get("step") for group in read_param_groups(reader).dense), None)
-            return step if isinstance(step, int) else None
-    return None
+def _by_state(item: tuple[tuple[int, str], DType]) -> tuple[int, str]:
+    """Megatron's order of states: those of Adam first."""
+    state = item[0][1]
+    return (_ADAM.index(state) if state in _ADAM else len(_ADAM), state)

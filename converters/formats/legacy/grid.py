@@ -15,9 +15,9 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import FormatError
+from converters.errors import FormatError, UnsupportedError
 from converters.formats.folder import scan
-from converters.names import printable
+from converters.names import listed_lines, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -65,10 +65,10 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     """
     numbers: dict[tuple[int, ...], str] = {}
     for name in names:
-        found = _RANK.fullmatch(name)
-        if found is None:
+        match = _RANK.fullmatch(name)
+        if match is None:
             raise FormatError(f"{printable(name)} is not a folder that Megatron-LM writes (mp_rank_TT, _PPP, _EEE)")
-        numbers[tuple(int(n) for n in found.groups() if n is not None)] = name
+        numbers[tuple(int(n) for n in match.groups() if n is not None)] = name
     fields = max(len(key) for key in numbers)
     sizes = [max(key[axis] for key in numbers if len(key) == fields) + 1 for axis in range(fields)]
     tp = _size(args, "tensor_model_parallel_size", "model_parallel_size") or sizes[0]
@@ -76,7 +76,7 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     notes = []
     if fields == 2 and pp is None and ep is None:
         if first_has_end and not experts:
-            raise FormatError(
+            raise UnsupportedError(
                 f"whether the second number of {names[0]} counts pipeline stages or expert-parallel ranks is not to be "
                 "told: its model has both ends, but no experts",
                 details=[f"found: {', '.join(names[:8])}"],
@@ -93,10 +93,9 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     folders = {rank: rank_folder(*rank, pp, ep) for rank in ranks}
     missing = [name for name in folders.values() if name not in names]
     if missing:
-        shown = [*missing[:12], *([f"and {len(missing) - 12} more"] if len(missing) > 12 else [])]
         raise FormatError(
             f"{len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep} are missing",
-            details=[", ".join(shown)],
+            details=[", ".join(listed_lines(missing, 12))],
             hint="copy them from the machine that wrote them; every one holds a part of the model",
         )
     extra = [name for name in names if name not in folders.values()]

@@ -1,4 +1,4 @@
-"""Which param group of a Megatron optimizer a parameter belongs to: no file says it.
+"""Param groups of legacy checkpoints, and which of them a parameter belongs to: no file says it.
 
 Megatron makes groups from every parameter's name and shape: biases and vectors are not decayed, and with a learning rate of
 their own the embedding and the output layer stand apart.
@@ -9,15 +9,23 @@ core_v0.16.1.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from converters.parallel.buffers import Misfit
+from converters.errors import FormatError
+from converters.megatron.buffers import Misfit
+from converters.megatron.optimizer_parts import undecayed
+from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
-__all__ = ["group_members"]
+    from converters.formats.containers.archive import PtFile
+    from converters.pickles import Node
+
+__all__ = ["common_optimizer", "group_members"]
 
 _OUTER = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -45,14 +53,40 @@ def group_members(
     any_apart = any(apart for _, apart in keys)
     members: list[list[int]] = [[] for _ in keys]
     for number, (name, shape) in enumerate(parameters):
-        key = (_undecayed(name, shape, args), any_apart and name in _OUTER)
+        key = (undecayed(name, shape, args), any_apart and name in _OUTER)
         if key not in keys:
             raise Misfit(f"{what}: no param group is for {name}", tensor=name)
         members[keys.index(key)].append(number)
     return members
 
 
-def _undecayed(name: str, shape: tuple[int, ...], args: Mapping[str, Any]) -> bool:
-    if args.get("apply_wd_to_qk_layernorm") is True and ("q_layernorm." in name or "k_layernorm." in name):
-        return False
-    return name.endswith(".bias") or len(shape) == 1
+def common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> dict[str, Node]:
+    """What the common state of a torch_dist checkpoint would hold of one optimizer of a rank's file."""
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
+    state = inner if isinstance(inner, Mapping) else entry
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in state.get("param_groups") or ()
+        if isinstance(group, Mapping)
+    ]
+    states = state.get("state")
+    items = states.values() if isinstance(states, Mapping) else ()
+    steps = [item["step"] for item in items if isinstance(item, Mapping) and "step" in item]
+    out: dict[str, Node] = {"optimizer": {"param_groups": groups}}
+    if steps:  # torch's own Adam counts steps parameter by parameter; torch_dist keeps one for all of them
+        out["optimizer"]["state"] = {"common_step": _number(steps[0], file, folder)}
+        for group in groups:
+            group.setdefault("step", out["optimizer"]["state"]["common_step"])
+    if entry.get("grad_scaler") is not None:
+        out["grad_scaler"] = entry["grad_scaler"]
+    return out
+
+
+def _number(node: Node, file: PtFile, folder: Path) -> int:
+    if type(node) in (int, float):
+        return int(node)
+    ref = tensor_ref(node, f"{file.name}: step")
+    if ref is None or ref.dtype.name != "float32" or ref.shape not in ((), (1,)):
+        raise FormatError(f"{file.name}: a step of the optimizer is not a number")
+    raw = file.contents(folder, f"data/{ref.storage}")
+    return int(struct.unpack_from("<f", raw, 4 * ref.offset)[0])

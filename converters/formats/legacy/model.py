@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records import tensor_ref
 from converters.catalog import Catalog
-from converters.errors import FormatError, RequestError
-from converters.facts.model_args import ModelArgs
+from converters.errors import FormatError, RequestError, UnsupportedError
+from converters.formats.containers.archive import FileTensor
 from converters.formats.legacy.names import (
     Piece,
     QkvOrder,
@@ -20,83 +18,42 @@ from converters.formats.legacy.names import (
     local_experts,
     module_order,
     pieces,
-    plain_name,
     segments,
 )
-from converters.formats.legacy.optimizer import DEEPEST, Owned
-from converters.names import natural_key, parse_key, printable
-from converters.parallel.buffers import Local
-from converters.parallel.collected import Collected
-from converters.parallel.layout import Layout
-from converters.parallel.split import Outline, shards, split_rule
-from converters.pickles import Obj, PickleFormatError, pairs
-from converters.registration import trainable
+from converters.formats.legacy.optimizer import Owned
+from converters.formats.legacy.rank_model import EXTRA
+from converters.megatron.buffers import Local
+from converters.megatron.flat_index import Collected
+from converters.megatron.layout import Layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.split import Outline, shards, split_rule
+from converters.megatron.vocabulary import embedding_name, is_embedding
+from converters.model_parts import LANGUAGE, language_name, split_part, untrained
+from converters.names import parse_key, printable
+from converters.param_order import trainable
+from converters.pickles import Obj
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.archive.records import TensorRef
     from converters.catalog import TensorInfo
-    from converters.formats.containers.archive import PtFile, Storages
+    from converters.formats.containers.archive import Storages
     from converters.formats.legacy.grid import Grid
+    from converters.formats.legacy.rank_model import RankModel
     from converters.pickles import Node
 
-__all__ = ["CHUNK", "LegacyModel", "Rank", "model_chunks"]
+__all__ = ["Rank", "WholeModel"]
 
 Rank = tuple[int, int, int]
 """(tp, pp, ep)"""
 
-CHUNK = re.compile(r"model(\d*)")
-_WORDS, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-_EXTRA = "._extra_state"
+_OUTPUT = "output_layer.weight"
+_SECTIONS = ("decoder.layers", "encoder.layers", "mtp.layers", f"{LANGUAGE}decoder.layers")
 _MLA_DOWN = {
     "self_attention.linear_q_down_proj.weight": ("q_lora_rank",),
     "self_attention.linear_kv_down_proj.weight": ("kv_lora_rank", "qk_pos_emb_head_dim"),
 }
-
-
-def model_chunks(file: PtFile) -> list[dict[str, Node]]:
-    """What a rank has of the model, one dictionary for each of its model chunks, under plain names.
-
-    Raises:
-        FormatError: There is no model in the file.
-    """
-    tree = file.tree
-    if not isinstance(tree, dict):
-        raise FormatError(f"{file.name} does not hold a dictionary")
-    names = sorted((k for k in tree if isinstance(k, str) and CHUNK.fullmatch(k)), key=natural_key)
-    if not names:
-        raise FormatError(f"{file.name} has no model: found {', '.join(printable(str(k)) for k in list(tree)[:8])}")
-    out = []
-    for name in names:
-        flat = dict(_flattened(tree[name], file.name))
-        old = before_core(flat)
-        out.append({plain_name(key, before_core=old): node for key, node in flat.items()})
-        if len(out[-1]) != len(flat):
-            raise FormatError(f"{file.name}: two entries of {name} mean the same parameter")
-    return out
-
-
-def before_core(names: Mapping[str, Any]) -> bool:
-    """Whether the names are those of Megatron-LM's own models, before Megatron-Core."""
-    return any(".query_key_value." in name or ".dense_h_to_4h." in name for name in names)
-
-
-def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Node]]:
-    """Entries of nested dictionaries: models before Megatron-Core keep their parts apart."""
-    if depth > DEEPEST:
-        raise FormatError(f"{what}: the model's dictionaries lie in one another more than {DEEPEST} deep")
-    try:
-        entries = pairs(node)
-    except PickleFormatError as error:
-        raise FormatError(f"{what}: the model is not a dictionary of parameters") from error
-    for key, value in entries:
-        if not isinstance(key, str):
-            raise FormatError(f"{what}: the model has a parameter without a name")
-        if isinstance(value, dict) or (tensor_ref(value, what) is None and getattr(value, "pairs", None)):
-            yield from _flattened(value, what, f"{prefix}{key}.", depth + 1)
-        else:
-            yield f"{prefix}{key}", value
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +61,14 @@ class _Entry:
     """A parameter in a rank's file, before it is known how the whole tensors are divided."""
 
     key: str
-    ref: TensorRef
+    tensor: FileTensor
     parts: list[Piece]
     chunk: int
     copy: bool
 
 
-class LegacyModel:
-    """All ranks' parameters.
+class WholeModel:
+    """The model put together from all ranks' parameters, be it a single rank's.
 
     Attributes:
         layout: Of the job that saved, as far as it matters.
@@ -121,16 +78,18 @@ class LegacyModel:
         modules: How the job's modules are made; None if their names do not tell.
     """
 
-    def __init__(self, grid: Grid, files: Mapping[Rank, PtFile], args: Mapping[str, Any], storages: Storages) -> None:
+    def __init__(
+        self, grid: Grid, files: Mapping[Rank, RankModel], args: Mapping[str, Any], storages: Storages
+    ) -> None:
         self._grid, self._files, self._args, self._storages = grid, files, args, storages
-        self.extra_states: list[tuple[str, Rank, Node]] = []
+        self.extra_states: list[tuple[str, Rank, FileTensor | Node]] = []
         self.warnings: list[str] = []
         self.details = {"grid": f"tp {grid.tp}, pp {grid.pp}, ep {grid.ep}"}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.owned: dict[Rank, list[Owned]] = {}
         self._homes: dict[str, tuple[int, int]] = {}
         self._shape_from: dict[str, str] = {}
-        self._chunks = {rank: model_chunks(file) for rank, file in files.items()}
+        self._chunks = {rank: file.chunks for rank, file in files.items()}
         self.layout = self._layout()
         self._offsets = self._layer_offsets()
         self._order = self._qkv_order()
@@ -142,10 +101,11 @@ class LegacyModel:
         outline = Outline.of(facts, self.shapes)
         self.outline = replace(outline, mla_down_split=self._mla_split is True)
         self._weights, self._copies = Collected(), Collected()
+        self._frozen = untrained(self.shapes)
         for rank, mine in entries.items():
-            self.owned[rank] = list(self._place(rank, mine))
+            self.owned[rank] = list(self._locate(rank, mine))
         if any(entry.copy for mine in entries.values() for entry in mine):
-            self.details["tied"] = f"copies of {_WORDS} on later stages are not read again"
+            self.details["tied"] = "copies of the embedding on later stages are not read again"
 
     def tensors(self) -> dict[str, TensorInfo]:
         """The model's tensors.
@@ -169,8 +129,8 @@ class LegacyModel:
         for key in self._copies.pieces:
             label, _, name = key.partition("\0")
             if not self._copies.missing(key, self.shapes[name]):
-                found = self._copies.tensor(key, self.shapes[name], "copy")
-                out[f"{name} ({label})"] = replace(found, name=name)
+                copy = self._copies.tensor(key, self.shapes[name], "copy")
+                out[f"{name} ({label})"] = replace(copy, name=name)
         return out
 
     def _ranks(self) -> list[Rank]:
@@ -211,41 +171,43 @@ class LegacyModel:
                             f"{self._files[rank].name} has other layers than {self._files[0, pp, 0].name}",
                             details=[f"{dict(count)} and {dict(first)}"],
                         )
-                for section in ("decoder.layers", "encoder.layers", "mtp.layers"):
+                for section in _SECTIONS:
                     offsets[section, pp, chunk] = total[section]
                     total[section] += first.get(section, 0)
         stated = self._args.get("num_layers")
-        if type(stated) is int and stated not in (total["decoder.layers"], total["encoder.layers"]):
-            self.warnings.append(f"the files hold {total['decoder.layers']} layers, the arguments say {stated}")
+        possible = [n for section, n in total.items() if n and not section.startswith("mtp.")]
+        if type(stated) is int and stated not in possible:
+            self.warnings.append(
+                f"the files hold {counted(max(possible, default=0), 'layer')}, the arguments say {stated}"
+            )
         return offsets
 
     def _count(self, rank: Rank, chunk: int) -> dict[str, int]:
-        found: dict[str, set[int]] = defaultdict(set)
+        layers: dict[str, set[int]] = defaultdict(set)
         for key in self._chunks[rank][chunk]:
             layer = layer_number(key)
             if layer:
-                found[layer[0]].add(layer[1])
-        for section, numbers in found.items():
+                layers[layer[0]].add(layer[1])
+        for section, numbers in layers.items():
             if max(numbers) + 1 != len(numbers):
                 raise FormatError(
                     f"{self._files[rank].name} lacks layers: {section} has {len(numbers)} of {max(numbers) + 1}"
                 )
-        return {section: len(numbers) for section, numbers in found.items()}
+        return {section: len(numbers) for section, numbers in layers.items()}
 
     def _qkv_order(self) -> QkvOrder | None:
         """How rows of query, key and value lie; only models before Megatron-Core ever had another order than today's."""
         file = self._files[0, 0, 0]
-        version = file.tree.get("checkpoint_version", 0)
+        version = file.version
         if not isinstance(version, int | float):
             raise FormatError(f"{file.name}: checkpoint_version is {printable(str(version))[:40]}, not a number")
-        first = next((tree for name, tree in file.tree.items() if CHUNK.fullmatch(str(name))), None)
-        if version >= 2 or not before_core(dict(_flattened(first, file.name))):
+        if version >= 2 or not file.before_core:
             return None
         dim, heads, hidden = (self._args.get(n) for n in ("kv_channels", "num_attention_heads", "hidden_size"))
         if type(dim) is not int and type(heads) is int and type(hidden) is int and heads:
             dim = hidden // heads
         if type(dim) is not int or self._args.get("group_query_attention") is True:
-            raise FormatError(
+            raise UnsupportedError(
                 f"{file.name} has checkpoint_version {version}, whose rows of query, key and value lie in another order, "
                 "and the arguments do not tell the size of a head",
                 tensor="self_attention.query_key_value",
@@ -257,36 +219,38 @@ class LegacyModel:
         _, pp, ep = rank
         file = self._files[rank]
         for number, chunk in enumerate(self._chunks[rank]):
-            found = {key: ref for key, node in chunk.items() if (ref := tensor_ref(node, f"{file.name}: {key}"))}
-            refs = {key: ref for key, ref in found.items() if not key.endswith(_EXTRA)}
+            refs = {k: t.ref for k, t in chunk.items() if isinstance(t, FileTensor) and not k.endswith(EXTRA)}
             stated = self._args.get("num_experts")
             each = stated // self._grid.ep if type(stated) is int else None
-            experts = local_experts({key: ref.shape for key, ref in refs.items()}, each)
+            local_shapes = {key: ref.shape for key, ref in refs.items()}
+            experts = local_experts(local_shapes, each)
             for key, node in chunk.items():
                 layer = layer_number(key)
                 offset = self._offsets[layer[0], pp, number] if layer else 0
-                if key.endswith(_EXTRA):
+                if key.endswith(EXTRA):
                     self._extra_state(key, offset, ep * experts, rank, node)
                 ref = refs.get(key)
-                if ref is None and isinstance(node, Obj) and not key.endswith(_EXTRA):
-                    raise FormatError(f"{file.name}: {printable(key)} is a {printable(node.func.name)}, not a tensor")
+                if ref is None and isinstance(node, Obj) and not key.endswith(EXTRA):
+                    raise UnsupportedError(
+                        f"{file.name}: {printable(key)} is a {printable(node.func.name)}, not a tensor"
+                    )
                 if ref is None:
                     continue
-                parts = pieces(key, ref.shape, refs, offset=offset, first_expert=ep * experts, experts=experts)
+                parts = pieces(key, ref.shape, local_shapes, offset=offset, first_expert=ep * experts, experts=experts)
                 copy = self._tied_copy(key, rank)
                 if copy:
-                    parts = [Piece(_WORDS, ref.shape)]
+                    parts = [Piece(f"{split_part(key)[0]}embedding.word_embeddings.weight", ref.shape)]
                 for part in parts:
                     self._note(part, rank, number)
-                yield _Entry(key, ref, parts, number, copy or (parts[0].name == _WORDS and (pp, number) != (0, 0)))
+                yield _Entry(key, node, parts, number, copy or (is_embedding(parts[0].name) and (pp, number) != (0, 0)))
 
     def _tied_copy(self, key: str, rank: Rank) -> bool:
         """Whether an output layer is a copy of the embedding, which the first stage has."""
-        if key != _OUTPUT or not self._args:
+        if language_name(key) != _OUTPUT or not self._args:
             return False
         if self._args.get("untie_embeddings_and_output_weights") is True:
             return False
-        return any(_WORDS in chunk for chunk in self._chunks[rank[0], 0, rank[2]])
+        return any(embedding_name(chunk) is not None for chunk in self._chunks[rank[0], 0, rank[2]])
 
     def _extra_state(self, key: str, offset: int, first_expert: int, rank: Rank, node: Node) -> None:
         expert = ".mlp.experts." in key
@@ -297,17 +261,17 @@ class LegacyModel:
             if self._args.get("fp8"):
                 self.warnings.append(f"{self._files[rank].name}: the FP8 state of {printable(key)} is not carried over")
             return
-        name = pieces(key, (), (), offset=offset, first_expert=first_expert, experts=0)[0].name
+        name = pieces(key, (), {}, offset=offset, first_expert=first_expert, experts=0)[0].name
         self.extra_states.append((name, rank, node))
 
     def _note(self, part: Piece, rank: Rank, chunk: int) -> None:
         """Notes the whole shape of a tensor, and the first stage that has it."""
         shape, file = self._whole_shape(part), self._files[rank].name
-        known = self.shapes.setdefault(part.name, shape)
+        before = self.shapes.setdefault(part.name, shape)
         self._shape_from.setdefault(part.name, file)
-        if known != shape:
+        if before != shape:
             raise FormatError(
-                f"{printable(part.name)} is {list(shape)} in whole by {file}, {list(known)} by "
+                f"{printable(part.name)} is {list(shape)} in whole by {file}, {list(before)} by "
                 f"{self._shape_from[part.name]}",
                 tensor=part.name,
             )
@@ -317,8 +281,6 @@ class LegacyModel:
     def _whole_shape(self, part: Piece) -> tuple[int, ...]:
         """Every rank has an equal part along the axis that is divided."""
         tp = self._grid.tp
-        if ".mixer." in part.name:
-            raise FormatError("Mamba layers of legacy checkpoints are not read yet", tensor=part.name)
         try:
             axis = split_rule(part.name).axis
         except RequestError:
@@ -336,7 +298,7 @@ class LegacyModel:
             return part.shape
         return (*part.shape[:axis], part.shape[axis] * tp, *part.shape[axis + 1 :])
 
-    def _place(self, rank: Rank, entries: list[_Entry]) -> Iterator[Owned]:
+    def _locate(self, rank: Rank, entries: list[_Entry]) -> Iterator[Owned]:
         """Notes where a rank's parameters are stored, and yields those that were trained."""
         tp, pp, ep = rank
         file = self._files[rank]
@@ -344,8 +306,8 @@ class LegacyModel:
             boxes, first, expert = [], True, False
             where = f"pp {pp}" + (f", chunk {entry.chunk}" if entry.chunk else "")
             for part in entry.parts:
-                found = shards(part.name, self.shapes[part.name], self.layout, self.outline)
-                mine = [shard for shard in found if shard.tp in (None, tp) and shard.ep in (None, ep)]
+                parts = shards(part.name, self.shapes[part.name], self.layout, self.outline)
+                mine = [shard for shard in parts if shard.tp in (None, tp) and shard.ep in (None, ep)]
                 if not mine:
                     raise FormatError(
                         f"{file.name} has a part of {printable(part.name)}, which belongs to another rank",
@@ -354,17 +316,19 @@ class LegacyModel:
                 boxes += [(part.name, box) for box in segments(part, mine, self._order)]
                 expert = mine[0].ep is not None and self._grid.ep > 1
                 # replicas: the first rank that has it speaks for all
-                first &= self._homes[part.name] == (entry.chunk, pp) and not (entry.copy and entry.key == _OUTPUT)
+                tied = entry.copy and language_name(entry.key) == _OUTPUT
+                first &= self._homes[part.name] == (entry.chunk, pp) and not tied
                 first &= (mine[0].tp is not None or tp == 0) and (mine[0].ep is not None or ep == 0)
             name = entry.parts[0].name
-            shared = self._grid.pp > 1 and name == _WORDS and (self.outline.tied or self.outline.mtp_layers > 0)
-            local = Local(name, entry.ref.dtype, tuple(boxes), math.prod(entry.ref.shape), first, shared)
-            array = self._storages.array(file, entry.ref, f"{file.name}: {entry.key}")
-            self._weights.add("", local, array, entry.ref.dtype, entry.ref.offset)
+            shared = self._grid.pp > 1 and is_embedding(name) and (self.outline.tied or self.outline.mtp_layers > 0)
+            ref = entry.tensor.ref
+            local = Local(name, ref.dtype, tuple(boxes), math.prod(ref.shape), first, shared)
+            array = self._storages.array(entry.tensor.file, ref, f"{file.name}: {entry.key}")
+            self._weights.add("", local, array, ref.dtype, ref.offset)
             if not first:
                 for axis, rank_of, divided in (("tp", tp, mine[0].tp), ("ep", ep, mine[0].ep)):
                     where += f", {axis} {rank_of}" if divided is None and rank_of else ""
                 copy = replace(local, first=True)
-                self._copies.add(f"copy of {where}\0", copy, array, entry.ref.dtype, entry.ref.offset)
-            if entry.ref.dtype.floating and trainable(name):
-                yield Owned(entry.key, local, entry.ref.shape, entry.chunk, expert)
+                self._copies.add(f"copy of {where}\0", copy, array, ref.dtype, ref.offset)
+            if ref.dtype.floating and trainable(name) and name not in self._frozen:
+                yield Owned(entry.key, local, ref.shape, entry.chunk, expert)

@@ -6,6 +6,7 @@ elements lie, they are boxes of whole tensors.
 
     mlp.linear_fc1.weight of tp rank 1, gated     | gate rows of rank 1 | up rows of rank 1 |      2 boxes of one tensor
     mlp.experts.weight2 (GroupedMLP)              | column 0 | column 1 | ...                      boxes of each expert
+    mixer.in_proj.weight                          | z | x | B | C | dt |        rows of rank 1 of five tensors
     query_key_value.weight, version 0             | q0 q1 .. | k0 k1 .. | v0 v1 .. |               3 boxes for each head
 
 Sources: Megatron-LM, training/checkpointing.py (`fix_query_key_value_ordering`, up to 0.16), megatron/legacy/model
@@ -20,23 +21,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.box import Box
-from converters.errors import FormatError
-from converters.names import parse_key
-from converters.registration import Order
+from converters.errors import FormatError, RequestError
+from converters.names import parse_key, split_wrapper
+from converters.param_order import Order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.parallel.split import Shard
+    from converters.megatron.split import Shard
 
 __all__ = ["Piece", "QkvOrder", "layer_number", "local_experts", "module_order", "pieces", "plain_name", "segments"]
 
-_WRAPPERS = re.compile(r"(?:(?:module|model|language_model)\.)+(?=(?:embedding|decoder|encoder|mtp|output_layer)\.)")
-_LAYER = re.compile(r"((?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
+_LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d*)")
 _SEQUENTIAL = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(.*)")
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(weight|bias)([12])")
 _LOCAL_NORM = re.compile(r"(.*\.layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)")
+_MIXING = re.compile(r"(.*\.layers\.\d+\.(?:mixer|self_attention)\.)(in_proj\.weight|conv1d[._](?:weight|bias))")
 _NORM_HOME = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 # Megatron-LM's own models, before Megatron-Core
 _BEFORE_CORE = [
@@ -89,14 +90,13 @@ def plain_name(key: str, *, before_core: bool) -> str:
         for pattern, name in _BEFORE_CORE:
             key = pattern.sub(name, key)
         return key
-    found = _WRAPPERS.match(key)
-    return key[found.end() :] if found else key
+    return split_wrapper(key)[1]
 
 
 def layer_number(name: str) -> tuple[str, int] | None:
     """`("decoder.layers", 3)` for a parameter of a layer."""
-    found = _LAYER.match(name)
-    return (found[1], int(found[2])) if found else None
+    match = _LAYER.match(name)
+    return (match[1], int(match[2])) if match else None
 
 
 def local_experts(shapes: Mapping[str, Sequence[int]], stated: int | None) -> int:
@@ -111,10 +111,10 @@ def local_experts(shapes: Mapping[str, Sequence[int]], stated: int | None) -> in
     """
     count = 0
     for name, shape in shapes.items():
-        if found := _SEQUENTIAL.fullmatch(name):
-            count = max(count, int(found[2]) + 1)
-        elif found := _GROUPED.fullmatch(name):
-            count = max(count, int(found[4]) + 1 if found[4] else shape[0] if len(shape) == 3 else 0)
+        if match := _SEQUENTIAL.fullmatch(name):
+            count = max(count, int(match[2]) + 1)
+        elif match := _GROUPED.fullmatch(name):
+            count = max(count, int(match[4]) + 1 if match[4] else shape[0] if len(shape) == 3 else 0)
         elif _STACKED.fullmatch(name):
             if not stated:
                 raise FormatError(
@@ -136,17 +136,25 @@ def module_order(names: Iterable[str]) -> Order | None:
         experts = "sequential"
     elif any(_STACKED.fullmatch(name) for name in names):
         experts = "stacked"
-    return Order(fused, experts)
+    direct = any(".mixer.conv1d_" in name for name in names)
+    return Order(fused, experts, direct, any(".linear_qkv_down_proj." in name for name in names))
 
 
 def pieces(
-    name: str, shape: tuple[int, ...], names: Iterable[str], *, offset: int, first_expert: int, experts: int
+    name: str,
+    shape: tuple[int, ...],
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    offset: int,
+    first_expert: int,
+    experts: int,
 ) -> list[Piece]:
     """The tensors that a local parameter is a part of.
 
     Args:
         name: Its name in the rank's file, from `plain_name`.
-        names: All names of the same model chunk: what a norm belongs to depends on them.
+        shapes: Of all parameters of the same model chunk: what a norm belongs to, and where the parts of a mixer's
+            projection end, depends on them.
         offset: Number of the chunk's first layer in the whole model.
         first_expert: Number of the rank's first expert in the whole model.
         experts: Experts of a layer that the rank has.
@@ -154,30 +162,70 @@ def pieces(
     if norm := _LOCAL_NORM.fullmatch(name):
         # Megatron's own layers have norms apart; saved for distribution they are named after the layer behind them
         home = _NORM_HOME[norm[2]]
-        plain_attention = f"{norm[1]}self_attention.linear_qkv.weight" in names
-        if plain_attention and f"{norm[1]}{home}.weight" in names:
+        plain_attention = f"{norm[1]}self_attention.linear_qkv.weight" in shapes
+        if plain_attention and f"{norm[1]}{home}.weight" in shapes:
             name = f"{norm[1]}{home}.layer_norm_{norm[3]}"
-    name = _LAYER.sub(lambda m: f"{m[1]}.{int(m[2]) + offset}.", name, count=1)
-    if found := _SEQUENTIAL.fullmatch(name):
-        return [Piece(_whole(f"{found[1]}.{first_expert + int(found[2])}.{found[3]}"), shape)]
-    if found := _GROUPED.fullmatch(name):
-        if found[4]:
-            number = first_expert + int(found[4])
-            return [Piece(_whole(f"{found[1]}.{number}.{found[2]}.{found[3]}"), shape)]
-        stem = (found[1], f"{found[2]}.{found[3]}")  # one tensor for all, experts along its first axis
+    if ".linear_qkv_down_proj." in name:
+        raise RequestError("legacy checkpoints of jobs with --mla-down-proj-fusion are not read", tensor=name)
+    parts = _sections(name, shape, shapes)
+    if parts:
+        return [Piece(_numbered(part, offset), (rows, *shape[1:])) for part, rows in parts]
+    name = _numbered(name, offset)
+    if match := _SEQUENTIAL.fullmatch(name):
+        return [Piece(_whole(f"{match[1]}.{first_expert + int(match[2])}.{match[3]}"), shape)]
+    if match := _GROUPED.fullmatch(name):
+        if match[4]:
+            number = first_expert + int(match[4])
+            return [Piece(_whole(f"{match[1]}.{number}.{match[2]}.{match[3]}"), shape)]
+        stem = (match[1], f"{match[2]}.{match[3]}")  # one tensor for all, experts along its first axis
         return [Piece(_whole(f"{stem[0]}.{first_expert + i}.{stem[1]}"), shape[1:]) for i in range(shape[0])]
-    if found := _STACKED.fullmatch(name):
-        return _stacked(found, name, shape, first_expert, experts)
+    if match := _STACKED.fullmatch(name):
+        return _stacked(match, name, shape, first_expert, experts)
     return [Piece(_whole(name), shape)]
 
 
-def _stacked(found: re.Match[str], name: str, shape: tuple[int, ...], first_expert: int, experts: int) -> list[Piece]:
+def _numbered(name: str, offset: int) -> str:
+    return _LAYER.sub(lambda m: f"{m[1]}.{int(m[2]) + offset}.", name, count=1)
+
+
+def _sections(name: str, shape: tuple[int, ...], shapes: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
+    """Tensors that lie one after the other in a mixer's projection or convolution, and rows of each; usually none.
+
+    The sizes follow from the other parameters of the layer (ssm/mamba_mixer.py, ssm/gated_delta_net.py, sharded_state_dict).
+    """
+    match = _MIXING.fullmatch(name)
+    if match is None or not shape:
+        return []
+    stem, fused = match[1], match[2].replace("conv1d_", "conv1d.")
+
+    def rows(parameter: str, axis: int = 0) -> int:
+        shape_here = shapes.get(stem + parameter, ())
+        return shape_here[axis] if axis < len(shape_here) else 0
+
+    inner, heads = rows("out_proj.weight", 1), rows("A_log")
+    half = (rows("conv1d.weight") or rows("conv1d_weight")) - inner
+    if stem.endswith(".mixer."):
+        convolution = {"x": inner, "B": half // 2, "C": half // 2}
+        projections = [{"z": inner, **convolution, "dt": heads}]
+    else:
+        convolution = {"query": half // 2, "key": half // 2, "value": inner}
+        start, key = {**convolution, "z": inner}, half // 2
+        projections = [{**start, "beta": heads, "alpha": heads}, {**start, "f": key, "b": key, "w": inner}]
+    possible = projections if fused.startswith("in_proj") else [convolution]
+    for sizes in possible:
+        if sum(sizes.values()) == shape[0] and min(sizes.values()) > 0:
+            return [(f"{stem}{fused}.{part}", size) for part, size in sizes.items()]
+    rows_needed = sum(possible[0].values())
+    raise FormatError(f"{name} has {shape[0]} rows, other parameters of its layer ask for {rows_needed}", tensor=name)
+
+
+def _stacked(match: re.Match[str], name: str, shape: tuple[int, ...], first_expert: int, experts: int) -> list[Piece]:
     """GroupedMLP: `weight1.view(experts, hidden, -1)`, `weight2.view(experts, -1, hidden)`, each transposed."""
-    axis = 1 if found[3] == "1" else 0
-    if found[2] != "weight" or len(shape) != 2 or not experts or shape[axis] % experts:
+    axis = 1 if match[3] == "1" else 0
+    if match[2] != "weight" or len(shape) != 2 or not experts or shape[axis] % experts:
         raise FormatError(f"{name} {list(shape)} cannot be divided among {experts} experts", tensor=name)
     rows, columns = (shape[1] // experts, shape[0]) if axis == 1 else (shape[1], shape[0] // experts)
-    stem = (found[1], f"linear_fc{found[3]}.weight")
+    stem = (match[1], f"linear_fc{match[3]}.weight")
     return [Piece(f"{stem[0]}.{first_expert + i}.{stem[1]}", (rows, columns), True) for i in range(experts)]
 
 
@@ -191,7 +239,7 @@ def segments(piece: Piece, mine: Sequence[Shard], order: QkvOrder | None) -> lis
 
     Args:
         piece: From `pieces`.
-        mine: The rank's shards of that tensor, from `converters.parallel.split.shards`.
+        mine: The rank's shards of that tensor, from `converters.megatron.split.shards`.
         order: For a fused query, key and value projection of an old checkpoint.
 
     Raises:

@@ -1,11 +1,14 @@
 """Optimizer state of a Megatron-LM legacy checkpoint, under the names of its parameters.
 
-    plain Adam               state by number: the parameters of group after group, each in the order of the model; the fp32
+    plain Adam, SGD, Muon    state by number: the parameters of group after group, each in the order of the model; the fp32
                              master weights in a list of their own, which lacks parameters that are fp32 themselves
     distrib_optim.pt         flat buffers, see `parallel.buffers`; the order is that of the rank's own model, whose names
                              lie beside it. One array for each state (from 2024-04), or one for each bucket (from 2024-02)
 
-A mixture of experts with expert parallelism has a list of two of either: the dense parameters, and the experts.
+    layer_wise_optimizer_N   the same, of those parameters that were dealt out to data-parallel rank N
+
+A mixture of experts with expert parallelism has a list of two of either: the dense parameters, and the experts; Muon has a
+list of its own optimizers and Adam's.
 
 Sources: Megatron-Core, optimizer/optimizer.py (`Float16OptimizerWithFloat16Params.state_dict`, `ChainedOptimizer`),
 optimizer/__init__.py (`_get_param_groups`), optimizer/distrib_optimizer.py (`get_parameter_state_dp_zero`), tags
@@ -14,26 +17,28 @@ core_v0.4.0 to core_v0.16.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records import tensor_ref
 from converters.errors import FormatError
 from converters.formats.legacy.groups import group_members
-from converters.optimizer.flat import StoredFlat, bucket_sizes, place, read_buffers
-from converters.parallel.buffers import Local, Misfit, Rules, arrange
+from converters.megatron.buffers import Local, Misfit, Rules, arrange
+from converters.megatron.optimizer_parts import entry_groups, group_algorithm
+from converters.optimizer.flat import StoredFlat, bucket_sizes, collect_states, read_buffers
+from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from converters.archive.records import TensorRef
     from converters.dtypes import DType
     from converters.formats.containers.archive import PtFile, Storages
-    from converters.parallel.collected import Collected
-    from converters.parallel.layout import Layout
+    from converters.megatron.flat_index import Collected
+    from converters.megatron.layout import Layout
+    from converters.torchzip.records import TensorRef
 
-__all__ = ["FlatFile", "Owned", "optimizer_entries", "place_plain", "tensors_in"]
+__all__ = ["FlatFile", "Owned", "dealt_members", "optimizer_entries", "place_plain", "plain_members", "tensors_in"]
 
 _MOST_PADDING = 1 << 17  # elements behind a bucket
 DEEPEST = 64  # a pickle may hold a dictionary that holds itself
@@ -61,38 +66,82 @@ def optimizer_entries(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list) else [value]
 
 
-def place_plain(
-    entries: list[Any],
-    owned: Sequence[Owned],
-    args: Mapping[str, Any],
-    file: PtFile,
-    storages: Storages,
-    out: Collected,
-) -> None:
-    """The state of an optimizer that is not distributed.
+Members = list[list[list["Owned"]]]
+"""The parameters of each param group of each optimizer of a rank."""
+
+
+def plain_members(entries: Sequence[Any], owned: Sequence[Owned], args: Mapping[str, Any], what: str) -> Members:
+    """Which parameters are in which group, if a rank's optimizers have all of its parameters.
 
     Raises:
         Misfit: The groups are not those that Megatron makes of these parameters.
     """
-    for entry, mine in _chained(entries, owned, file.name):
+    out: Members = []
+    for entry, mine in _chained(entries, owned, what):
+        groups = _state_of(entry, what).get("param_groups") if isinstance(entry, Mapping) else []
+        if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups or ()):
+            raise Misfit(f"{what}: a param group has no list of parameters")
+        positions_by_group = group_members(groups or (), [(p.key, p.shape) for p in mine], args, what) if groups else []
+        out.append([[mine[position] for position in positions] for positions in positions_by_group])
+    return out
+
+
+def dealt_members(members: Members, ranks: int) -> list[Members]:
+    """Which of a rank's parameters each of its data-parallel peers has in a layer-wise optimizer.
+
+    Parameters of all groups, the smallest first, are dealt out as 0, 1, .., n-1, n-1, .., 1, 0
+    (optimizer/layer_wise_optimizer.py, `shard_params`, core_v0.16.1).
+
+    Args:
+        members: Parameters of each group of each optimizer, in order.
+        ranks: Data-parallel ranks.
+    """
+    if ranks == 1:
+        return [members]
+    out: list[Members] = [[[[] for _ in groups] for groups in members] for _ in range(ranks)]
+    flat = [(p, chain, group) for chain, groups in enumerate(members) for group, ps in enumerate(groups) for p in ps]
+    turns = [*range(ranks), *reversed(range(ranks))]
+    for number, (parameter, chain, group) in enumerate(sorted(flat, key=lambda item: math.prod(item[0].shape))):
+        out[turns[number % len(turns)]][chain][group].append(parameter)
+    return out
+
+
+def place_plain(entries: Sequence[Any], members: Members, file: PtFile, storages: Storages, out: Collected) -> None:
+    """The state of optimizers that are not distributed.
+
+    Args:
+        members: The parameters of each group of each.
+
+    Raises:
+        Misfit: The state is not that of these parameters.
+    """
+    for entry, parts in zip(entries, members, strict=True):
         if not isinstance(entry, Mapping):
             continue
-        inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
-        state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores torch's own dictionary
-        groups, held = state.get("param_groups"), state.get("state")
-        if not isinstance(groups, list) or not isinstance(held, Mapping):
-            raise Misfit(f"{file.name}: the optimizer is not the dictionary that Megatron-LM writes")
+        state = _state_of(entry, file.name)
+        groups, states = state["param_groups"], state["state"]
         masters = entry.get("fp32_from_fp16_params", entry.get("fp32_from_fp16", []))
-        members = _grouped(groups, mine, args, file.name)
-        for number, (group, parameters) in enumerate(zip(groups, members, strict=True)):
+        for number, (group, parameters) in enumerate(zip(groups, parts, strict=True)):
+            if len(group["params"]) != len(parameters):
+                have = f"{file.name}: group {number} has {len(group['params'])} parameters"
+                raise Misfit(f"{have}, {len(parameters)} belong into it")
             low = iter(masters[number] if isinstance(masters, list) and number < len(masters) else ())
             for index, parameter in zip(group["params"], parameters, strict=True):
-                nodes = dict(held.get(index, {}))
+                nodes = dict(states.get(index, {}))
                 if masters and parameter.local.dtype.name != "float32":
                     nodes["param"] = next(low, None)
                 _place_states(nodes, parameter, file, storages, out)
             if next(low, None) is not None:
                 raise Misfit(f"{file.name}: group {number} has more master weights than parameters")
+
+
+def _state_of(entry: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
+    """Torch's own dictionary of an optimizer."""
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
+    state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores it bare
+    if not isinstance(state.get("param_groups"), list) or not isinstance(state.get("state"), Mapping):
+        raise Misfit(f"{what}: the optimizer is not the dictionary that Megatron-LM writes")
+    return state
 
 
 def _place_states(nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: Collected) -> None:
@@ -108,34 +157,48 @@ def _place_states(nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, stor
         out.add(f"optimizer.state.{state}.", parameter.local, storages.array(file, ref, what), ref.dtype, ref.offset)
 
 
-def _chained(entries: list[Any], owned: Sequence[Owned], what: str) -> Iterator[tuple[Any, list[Owned]]]:
-    """Each optimizer of a rank with its parameters (`get_megatron_optimizer`)."""
+def _chained(entries: Sequence[Any], owned: Sequence[Owned], what: str) -> list[tuple[Any, list[Owned]]]:
+    """Each optimizer of a rank with its parameters, in the order of the chain (`get_megatron_optimizer`)."""
+    algorithms = [_algorithm(entry) for entry in entries]
+    if len({name for name in algorithms if name}) > 1:
+        return [(entry, _of_algorithm(number, entries, algorithms, owned)) for number, entry in enumerate(entries)]
     experts = [p for p in owned if p.expert]
-    dense = [p for p in owned if not p.expert]
-    if len(entries) > 1 and experts:
-        yield entries[-1], experts
-        entries = entries[:-1]
-    else:
-        dense = list(owned)
-    if len(entries) == 1:
-        yield entries[0], dense
-    elif len(entries) == 2:  # overlap_param_gather_with_optimizer_step: the first model chunk has its own
-        yield entries[0], [p for p in dense if p.chunk == 0]
-        yield entries[1], [p for p in dense if p.chunk > 0]
-    else:
-        raise Misfit(f"{what}: {len(entries)} chained optimizers are not known to Megatron-LM")
+    last = [(entries[-1], experts)] if len(entries) > 1 and experts else []
+    dense = [p for p in owned if not p.expert] if last else list(owned)
+    rest = entries[:-1] if last else entries
+    if len(rest) == 1:
+        return [(rest[0], dense), *last]
+    if len(rest) == 2:  # overlap_param_gather_with_optimizer_step: the first model chunk has its own
+        return [(rest[0], [p for p in dense if p.chunk == 0]), (rest[1], [p for p in dense if p.chunk > 0]), *last]
+    raise Misfit(f"{what}: {len(rest)} chained optimizers are not known to Megatron-LM")
 
 
-def _grouped(groups: list[Any], owned: Sequence[Owned], args: Mapping[str, Any], what: str) -> list[list[Owned]]:
-    """The parameters of each group."""
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
-        raise Misfit(f"{what}: a param group has no list of parameters")
-    places = group_members(groups, [(p.key, p.shape) for p in owned], args, what)
-    members = [[owned[position] for position in mine] for mine in places]
-    for number, (group, mine) in enumerate(zip(groups, members, strict=True)):
-        if len(group["params"]) != len(mine):
-            raise Misfit(f"{what}: group {number} has {len(group['params'])} parameters, {len(mine)} belong into it")
-    return members
+def _algorithm(entry: Any) -> str | None:
+    groups = entry_groups(entry) if isinstance(entry, Mapping) else []
+    return next((name for group in groups if (name := group_algorithm(group))), None)
+
+
+def _of_algorithm(
+    number: int, entries: Sequence[Any], algorithms: Sequence[Any], owned: Sequence[Owned]
+) -> list[Owned]:
+    """The parameters of one of several optimizers: the first algorithm has the matrices (optimizer/muon.py)."""
+    own = algorithms[number]
+    mine = [p for p in owned if _is_matrix(p) == (own == algorithms[0])]
+    if _for_experts(entries[number]):
+        return [p for p in mine if p.expert]
+    apart = any(_for_experts(e) for e, algorithm in zip(entries, algorithms, strict=True) if algorithm == own)
+    return [p for p in mine if not (apart and p.expert)]
+
+
+def _for_experts(entry: Any) -> bool:
+    groups = entry_groups(entry) if isinstance(entry, Mapping) else []
+    return bool(groups) and all(group.get("is_expert_parallel") is True for group in groups)
+
+
+def _is_matrix(parameter: Owned) -> bool:
+    """Not what carries `is_embedding_or_output_parameter`."""
+    outer = ("word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight")
+    return len(parameter.shape) == 2 and not parameter.key.endswith(outer)
 
 
 @dataclass(frozen=True)
@@ -153,7 +216,7 @@ class FlatFile:
     pp: int
     first_numel: int
 
-    def place(self, owned: Sequence[Owned], out: Collected) -> None:
+    def locate(self, owned: Sequence[Owned], out: Collected) -> None:
         """Notes where the state of every parameter lies.
 
         Args:
@@ -185,7 +248,7 @@ class FlatFile:
                 padded = bucket_sizes(entry.get("per_bucket_numel"), number, what)
                 if buffer.sizes is None and padded is not None:
                     buffer.sizes = _unpadded(local, padded, rules, what)
-                place(buffer, local, rules, what, out)
+                collect_states(buffer, local, rules, what, out)
 
     def _flat(self, ref: TensorRef, what: str) -> StoredFlat:
         return StoredFlat(self.storages.array(self.file, ref, what), ref.dtype, ref.offset, ref.shape[0])

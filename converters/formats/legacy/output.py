@@ -19,23 +19,22 @@ import struct
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from converters.archive.records_out import named, tensor_node
-from converters.box import Box
 from converters.dtypes import dtype
-from converters.formats.containers.archive_out import Region
 from converters.formats.legacy.groups import group_members
-from converters.parallel.buffers import Local, arrange
-from converters.parallel.local import LocalTensor
+from converters.megatron.buffers import Local, arrange
+from converters.megatron.rank_state_dict import LocalTensor
 from converters.pickles import Obj
+from converters.planning.plan import end_to_end
+from converters.torchzip.records_out import named, tensor_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from converters.dtypes import DType
     from converters.formats.containers.archive_out import ArchiveFile
-    from converters.parallel.buffers import Rules
+    from converters.megatron.buffers import Rules
     from converters.pickles import Node
-    from converters.planning.plan import Copy
+    from converters.planning.plan import Piece
 
 __all__ = ["Chain", "buffers", "flat_optimizer", "flat_places", "flat_state", "model_state", "plain_optimizer"]
 
@@ -51,6 +50,7 @@ class Chain:
         scaler: State of the loss scaler, to be adopted by a file; None if there is none.
         storages: The tensors in it.
         step: Steps done, if the optimizer counts them parameter by parameter (torch's own Adam); else None.
+        experts: It has the experts that are spread over ranks.
     """
 
     groups: tuple[dict[str, Node], ...]
@@ -60,6 +60,7 @@ class Chain:
     scaler: Node = None
     storages: Mapping[str, bytes] | None = None
     step: int | None = None
+    experts: bool = False
 
 
 def model_state(file: ArchiveFile, entries: Iterable[tuple[str, LocalTensor | Node]]) -> Obj:
@@ -73,7 +74,7 @@ def model_state(file: ArchiveFile, entries: Iterable[tuple[str, LocalTensor | No
     state.pairs = []
     for name, value in entries:
         if isinstance(value, LocalTensor):
-            value = _tensor(file, value, value.dtype)
+            value = file.tensor(value)
         state.pairs.append((name, value))
     return state
 
@@ -93,10 +94,14 @@ def plain_optimizer(file: ArchiveFile, chain: Chain, what: str) -> Node:
         mine = [parameters[position] for position in positions]
         numbers = list(range(len(state), len(state) + len(mine)))
         groups.append({**group, "params": numbers})
-        masters.append([_tensor(file, p, chain.states["param"], "param") for p in mine if p.dtype.name != "float32"])
+        masters.append(
+            [file.tensor(_state_of(p, "param", chain.states["param"])) for p in mine if p.dtype.name != "float32"]
+        )
         for number, parameter in zip(numbers, mine, strict=True):
             state[number] = {
-                name: _tensor(file, parameter, kind, name) for name, kind in chain.states.items() if name != "param"
+                name: file.tensor(_state_of(parameter, name, kind))
+                for name, kind in chain.states.items()
+                if name != "param"
             }
             if chain.step is not None:
                 state[number]["step"] = file.literal(dtype("float32"), (), struct.pack("<f", chain.step))
@@ -122,10 +127,11 @@ def flat_state(file: ArchiveFile, chain: Chain, rules: Callable[[int], Rules]) -
     out: dict[Any, Node] = {"buckets_coalesced": True}
     for number, (chunk, kind, parameters) in enumerate(buffers(chain)):
         grad = "float32" if chain.args.get("accumulate_allreduce_grads_in_fp32") is not False else kind.name
-        places, numel = flat_places(parameters, rules(chunk))
+        starts, numel = flat_places(parameters, rules(chunk))
         states: dict[str, Node] = {}
         for state in chain.states:
-            storage = file.storage(dtype("float32"), numel, list(_regions(places, state, numel)))
+            pieces = [(first, _state_of(parameter, state, dtype("float32"))) for parameter, first in starts]
+            storage = file.storage(end_to_end(pieces, dtype("float32"), numel))
             states[state] = tensor_node(storage, dtype("float32"), (numel,))
         states["numel_unpadded"] = numel
         out[number] = {(named("torch", kind.name), named("torch", grad)): states}
@@ -143,41 +149,20 @@ def buffers(chain: Chain) -> Iterator[tuple[int, DType, list[LocalTensor]]]:
 
 def flat_places(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[tuple[LocalTensor, int]], int]:
     """The first element of each parameter in a buffer whose buckets lie end to end, and the elements of all."""
-    known = {parameter.name: parameter for parameter in parameters}
+    by_name = {parameter.name: parameter for parameter in parameters}
     # what fills them is not asked here
-    flat = [Local(name, p.dtype, (), math.prod(p.shape), shared=p.shared) for name, p in known.items()]
-    places, base = [], 0
+    flat = [Local(name, p.dtype, (), math.prod(p.shape), shared=p.shared) for name, p in by_name.items()]
+    starts, base = [], 0
     for bucket in arrange(flat, rules):
-        places += [(known[local.name], base + start) for local, start in bucket.placed]
+        starts += [(by_name[local.name], base + start) for local, start in bucket.placed]
         base += bucket.numel_unpadded
-    return places, base
+    return starts, base
 
 
-def _regions(places: Sequence[tuple[LocalTensor, int]], state: str, numel: int) -> Iterator[Region]:
-    at = 0
-    for parameter, start in places:
-        if start > at:
-            yield _gap(at, start - at)
-        yield Region(parameter.matrix, _of_state(parameter, state), parameter.fills, start, parameter.name)
-        at = start + math.prod(parameter.shape)
-    if numel > at:
-        yield _gap(at, numel - at)
-
-
-def _gap(at: int, length: int) -> Region:
-    return Region((length,), (), (Box((0,), (length,)),), at, "a gap between parameters")
-
-
-def _tensor(file: ArchiveFile, tensor: LocalTensor, kind: DType, state: str = "") -> Obj:
-    """A local tensor, or one that the optimizer keeps for it."""
-    region = Region(tensor.matrix, _of_state(tensor, state), tensor.fills, name=tensor.name)
-    return tensor_node(file.storage(kind, math.prod(tensor.shape), [region]), kind, tensor.shape)
-
-
-def _of_state(tensor: LocalTensor, state: str) -> Sequence[Copy]:
-    if not state:
-        return tensor.copies
-    return [replace(c, source=f"optimizer.state.{state}.{c.source}") for c in tensor.copies]
+def _state_of(parameter: LocalTensor, state: str, kind: DType) -> Piece:
+    """What the optimizer keeps for a parameter, filled as the parameter is."""
+    copies = [replace(copy, source=f"optimizer.state.{state}.{copy.source}") for copy in parameter.copies]
+    return replace(parameter, dtype=kind, copies=copies)
 
 
 def _scaler(file: ArchiveFile, chain: Chain) -> dict[str, Node]:

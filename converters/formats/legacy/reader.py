@@ -16,34 +16,42 @@ Sources: megatron/training/checkpointing.py (`save_checkpoint`, `get_checkpoint_
 
 from __future__ import annotations
 
-import struct
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.archive.records import tensor_ref
-from converters.archive.records_out import object_record
 from converters.box import Box
 from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
-from converters.errors import DamagedFileError, FormatError, RequestError
+from converters.errors import DamagedFileError, FormatError, RequestError, UnsupportedError
 from converters.formats.broken import read_part
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.containers.unread import storages, unread_tensors
 from converters.formats.folder import exists, walk
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, find_grid, rank_folders
-from converters.formats.legacy.model import CHUNK, LegacyModel, Rank, model_chunks
-from converters.formats.legacy.optimizer import FlatFile, optimizer_entries, place_plain, tensors_in
-from converters.formats.megatron import common_facts, find_flavour
+from converters.formats.legacy.groups import common_optimizer
+from converters.formats.legacy.model import Rank, WholeModel
+from converters.formats.legacy.optimizer import (
+    FlatFile,
+    dealt_members,
+    optimizer_entries,
+    place_plain,
+    plain_members,
+    tensors_in,
+)
+from converters.formats.legacy.rank_model import CHUNK, RankModel
+from converters.formats.megatron import common_facts, find_framework
+from converters.megatron.buffers import Misfit
+from converters.megatron.flat_index import Collected
 from converters.names import natural_key, printable
-from converters.parallel.buffers import Misfit
-from converters.parallel.collected import Collected
+from converters.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from converters.formats.legacy.grid import Grid
-    from converters.parallel.layout import Layout
+    from converters.megatron.layout import Layout
     from converters.pickles import Node
 
 __all__ = ["LegacyReader"]
@@ -56,16 +64,24 @@ class LegacyReader(StorageReader):
 
     name: ClassVar[str] = "legacy"
 
-    def __init__(self, folder: Path, grid: Grid, files: Mapping[Rank, PtFile], flat: Mapping[Rank, PtFile]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        grid: Grid,
+        files: Mapping[Rank, PtFile],
+        flat: Mapping[Rank, PtFile],
+        layers: Mapping[Rank, Sequence[PtFile]],
+    ) -> None:
         self._folder, self._grid, self._model_files, self._flat_files = folder, grid, files, flat
+        self._layer_files = layers
         self._storages = Storages(folder)
-        for file in (*files.values(), *flat.values()):
+        self._archives = [*files.values(), *flat.values(), *(file for mine in layers.values() for file in mine)]
+        for file in self._archives:
             self._storages.add(file)
-        self.files = [folder / file.name for file in self._storages.files]
+        self.files = [folder / file.name for file in self._archives]
         self._problems: list[Problem] = []
         self._objects: dict[str, tuple[ObjectInfo, PtFile, Node]] = {}
         self._common_file = max(files.values(), key=lambda f: len(optimizer_entries(f.tree.get("optimizer"))))
-        self.optimizer_doubt: str | None = None
         self.catalog = self._catalog()
 
     @classmethod
@@ -77,27 +93,29 @@ class LegacyReader(StorageReader):
         _refuse_old_files(folder, names)
         first = _read_model(folder, names[0])
         args = common_facts(first.tree).args
-        keys = [key for chunk in model_chunks(first) for key in chunk]
+        keys = [key for chunk in RankModel.of_file(first).chunks for key in chunk]
         ends = any(key.startswith(("output_layer.", "decoder.final")) for key in keys)
         grid = find_grid(names, args, first_has_end=ends, experts=any(".mlp.experts." in key for key in keys))
-        files, flat = {}, {}
+        files, flat, layers = {}, {}, {}
         for rank, name in grid.folders.items():
             files[rank] = first if name == names[0] else _read_model(folder, name)
             if exists(folder / name / OPTIMIZER):
                 flat[rank] = read_part(PtFile.read, folder, f"{name}/{OPTIMIZER}")
+            if mine := list(_layer_files(folder / name)):
+                layers[rank] = [read_part(PtFile.read, folder, f"{name}/{file}") for file in mine]
         _refuse_mixture(folder, files)
         try:
-            return cls(folder, grid, files, flat)
+            return cls(folder, grid, files, flat, layers)
         except RequestError as error:  # what a layout cannot be is a request elsewhere; here a file says it
             raise FormatError(error.message, details=error.details, hint=error.hint, tensor=error.tensor) from error
 
-    def object_record(self, key: str) -> bytes:
-        """The record of an object as torch_dist stores it: a `torch.save` archive of a list of one."""
+    def stored_object(self, key: str) -> Archive:
+        """See `Reader`: a part of a rank's file."""
         _, file, node = self._objects[key]
-        return object_record([node], self._storages_of(file, node))
+        return Archive.of_object(node, self._storages_of(file, node), key)
 
-    def common_archive(self) -> Archive:
-        """The common state as the `common.pt` of a torch_dist checkpoint would hold it; the caller may change it."""
+    def common_state(self) -> Archive:
+        """See `Reader`: what a rank's file holds beside the model and the optimizer's state."""
         file = PtFile.read(self._folder, self._common_file.name)
         tree = _common_tree(file, self._folder)
         small = {name: file.contents(self._folder, name) for name in file.members if not name.startswith("data")}
@@ -109,12 +127,14 @@ class LegacyReader(StorageReader):
     def _catalog(self) -> Catalog:
         facts = common_facts(self._common_file.tree)
         self._args = facts.args
-        model = LegacyModel(self._grid, self._model_files, facts.args, self._storages)
+        ranks = {rank: RankModel.of_file(file) for rank, file in self._model_files.items()}
+        model = WholeModel(self._grid, ranks, facts.args, self._storages)
         self.modules = model.modules
         tensors = model.tensors()
         for key, rank, node in model.extra_states:
             name, file = f"{key}/shard_0_1", self._model_files[rank]
-            self._objects[name] = (ObjectInfo(key, name, (0,), (1,), file.name, 0, self._size(file, node)), file, node)
+            info = ObjectInfo(key, name, (0,), (1,), file.name, 0, self._size(file, node), wrapped=False)
+            self._objects[name] = (info, file, node)
         self._add_rng(model)
         tensors |= self._optimizer(model)
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
@@ -122,12 +142,12 @@ class LegacyReader(StorageReader):
         common = _common_tree(self._common_file, self._folder)
         kept = {self._common_file.position: common}
         problems += self._misplaced(tuple(tensors), model.layout)
-        problems += unread_tensors(self._storages.files, self._storages.known, kept)
-        flavour, config = find_flavour(self._folder, facts, [])
+        problems += unread_tensors(self._archives, self._storages.arrays, kept)
+        framework, config = find_framework(self._folder, facts, [])
         return Catalog(
             path=self._folder,
             format=self.name,
-            flavour="Megatron-LM" if flavour.startswith(("Megatron-Core", "torch")) else flavour,
+            framework="Megatron-LM" if framework.startswith(("Megatron-Core", "torch")) else framework,
             tensors=tensors,
             objects={key: info for key, (info, _, _) in self._objects.items()},
             args=facts.args,
@@ -150,8 +170,8 @@ class LegacyReader(StorageReader):
             number = stated[at]
             if type(number) is not int or not 0 <= number < layout.world_size:
                 continue
-            place = layout.coordinates(number)
-            for what, want, have in zip(_AXES, at, (place.tp, place.pp, place.ep), strict=True):
+            coordinates = layout.coordinates(number)
+            for what, want, have in zip(_AXES, at, (coordinates.tp, coordinates.pp, coordinates.ep), strict=True):
                 if want != have:
                     text = f"{file.name} is of {what}-parallel rank {have}, not {want}: files were exchanged"
                     out.append(Problem("error", text, file.name, affected))
@@ -162,13 +182,13 @@ class LegacyReader(StorageReader):
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
         out = self._stored_files()
-        known = {file.name for file in self._storages.files}
-        for name, found in walk(self._folder):
-            if name not in known:
-                out.append(FileInfo(name, found.size, role="other"))
+        listed = {file.name for file in self._storages.files}
+        for name, state in walk(self._folder):
+            if name not in listed:
+                out.append(FileInfo(name, state.size, role="other"))
         return tuple(out)
 
-    def _add_rng(self, model: LegacyModel) -> None:
+    def _add_rng(self, model: WholeModel) -> None:
         """Random states, in the grid that torch_dist has: (pp, tp), and dp as well with expert parallelism."""
         grid, layout = self._grid, model.layout
         if any(_rng_states(file.tree) is None for file in self._model_files.values()):
@@ -187,53 +207,81 @@ class LegacyReader(StorageReader):
         ):
             offset, node = (pp, tp, ep)[: len(sizes)], _rng_states(file.tree)
             key = f"rng_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
-            info = ObjectInfo("rng_state", key, offset, sizes, file.name, 0, self._size(file, node))
+            info = ObjectInfo("rng_state", key, offset, sizes, file.name, 0, self._size(file, node), wrapped=False)
             self._objects[key] = (info, file, node)
 
-    def _optimizer(self, model: LegacyModel) -> dict[str, TensorInfo]:
+    def _optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
         """The optimizer's tensors; if they cannot be told apart, as they are, with the reason among the problems."""
         try:
             return self._named_optimizer(model)
         except Misfit as error:
-            found = dict(self._raw_optimizer())
+            raw = dict(self._raw_optimizer())
             text = " ".join([f"the optimizer state is not understood: {error.message}", *error.details])
-            self._problems.append(Problem("error", text, tensors=tuple(found)))
-            return found
+            severity = "error" if self._lost_files() else "unknown"
+            self._problems.append(Problem(severity, text, tensors=tuple(raw)))
+            return raw
 
-    def _named_optimizer(self, model: LegacyModel) -> dict[str, TensorInfo]:
-        found = Collected()
-        lacking = [f"{name}/{OPTIMIZER}" for rank, name in self._grid.folders.items() if rank not in self._flat_files]
-        if self._flat_files and lacking:
-            raise Misfit(f"{len(lacking)} files are missing: {', '.join(lacking[:8])}")
+    def _lost_files(self) -> list[str]:
+        lacking = [name for rank, name in self._grid.folders.items() if rank not in self._flat_files]
+        return [f"{name}/{OPTIMIZER}" for name in lacking] if self._flat_files else []
+
+    def _named_optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
+        collected = Collected()
+        if lacking := self._lost_files():
+            raise Misfit(
+                f"{counted(len(lacking), 'file')} {'is' if len(lacking) == 1 else 'are'} missing: {', '.join(lacking[:8])}"
+            )
         numel = sum(p.local.numel for p in model.owned[0, 0, 0])
         for rank, file in self._model_files.items():
             if self._flat_files:
                 flat = FlatFile(self._flat_files[rank], self._storages, model.layout, self._args, rank[1], numel)
-                flat.place(model.owned[rank], found)
+                flat.locate(model.owned[rank], collected)
+            elif self._layer_files:
+                self._place_layers(model, rank, collected)
             elif any(_has_state(entry) for entry in optimizer_entries(file.tree.get("optimizer"))):
                 entries = optimizer_entries(file.tree["optimizer"])
-                place_plain(entries, model.owned[rank], self._args, file, self._storages, found)
-        if not found.pieces:
+                members = plain_members(entries, model.owned[rank], self._args, file.name)
+                place_plain(entries, members, file, self._storages, collected)
+        if not collected.pieces:
             if file.tree.get("optimizer"):
                 self._problems.append(Problem("warning", f"there are param groups, but no state and no {OPTIMIZER}"))
             return {}
-        self.optimizer_doubt = "the order of parameters in its optimizer state was inferred"
         out = {}
         trained = {
             name: model.shapes[name] for owned in model.owned.values() for p in owned for name, _ in p.local.segments
         }
-        for prefix in dict.fromkeys(".".join(name.split(".")[:3]) for name in found.pieces):
+        prefixes = dict.fromkeys(".".join(name.split(".")[:3]) for name in collected.pieces)
+        for prefix in prefixes:
             for name, shape in trained.items():
-                missing = found.missing(f"{prefix}.{name}", shape)
-                if missing and (prefix != "optimizer.state.param" or missing < Box.whole(shape).volume):
+                missing = collected.missing(f"{prefix}.{name}", shape)
+                # another algorithm may train it, with other states: those that all lack are for `optimizer_parts` to tell
+                other = prefix == "optimizer.state.param" or any(f"{p}.{name}" in collected.pieces for p in prefixes)
+                if missing and not (other and missing == Box.whole(shape).volume):
                     raise Misfit(f"{missing:,} elements of {prefix}.{name} are in no file", tensor=name)
                 if not missing:
-                    out[f"{prefix}.{name}"] = found.tensor(f"{prefix}.{name}", shape, "optimizer")
+                    out[f"{prefix}.{name}"] = collected.tensor(f"{prefix}.{name}", shape, "optimizer")
         return out
+
+    def _place_layers(self, model: WholeModel, rank: Rank, collected: Collected) -> None:
+        """The state of a layer-wise optimizer: each data-parallel rank has some of the parameters, and names none."""
+        files, ranks = self._layer_files.get(rank, ()), model.layout.dp_cp
+        if len(files) != ranks or model.layout.ep > 1 or "use_layer_wise_distributed_optimizer" in self._args:
+            what = f"{len(files)} files layer_wise_optimizer_N.pt of {ranks} ranks"
+            raise Misfit(
+                f"{self._grid.folders[rank]}: {what}; which parameters each of them has is known for those "
+                "of Megatron-Core 0.16 without expert or context parallelism"
+            )
+        whole = plain_members(optimizer_entries(files[0].tree), model.owned[rank], self._args, files[0].name)
+        dealt = dealt_members(whole, ranks)
+        for file, members in zip(files, dealt, strict=True):
+            place_plain(optimizer_entries(file.tree), members, file, self._storages, collected)
+        model_file = self._model_files[rank]  # holds those of data-parallel rank 0 once more
+        copies = optimizer_entries(model_file.tree.get("optimizer"))
+        place_plain(copies, dealt[0], model_file, self._storages, Collected())
 
     def _raw_optimizer(self) -> Iterator[tuple[str, TensorInfo]]:
         """The tensors of the optimizer as the files have them."""
-        for file in self._storages.files:
+        for file in self._archives:
             tree = file.tree.get("optimizer") if file.name.endswith(MODEL) else file.tree
             for number, ref in enumerate(tensors_in(tree)):
                 name = f"optimizer.{file.name.partition('/')[0]}.{number}"
@@ -243,6 +291,14 @@ class LegacyReader(StorageReader):
                     name,
                     TensorInfo(name, ref.dtype, ref.shape, "optimizer", (part,), "state of an unknown parameter"),
                 )
+
+
+def _layer_files(folder: Path) -> Iterator[str]:
+    """What the data-parallel ranks of a layer-wise optimizer wrote, in their order."""
+    for number in itertools.count():
+        if not exists(folder / f"layer_wise_optimizer_{number}.pt"):
+            return
+        yield f"layer_wise_optimizer_{number}.pt"
 
 
 def _read_model(folder: Path, name: str) -> PtFile:
@@ -255,7 +311,7 @@ def _read_model(folder: Path, name: str) -> PtFile:
 def _refuse_old_files(folder: Path, names: list[str]) -> None:
     for name in names:
         if not exists(folder / name / MODEL) and exists(folder / name / "model_rng.pt"):
-            raise FormatError(
+            raise UnsupportedError(
                 f"{name} has model_rng.pt and optim.pt, as Megatron-LM wrote them from 2022-03 to 2023-05 with the "
                 "distributed optimizer; that form is not read",
                 hint="load and save it once with the Megatron-LM of that time without --use-distributed-optimizer",
@@ -265,14 +321,14 @@ def _refuse_old_files(folder: Path, names: list[str]) -> None:
 def _refuse_mixture(folder: Path, files: Mapping[Rank, PtFile]) -> None:
     """All files must be of one iteration and one job."""
     facts = {file.name: (_iteration(file.tree), _sizes(file.tree)) for file in files.values()}
-    (first, known), *rest = facts.items()
-    for name, found in rest:
-        if found[0] != known[0]:
-            text = f"two iterations are mixed: {first} is of iteration {known[0]}, {name} of {found[0]}"
+    (first, expected), *rest = facts.items()
+    for name, other in rest:
+        if other[0] != expected[0]:
+            text = f"two iterations are mixed: {first} is of iteration {expected[0]}, {name} of {other[0]}"
             hint = "one of two saves was interrupted, or copied in part; use an earlier iteration"
             raise DamagedFileError(str(folder), {name: text}, hint=hint)
-        if found[1] != known[1]:
-            text = f"two jobs are mixed: {first} is of one with tp, pp, ep {known[1]}, {name} of one with {found[1]}"
+        if other[1] != expected[1]:
+            text = f"two jobs are mixed: {first} is of one with tp, pp, ep {expected[1]}, {name} of one with {other[1]}"
             raise DamagedFileError(str(folder), {name: text}, hint="copy the folders of one save only")
 
 
@@ -283,8 +339,8 @@ def _sizes(tree: Mapping[Any, Node]) -> tuple[Node, ...]:
 
 
 def _iteration(tree: Mapping[Any, Node]) -> int | None:
-    found = next((tree[key] for key in ("iteration", "total_iters") if type(tree.get(key)) is int), None)
-    return found if found is None or found >= 0 else None
+    number = next((tree[key] for key in ("iteration", "total_iters") if type(tree.get(key)) is int), None)
+    return number if number is None or number >= 0 else None
 
 
 def _has_state(entry: Node) -> bool:
@@ -319,35 +375,5 @@ def _common_tree(file: PtFile, folder: Path) -> dict[Any, Node]:
         tree["iteration"] = iteration
     entries = [entry for entry in optimizer_entries(file.tree.get("optimizer")) if isinstance(entry, Mapping)]
     if entries:
-        tree["optimizer"] = [_common_optimizer(entry, file, folder) for entry in entries]
+        tree["optimizer"] = [common_optimizer(entry, file, folder) for entry in entries]
     return tree
-
-
-def _common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> dict[str, Node]:
-    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
-    state = inner if isinstance(inner, Mapping) else entry
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in state.get("param_groups") or ()
-        if isinstance(group, Mapping)
-    ]
-    held = state.get("state")
-    steps = [item["step"] for item in held.values() if "step" in item] if isinstance(held, Mapping) else []
-    out: dict[str, Node] = {"optimizer": {"param_groups": groups}}
-    if steps:  # torch's own Adam counts steps parameter by parameter; torch_dist keeps one for all of them
-        out["optimizer"]["state"] = {"common_step": _number(steps[0], file, folder)}
-        for group in groups:
-            group.setdefault("step", out["optimizer"]["state"]["common_step"])
-    if entry.get("grad_scaler") is not None:
-        out["grad_scaler"] = entry["grad_scaler"]
-    return out
-
-
-def _number(node: Node, file: PtFile, folder: Path) -> int:
-    if type(node) in (int, float):
-        return int(node)
-    ref = tensor_ref(node, f"{file.name}: step")
-    if ref is None or ref.dtype.name != "float32" or ref.shape not in ((), (1,)):
-        raise FormatError(f"{file.name}: a step of the optimizer is not a number")
-    raw = file.contents(folder, f"data/{ref.storage}")
-    return int(struct.unpack_from("<f", raw, 4 * ref.offset)[0])

@@ -12,26 +12,23 @@ Where the records of a file begin depends on the objects that stand before them;
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.box import Box
-from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.formats.torch_dist.parts import ArrayOut, Cut
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["Columns", "stack"]
+    from converters.formats.torch_dist.parts import ArrayOut
+    from converters.planning.plan import Drop
 
-_COLUMNS = ("array", "prefix", "file", "start")
+__all__ = ["Columns", "stack"]
 
 
 class Columns:
@@ -39,34 +36,32 @@ class Columns:
 
     Args:
         arrays: The stored arrays.
-        names: Source of each tensor, in the order in which they are read; or their text, as `Columns.text`.
+        names: Source of each tensor, in the order in which they are read.
         array: (n,) position of its array.
         prefix: (n, depth) its indices along the array's leading axes, 0 where there are fewer.
         ranks: The ranks that have a file, ascending.
         file: (records,) position of the rank whose file holds a record; pieces of a tensor lie one behind the other.
         start: (records,) first byte of a record, counted from the first tensor in its file.
         sizes: Bytes of all records of each file.
-        digest: `Columns.digest`, if it is known.
     """
 
     def __init__(
         self,
         arrays: Sequence[ArrayOut],
-        names: Sequence[str] | bytes,
+        names: Sequence[str],
         array: NDArray[Any],
         prefix: NDArray[Any],
         ranks: Sequence[int],
         file: NDArray[Any],
         start: NDArray[Any],
         sizes: Sequence[int],
-        digest: str = "",
     ) -> None:
         self.arrays, self.ranks, self.sizes = arrays, ranks, sizes
         self.array, self.prefix, self.file, self.start = array, prefix, file, start
-        self._names, self._digest = names, digest
+        self.names = names
 
     @classmethod
-    def place(
+    def lay_out(
         cls,
         arrays: Sequence[ArrayOut],
         names: Sequence[str],
@@ -117,20 +112,6 @@ class Columns:
         return len(self.file)
 
     @cached_property
-    def names(self) -> list[str]:
-        """Source of each tensor."""
-        if not isinstance(self._names, bytes):
-            return list(self._names)
-        return self._names.decode("utf-8", "surrogatepass").split("\0") if len(self) else []
-
-    @property
-    def text(self) -> bytes:
-        """All names in one piece."""
-        return (
-            self._names if isinstance(self._names, bytes) else "\0".join(self._names).encode("utf-8", "surrogatepass")
-        )
-
-    @cached_property
     def number(self) -> dict[str, int]:
         """Position of each source."""
         return {name: position for position, name in enumerate(self.names)}
@@ -146,61 +127,35 @@ class Columns:
         """(records,) bytes of each record."""
         return _spread(self.array, [[layout.length for layout in a.cut.layouts] for a in self.arrays])
 
+    def prove(self, drops: Iterable[Drop]) -> None:
+        """Checks each way to cut once: the records tile the tensors, and hold all of their sources but what is dropped.
+
+        Raises:
+            RequestError: See `planning.plan.prove`.
+        """
+        by_source: dict[str, list[Drop]] = {}
+        for drop in drops:
+            by_source.setdefault(drop.source, []).append(drop)
+        numbers, firsts = np.unique(self.array, return_index=True)
+        cuts = {
+            id(self.arrays[n].cut): (self.arrays[n].cut, self.names[first])
+            for n, first in zip(numbers, firsts, strict=True)
+        }
+        for cut, source in cuts.values():
+            cut.prove(source, by_source.get(source, ()))
+
     @cached_property
     def digest(self) -> str:
         """Changes when any of it changes."""
-        if self._digest:
-            return self._digest
-        facts, columns = self.stored()
-        digest = hashlib.sha256(json.dumps(facts).encode())
-        for name, column in columns.items():
-            digest.update(f"{name}{column.dtype}{column.shape};".encode())
-            digest.update(np.ascontiguousarray(column).data)
-        return digest.hexdigest()
-
-    # ------------------------------------------------------------------ keeping them
-
-    def stored(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-        """The same as plain data and arrays, for `Columns.restored`."""
         cuts = list({id(a.cut): a.cut for a in self.arrays}.values())
         at = {id(cut): position for position, cut in enumerate(cuts)}
-        facts = {
-            "cuts": [
-                [c.dtype.name, c.shape, [(b.start, b.shape) for b in c.boxes], c.source_shape, c.leading] for c in cuts
-            ],
-            "arrays": [[a.key, a.lead, at[id(a.cut)]] for a in self.arrays],
-            "ranks": list(self.ranks),
-            "sizes": list(self.sizes),
-        }
-        columns = {name: getattr(self, name) for name in _COLUMNS}
-        return facts, columns | {"names": np.frombuffer(self.text, np.uint8)}
-
-    @classmethod
-    def restored(cls, facts: Mapping[str, Any], columns: Mapping[str, NDArray[Any]], digest: str) -> Columns:
-        """From what `stored` gave, and the digest of it.
-
-        Raises:
-            ValueError: The parts do not fit together.
-        """
-        cuts = [
-            Cut(dtype(kind), tuple(shape), tuple(Box(tuple(a), tuple(n)) for a, n in boxes), tuple(source), leading)
-            for kind, shape, boxes, source, leading in facts["cuts"]
-        ]
-        arrays = [ArrayOut(str(key), tuple(lead), cuts[at]) for key, lead, at in facts["arrays"]]
-        array, prefix, file, start = (columns[name] for name in _COLUMNS)
-        names, ranks, sizes = columns["names"].tobytes(), facts["ranks"], facts["sizes"]
-        out = cls(arrays, names, array, prefix, ranks, file, start, sizes, digest)
-        if array.ndim != 1 or prefix.ndim != 2 or file.ndim != 1 or len(prefix) != len(array):
-            raise ValueError("columns of wrong shape")
-        if not (_within(array, len(arrays)) and _within(file, len(ranks)) and len(ranks) == len(sizes)):
-            raise ValueError("a tensor of an array, or a record of a file, that is not there")
-        if not int(out.first[-1]) == len(file) == len(start) or start.dtype != np.int64:
-            raise ValueError("records that do not fit")
-        return out
-
-
-def _within(numbers: NDArray[Any], limit: int) -> bool:
-    return not len(numbers) or 0 <= int(numbers.min()) <= int(numbers.max()) < limit
+        arrays = [(a.key, a.lead, at[id(a.cut)]) for a in self.arrays]
+        digest = hashlib.sha256(f"{cuts}{arrays}{list(self.ranks)}{list(self.sizes)}".encode("utf-8", "surrogatepass"))
+        digest.update("\0".join(self.names).encode("utf-8", "surrogatepass"))
+        for column in (self.array, self.prefix, self.file, self.start):
+            digest.update(f"{column.dtype}{column.shape};".encode())
+            digest.update(np.ascontiguousarray(column).data)
+        return digest.hexdigest()
 
 
 def stack(file: NDArray[Any], length: NDArray[np.int64], files: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,7 +1,7 @@
 """Writing `torch_dist`: which record lies where in which rank's file, and the metadata that says so.
 
 A record is a `torch.save` archive whose elements are streamed into place by the engine; this module knows its surroundings.
-A million records are arrays (`Columns`); only pieces of flat buckets, of which there are few, are objects.
+A million records are arrays (`Columns`); only parts of flat buckets, of which there are few, are objects.
 
     __0_0.distcp (what rank 0 saves)
     +---------+---------+------------------------------+------------------------------+----
@@ -24,7 +24,7 @@ from converters import __version__
 from converters.formats.dcp.metadata_out import write_metadata
 from converters.formats.dcp.stored import StoredTensor
 from converters.formats.torch_dist.columns import Columns, stack
-from converters.planning.job import Move, OutputFile, Slice, total
+from converters.planning.job import CopyRoutes, Move, OutputFile, Place, Slice, landing, total
 from converters.planning.plan import Op
 
 if TYPE_CHECKING:
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from converters.archive.records_out import RecordLayout
     from converters.box import Box
     from converters.catalog import TensorInfo
-    from converters.formats.torch_dist.parts import ArrayOut, FlatOut, ObjectOut
+    from converters.formats.torch_dist.parts import ArrayOut, BucketOut, ObjectOut
     from converters.planning.job import Kind
+    from converters.planning.plan import Drop, Piece
+    from converters.torchzip.records_out import RecordLayout
 
 __all__ = ["TorchDistOutput"]
 
@@ -46,7 +47,7 @@ class TorchDistOutput:
 
     Args:
         columns: The tensors, in the order in which their sources are read.
-        flats: The pieces of flat buckets; their records come after those of the tensors.
+        buckets: The stored parts of flat buckets; their records come after those of the tensors.
         objects: The objects.
 
     Attributes:
@@ -56,13 +57,9 @@ class TorchDistOutput:
 
     apart = True
 
-    def __init__(self, columns: Columns, flats: Sequence[FlatOut], objects: Sequence[ObjectOut]) -> None:
-        self.columns, self.flats, self._objects = columns, flats, objects
-        self._flat_at: dict[str, list[int]] = {}
-        for number, flat in enumerate(flats):
-            for name in dict.fromkeys(copy[0] for copy in flat.copies):
-                self._flat_at.setdefault(name, []).append(number)
-        ranks = sorted({*columns.ranks, *(f.rank for f in flats), *(o.rank for o in objects)})
+    def __init__(self, columns: Columns, buckets: Sequence[BucketOut], objects: Sequence[ObjectOut]) -> None:
+        self.columns, self.buckets, self._objects = columns, buckets, objects
+        ranks = sorted({*columns.ranks, *(b.rank for b in buckets), *(o.rank for o in objects)})
         number_of = {rank: number for number, rank in enumerate(ranks)}
         self._place_objects(number_of)
         own = np.asarray([number_of[rank] for rank in columns.ranks], np.int64)
@@ -70,11 +67,21 @@ class TorchDistOutput:
         self._file: NDArray[Any] = columns.file if same else own[columns.file]
         ends = self._begin.copy()
         ends[own] += np.asarray(columns.sizes, np.int64)
-        self._flat_file = np.asarray([number_of[f.rank] for f in flats], np.int64)
-        self._flat_length = np.asarray([f.layout.length for f in flats], np.int64)
-        start, sizes = stack(self._flat_file, self._flat_length, len(ranks))
-        self._flat_start = start + ends[self._flat_file]
+        self._bucket_file = np.asarray([number_of[b.rank] for b in buckets], np.int64)
+        self._bucket_length = np.asarray([b.layout.length for b in buckets], np.int64)
+        start, sizes = stack(self._bucket_file, self._bucket_length, len(ranks))
+        self._bucket_start = start + ends[self._bucket_file]
+        self._in_buckets = CopyRoutes.of(self._placed())
         self.files = self._output_files(ranks, (ends + sizes).tolist())
+
+    def _placed(self) -> Iterator[tuple[Piece, Place]]:
+        """What is in the buckets' records."""
+        for number, bucket in enumerate(self.buckets):
+            inside, record = 0, self.columns.records + number
+            begin = int(self._bucket_start[number]) + len(bucket.layout.prefix)
+            for piece in bucket.pieces:
+                yield piece, Place(int(self._bucket_file[number]), begin + inside, record, inside)
+                inside += piece.nbytes
 
     def _place_objects(self, number_of: Mapping[int, int]) -> None:
         ends = [0] * len(number_of)
@@ -98,33 +105,41 @@ class TorchDistOutput:
 
     def sources(self) -> Sequence[str]:
         """See `Routes`."""
-        return list(dict.fromkeys([*self.columns.names, *self._flat_at])) if self.flats else self.columns.names
+        names = self.columns.names
+        return list(dict.fromkeys([*names, *self._in_buckets.copies])) if self.buckets else names
+
+    def prove(self, sources: Mapping[str, Sequence[int]], drops: Iterable[Drop]) -> None:
+        """See `Routes`: tensors that are cut alike once."""
+        drops, flat = list(drops), self._in_buckets.copies
+        self.columns.prove(drops)
+        self._in_buckets.prove({name: sources[name] for name in flat}, [drop for drop in drops if drop.source in flat])
 
     def kinds(self, sources: Mapping[str, TensorInfo]) -> set[Kind]:
         """See `Routes`."""
-        pairs = {(sources[name].dtype, f.dtype) for f in self.flats for name in {copy[0] for copy in f.copies}}
-        return {(old, new, Op.COPY) for old, new in pairs}  # other tensors keep their type
+        columns, kinds = self.columns, self._in_buckets.kinds(sources)
+        numbers, firsts = np.unique(columns.array, return_index=True)  # the tensors of an array are alike
+        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
+            kinds.add((sources[columns.names[first]].dtype, columns.arrays[number].cut.dtype, Op.COPY))
+        return {(old, new, op) for old, new, op in kinds if old != new}
 
     def reached(self, source: str, box: Box) -> Iterator[Move]:
         """See `Routes`."""
         columns, number = self.columns, self.columns.number.get(source)
         if number is not None:
             cut, first = columns.arrays[columns.array[number]].cut, int(columns.first[number])
-            for piece, part, shape, landing in cut.moves(box):
-                record = first + piece
-                file, start = self._where(record)
-                begin = start + len(cut.layouts[piece].prefix)
-                yield Move(part, file, begin, shape, landing, cut.dtype, record=record)
-        for number in self._flat_at.get(source, ()):
-            flat, record = self.flats[number], columns.records + number
-            file, begin = int(self._flat_file[number]), int(self._flat_start[number]) + len(flat.layout.prefix)
-            for part, landing in flat.moves(source, box):
-                yield Move(part, file, begin, (flat.length,), landing, flat.dtype, record=record)
+            for record, (piece, layout) in enumerate(zip(cut.pieces, cut.layouts, strict=True), first):
+                for copy in piece.copies:
+                    part = copy.source_box.intersect(box) if box.shape else box
+                    if part is not None:
+                        file, start = self._where(record)
+                        array = (file, start + len(layout.prefix), piece.shape)
+                        yield Move(part, *array, landing(copy, part), piece.dtype, record=record)
+        yield from self._in_buckets.reached(source, box)
 
     def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
         """See `Routes`."""
         columns, number = self.columns, self.columns.number.get(source)
-        if number is None or source in self._flat_at:
+        if number is None or source in self._in_buckets.copies:
             return total(self.reached(source, box))
         cut = columns.arrays[columns.array[number]].cut
         if box.shape != cut.source_shape:
@@ -138,8 +153,9 @@ class TorchDistOutput:
     def digest(self) -> str:
         """See `Routes`."""
         digest = hashlib.sha256(self.columns.digest.encode())
-        for flat in self.flats:
-            digest.update(f"{flat.copies}>{flat.key}:{flat.start}:{flat.numel}:{flat.dtype}@{flat.rank};".encode())
+        digest.update(self._in_buckets.digest().encode())
+        for bucket in self.buckets:
+            digest.update(f"{bucket.key}:{bucket.start}:{bucket.numel}@{bucket.rank};".encode())
         for thing in self._objects:
             digest.update(f"{thing.key}@{thing.rank};".encode())
         for file, begin in zip(self.files, self._begin.tolist(), strict=True):
@@ -152,11 +168,14 @@ class TorchDistOutput:
         """See `Seals`."""
         columns = self.columns
         for number, array in enumerate(columns.arrays):
-            fills = array.cut.fills()
-            for first in columns.first[:-1][columns.array == number].tolist() if fills else ():
-                yield from ((first + piece, start, nbytes) for piece, start, nbytes in fills)
-        for number, flat in enumerate(self.flats):
-            yield from ((columns.records + number, start, nbytes) for start, nbytes in flat.fills())
+            spans = [(at, *span) for at, piece in enumerate(array.cut.pieces) for span in _zero_bytes(piece)]
+            for first in columns.first[:-1][columns.array == number].tolist() if spans else ():
+                yield from ((first + at, start, nbytes) for at, start, nbytes in spans)
+        for record, bucket in enumerate(self.buckets, columns.records):
+            if not bucket.length:
+                yield record, 0, 0
+        for piece, location in zip(self._in_buckets.pieces, self._in_buckets.locations, strict=True):
+            yield from ((location.record, location.base + start, nbytes) for start, nbytes in piece.zero_bytes())
 
     def nbytes(self, record: int) -> int:
         """See `Seals`."""
@@ -179,16 +198,16 @@ class TorchDistOutput:
 
     def _where(self, record: int) -> tuple[int, int]:
         """File and first byte of a record."""
-        flat = record - self.columns.records
-        if flat >= 0:
-            return int(self._flat_file[flat]), int(self._flat_start[flat])
+        bucket = record - self.columns.records
+        if bucket >= 0:
+            return int(self._bucket_file[bucket]), int(self._bucket_start[bucket])
         file = int(self._file[record])
         return file, int(self._begin[file] + self.columns.start[record])
 
     def _layout(self, record: int) -> RecordLayout:
         columns = self.columns
         if record >= columns.records:
-            return self.flats[record - columns.records].layout
+            return self.buckets[record - columns.records].layout
         number = int(np.searchsorted(columns.first, record, side="right")) - 1
         layouts: Sequence[RecordLayout] = columns.arrays[columns.array[number]].cut.layouts
         return layouts[record - int(columns.first[number])]
@@ -202,10 +221,10 @@ class TorchDistOutput:
             name: What to record as the checkpoint's id: the folder's name.
         """
         tables = [self._table(a, numbers) for a, numbers in self._members()]
-        buckets: dict[str, list[int]] = {}
-        for number, flat in enumerate(self.flats):
-            buckets.setdefault(flat.key, []).append(number)
-        tables += [self._bucket(key, numbers) for key, numbers in buckets.items()]
+        by_key: dict[str, list[int]] = {}
+        for number, bucket in enumerate(self.buckets):
+            by_key.setdefault(bucket.key, []).append(number)
+        tables += [self._bucket(key, numbers) for key, numbers in by_key.items()]
         objects = ((o.key, file, at, o.length) for o, (file, at) in zip(self._objects, self.object_places, strict=True))
         names = [file.name for file in self.files]
         return write_metadata(tables, objects, names, checkpoint_id=name, save_id=f"distckpt {__version__}")
@@ -236,7 +255,12 @@ class TorchDistOutput:
         return StoredTensor(array.key, cut.dtype.name, array.shape, offsets, sizes, *where)
 
     def _bucket(self, key: str, numbers: Sequence[int]) -> StoredTensor:
-        flats = [self.flats[number] for number in numbers]
-        offsets, sizes = (np.array([[getattr(f, name)] for f in flats], np.int64) for name in ("start", "length"))
-        where = (self._flat_file[numbers].astype(np.int32), self._flat_start[numbers], self._flat_length[numbers])
-        return StoredTensor(key, flats[0].dtype.name, (flats[0].numel,), offsets, sizes, *where)
+        parts = [self.buckets[number] for number in numbers]
+        offsets, sizes = (np.array([[getattr(part, name)] for part in parts], np.int64) for name in ("start", "length"))
+        where = (self._bucket_file[numbers].astype(np.int32), self._bucket_start[numbers], self._bucket_length[numbers])
+        return StoredTensor(key, parts[0].dtype.name, (parts[0].numel,), offsets, sizes, *where)
+
+
+def _zero_bytes(piece: Piece) -> Iterator[tuple[int, int]]:
+    """What no source fills of a record; one without elements is to be sealed all the same."""
+    return piece.zero_bytes() if piece.nbytes else iter([(0, 0)])

@@ -6,22 +6,23 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from converters.archive.records_out import RecordLayout
-from converters.box import Box, find_overlap, runs, uncovered
-from converters.errors import RequestError
+from converters.box import Box
+from converters.planning.plan import Copy, Piece, prove
+from converters.torchzip.records_out import RecordLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from converters.dtypes import DType
+    from converters.planning.plan import Drop
 
-__all__ = ["ArrayOut", "Cut", "FlatOut", "ObjectOut"]
+__all__ = ["ArrayOut", "BucketOut", "Cut", "ObjectOut"]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensors of one type and shape are cut into records.
+    """How tensors of one type and shape are cut into records: a family of pieces, one for each record.
 
     Attributes:
         boxes: The pieces, in the tensor's coordinates; they tile it.
@@ -38,39 +39,51 @@ class Cut:
     @cached_property
     def layouts(self) -> tuple[RecordLayout, ...]:
         """The record of each piece."""
-        made: dict[tuple[int, ...], RecordLayout] = {}
-        for box in self.boxes:
-            if box.shape not in made:
-                made[box.shape] = RecordLayout(self.dtype, (*(1,) * self.leading, *box.shape))
-        return tuple(made[box.shape] for box in self.boxes)
+        layouts = {
+            shape: RecordLayout(self.dtype, (*(1,) * self.leading, *shape)) for shape in {b.shape for b in self.boxes}
+        }
+        return tuple(layouts[box.shape] for box in self.boxes)
 
-    def check(self, key: str) -> None:
-        """Checks that the pieces tile the tensor.
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What is in each record, of a source tensor that is not named; padding rows of the vocabulary are zero."""
+        return tuple(
+            Piece(
+                "",
+                self.dtype,
+                box.shape,
+                copies=[Copy("", kept, "", kept.relative_to(box.start))] if kept.volume else (),
+                fills=[rest.relative_to(box.start)] if rest.volume else (),
+            )
+            for box, kept, rest in self._parts()
+        )
+
+    def _parts(self) -> Iterator[tuple[Box, Box, Box]]:
+        """Each record's box, the rows of it that the source has, and those that it lacks."""
+        for box in self.boxes:
+            if not box.shape:
+                yield box, box, Box((0,), (0,))
+                continue
+            kept = min(max(0, self.source_shape[0] - box.start[0]), box.shape[0])
+            row, rest = box.start[1:], box.shape[1:]
+            yield box, Box(box.start, (kept, *rest)), Box((box.start[0] + kept, *row), (box.shape[0] - kept, *rest))
+
+    def prove(self, source: str, drops: Iterable[Drop]) -> None:
+        """Checks that the records tile the tensor, and that every element of its source is in one.
+
+        Args:
+            source: A tensor that is cut so.
+            drops: What of it is left out on purpose.
 
         Raises:
-            RequestError: They do not.
+            RequestError: See `planning.plan.prove`.
         """
-        if uncovered(self.shape, self.boxes) is not None or find_overlap(self.boxes) is not None:
-            raise RequestError(f"the pieces of {key} do not tile it")
-
-    def moves(self, box: Box) -> Iterator[tuple[int, Box, tuple[int, ...], Box]]:
-        """`(piece, part of the box, shape of the piece, landing)` for elements of the source."""
-        for piece, target in enumerate(self.boxes):
-            part = target.intersect(box) if box.shape else box
-            if part is not None:
-                yield piece, part, target.shape, part.relative_to(target.start)
-
-    def fills(self) -> list[tuple[int, int, int]]:
-        """`(piece, first byte, bytes)` that no source fills: padding rows of the vocabulary; empty pieces, to be sealed."""
-        out = []
-        for piece, (box, layout) in enumerate(zip(self.boxes, self.layouts, strict=True)):
-            if not layout.nbytes:
-                out.append((piece, 0, 0))
-            elif self.source_shape != self.shape and box.stop[0] > self.source_shape[0]:
-                row = layout.nbytes // box.shape[0]
-                kept = max(0, self.source_shape[0] - box.start[0])
-                out.append((piece, kept * row, layout.nbytes - kept * row))
-        return out
+        parts = list(self._parts())
+        copies = [Copy(source, kept, source, kept) for _, kept, _ in parts if kept.volume]
+        whole = Piece(
+            source, self.dtype, self.shape, copies=copies, fills=[rest for _, _, rest in parts if rest.volume]
+        )
+        prove([whole], {source: self.source_shape}, drops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +107,15 @@ class ArrayOut:
 
 
 @dataclass(frozen=True)
-class FlatOut:
-    """A stored piece of a flat optimizer bucket.
+class BucketOut:
+    """A stored part of a flat optimizer bucket.
 
     Attributes:
         key: Key of the bucket's 1-D array.
-        start: First element of this piece.
-        length: Elements of this piece.
+        numel: Elements of that.
+        start: First element of this part.
         rank: The rank whose file holds it.
-        copies: `(source, box, at)`: elements of a source tensor that fill the piece from `at` on, in C order.
-        gaps: `(first element, elements)` that nothing fills.
+        pieces: What is in it, one behind the other: boxes of parameters, and the gaps between them.
     """
 
     key: str
@@ -112,54 +124,17 @@ class FlatOut:
     length: int
     dtype: DType
     rank: int
-    copies: tuple[tuple[str, Box, int], ...]
-    gaps: tuple[tuple[int, int], ...]
+    pieces: Sequence[Piece]
 
     @property
     def layout(self) -> RecordLayout:
         """Its record."""
         return _flat_layout(self.dtype, self.length)
 
-    def check(self) -> None:
-        """Checks that copies and gaps tile the piece.
-
-        Raises:
-            RequestError: They do not.
-        """
-        spans = [Box((at,), (box.volume,)) for _, box, at in self.copies]
-        spans += [Box((first,), (count,)) for first, count in self.gaps]
-        if uncovered((self.length,), spans) is not None or find_overlap(spans) is not None:
-            raise RequestError(f"the parameters do not fill {self.key} at {self.start}")
-
-    def moves(self, source: str, box: Box) -> Iterator[tuple[Box, Box]]:
-        """`(part of the box, landing)` for elements of a source."""
-        for name, piece, at in self.copies:
-            part = piece.intersect(box) if name == source else None
-            for inner in _straight(part, piece) if part is not None else ():
-                first = at + runs(inner.relative_to(piece.start), piece.shape)[0]
-                yield inner, Box((first,), (inner.volume,))
-
-    def fills(self) -> Iterator[tuple[int, int]]:
-        """`(first byte, bytes)` that no source fills."""
-        if not self.length:
-            yield 0, 0
-        size = self.dtype.itemsize
-        yield from ((first * size, count * size) for first, count in self.gaps)
-
 
 @lru_cache(maxsize=1024)
 def _flat_layout(dtype: DType, length: int) -> RecordLayout:
     return RecordLayout(dtype, (length,))
-
-
-def _straight(part: Box, whole: Box) -> Iterator[Box]:
-    """Cuts `part` of a box until each piece lies in one run of it. A tile's part does, but for odd shapes."""
-    if not runs(part.relative_to(whole.start), whole.shape)[2]:
-        yield part
-        return
-    axis = next(axis for axis, n in enumerate(part.shape) if n > 1)
-    for inner in part.split(axis, 1):
-        yield from _straight(inner, whole)
 
 
 @dataclass(frozen=True, slots=True)

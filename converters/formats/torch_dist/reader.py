@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from converters.catalog import Catalog, Problem
+from converters.formats.base import COMMON_OBJECT
 from converters.formats.broken import read_part
 from converters.formats.canonical import canonical_tensors
 from converters.formats.common_state import read_tree
@@ -22,8 +23,6 @@ from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, find_producer, megatron_catalog
 
 __all__ = ["TorchDistReader"]
-
-_COMMON_OBJECT = "common_state/shard_0_1"
 
 
 class TorchDistReader(DcpReader):
@@ -47,7 +46,7 @@ class TorchDistReader(DcpReader):
             problems.append(Problem("warning", text))
         evidence = {
             "save_id": save_id(metadata),
-            "embedded": _COMMON_OBJECT in metadata.objects,
+            "embedded": COMMON_OBJECT in metadata.objects,
             "class": metadata.top_class,
             "mcore_data": metadata.has_mcore_data,
             "plans": metadata.plans is not None,
@@ -70,4 +69,4 @@ class TorchDistReader(DcpReader):
         path = self.folder / "common.pt"
         if exists(path):
             return read_part(lambda *_: read_tree(path, "common.pt"), self.folder, "common.pt")
-        return self.object_value(_COMMON_OBJECT)
+        return self.object_value(COMMON_OBJECT)

@@ -1,4 +1,4 @@
-"""One zarr array as Megatron wrote it: what `.zarray` says, and which chunk files lie beside it.
+"""One zarr array: what `.zarray` (or `zarr.json` of version 3) says, and which chunk files lie beside it.
 
     decoder.layers.mlp.linear_fc1.weight/
         .zarray     {"shape": [2, 96, 32], "chunks": [1, 24, 32], "dtype": "bfloat16", ...}
@@ -6,9 +6,10 @@
         0.1.0       elements [0:1, 24:48, 0:32]
 
 A chunk file is the elements and nothing else, because Megatron compresses nothing: it is streamed like any other record.
-At the upper edge of an array a chunk keeps its full size; what lies outside the array means nothing.
+Chunks that another program encoded are decoded by `codecs`. At the upper edge of an array a chunk keeps its full size; what
+lies outside the array means nothing.
 
-Sources: zarr v2 specification; megatron/core/dist_checkpointing/strategies/zarr.py (tags core_v0.4.0 to core_v0.15.0).
+Sources: specifications of zarr v2, v3; megatron/core/dist_checkpointing/strategies/zarr.py (core_v0.4.0 to core_v0.15.0).
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters.catalog import StoredArray
-from converters.dtypes import DType, dtype
-from converters.errors import FormatError
+from converters.dtypes import TYPES, DType, dtype
+from converters.errors import FormatError, UnsupportedError
 from converters.formats.folder import scan
+from converters.formats.links import follows_links
 from converters.formats.plain_json import parse_json
+from converters.formats.zarr.codecs import Codec
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
 
     from converters.formats.folder import Entry
 
-__all__ = ["ArraySpec", "ChunkFiles", "parse_zarray", "scan_chunks"]
+__all__ = ["ArraySpec", "ChunkFiles", "parse_zarr_json", "parse_zarray", "scan_chunks"]
 
 # zarr's spelling -> ours; Megatron writes "bfloat16" over the "<V2" that zarr makes of a type it does not know
 _DTYPES = {
@@ -49,7 +52,23 @@ _DTYPES = {
     "|b1": "bool",
 }
 _NEEDED = {"zarr_format", "shape", "chunks", "dtype", "compressor", "fill_value", "order", "filters"}
+_NEEDED_3 = {
+    "zarr_format",
+    "node_type",
+    "shape",
+    "data_type",
+    "chunk_grid",
+    "chunk_key_encoding",
+    "fill_value",
+    "codecs",
+}
+_KNOWN_3 = _NEEDED_3 | {"attributes", "dimension_names", "storage_transformers"}
+_RAW_3 = (
+    [{"name": "bytes"}],
+    [{"name": "bytes", "configuration": {"endian": "little"}}],
+)  # codecs that leave all as it is
 _LIMIT = 1 << 62
+_NUMPY = re.compile(r"[<>|=](?:[biufcmMSUV]\d+|O)")  # types that numpy spells
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +78,16 @@ class ArraySpec:
     Attributes:
         chunks: Elements of a chunk along each axis.
         separator: What stands between the numbers in the name of a chunk file: "." or "/".
+        prefix: What stands before the first number: "c" and the separator in zarr 3.
+        codec: How chunks are encoded; None: a chunk file is its elements.
     """
 
     dtype: DType
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     separator: str
+    prefix: str = ""
+    codec: Codec | None = None
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -73,52 +96,122 @@ class ArraySpec:
 
     @property
     def chunk_nbytes(self) -> int:
-        """Bytes of every chunk file."""
+        """Bytes of the elements of every chunk."""
         return math.prod(self.chunks) * self.dtype.itemsize
 
     def name(self, index: tuple[int, ...]) -> str:
         """Name of the file of a chunk, relative to the array's folder."""
-        return self.separator.join(map(str, index)) or "0"
+        return self.prefix + self.separator.join(map(str, index)) or "0"
 
 
 def parse_zarray(raw: bytes, key: str) -> ArraySpec:
-    """Reads a `.zarray` that Megatron can have written.
+    """Reads a `.zarray`.
 
     Raises:
-        FormatError: Not JSON of zarr v2, or of a kind that Megatron never writes: compressed, filtered, not numeric.
+        FormatError: Not JSON of zarr v2.
+        UnsupportedError: A filter, or elements that are not numbers.
     """
     what = f"{printable(key)}/.zarray"
-    document = parse_json(raw, what)
-    if not isinstance(document, dict) or not document.keys() >= _NEEDED:
-        missing = ", ".join(sorted(_NEEDED - document.keys())) if isinstance(document, dict) else "everything"
-        raise FormatError(f"{what} does not describe a zarr array: {missing} is missing")
-    unknown = sorted(document.keys() - _NEEDED - {"dimension_separator"})
-    if unknown:
-        raise FormatError(f"{what} has a member {printable(unknown[0])!r}, which zarr v2 does not know")
-    if document["zarr_format"] != 2 or document["order"] != "C":
-        found = f"zarr_format {document['zarr_format']!r}, order {document['order']!r}"
-        raise FormatError(f"{what} has {printable(found)}; Megatron writes zarr_format 2, order 'C'")
-    for name in ("compressor", "filters"):
-        if document[name] is not None:
-            raise FormatError(
-                f"{what} has {name} {printable(json.dumps(document[name]))[:100]}; Megatron stores chunks as they are",
-                hint="this array was not written by Megatron: rewrite it uncompressed",
-            )
-    separator = document.get("dimension_separator", ".")
-    if separator not in (".", "/"):
-        raise FormatError(f"{what} has the dimension_separator {printable(repr(separator))}, not '.' or '/'")
-    spelt = document["dtype"]
-    if not isinstance(spelt, str) or spelt not in _DTYPES:
-        raise FormatError(
-            f"{what} has elements of type {printable(repr(spelt))[:100]}", details=[f"known: {', '.join(_DTYPES)}"]
+    document = _document(raw, what, 2, _NEEDED, _NEEDED | {"dimension_separator"})
+    if document["order"] not in ("C", "F"):
+        raise FormatError(f"{what} has the order {printable(repr(document['order']))[:80]}, not 'C' or 'F'")
+    compressor = document["compressor"]
+    for name, container in (("compressor", dict), ("filters", list)):
+        if not (document[name] is None or isinstance(document[name], container)):
+            raise FormatError(f"{what} has {name} {printable(json.dumps(document[name]))[:100]}")
+    if document["filters"]:
+        raise UnsupportedError(
+            f"{what} has filters {printable(json.dumps(document['filters']))[:100]}",
+            hint="rewrite this array without filters; compressed ones are read",
         )
-    shape, chunks = _sizes(document["shape"], 0), _sizes(document["chunks"], 1)
-    kind = dtype(_DTYPES[spelt])
-    if shape is None or chunks is None or len(shape) != len(chunks) or len(shape) > 32:
-        raise FormatError(f"{what} has impossible sizes: shape {document['shape']}, chunks {document['chunks']}"[:300])
-    if max(math.prod(shape), math.prod(chunks)) * kind.itemsize >= _LIMIT or max(shape, default=0) >= _LIMIT:
-        raise FormatError(f"{what} has impossible sizes: shape {list(shape)}, chunks {list(chunks)}"[:300])
-    return ArraySpec(kind, shape, chunks, separator)
+    separator = _separator(document.get("dimension_separator", "."), f"{what}: dimension_separator")
+    kind, shape, chunks = _elements(document["dtype"], document["shape"], document["chunks"], _DTYPES, what)
+    spec = ArraySpec(kind, shape, chunks, separator)
+    order = "C" if len(shape) < 2 else document["order"]
+    if compressor is None and order == "C":
+        return spec
+    one = {name: document[name] for name in _NEEDED}
+    one |= {"shape": list(chunks), "dimension_separator": separator, "order": order}
+    one |= {"dtype": "bfloat16" if kind.name == "bfloat16" else document["dtype"], "fill_value": None, "filters": None}
+    how = f"compressor {printable(str(compressor.get('id')))[:40]}" if compressor else "Fortran's order"
+    return replace(spec, codec=Codec("zarr", one, spec.name((0,) * len(chunks)), spec.chunk_nbytes, f"zarr 2, {how}"))
+
+
+def parse_zarr_json(raw: bytes, key: str) -> ArraySpec:
+    """Reads the `zarr.json` of an array of version 3.
+
+    Raises:
+        FormatError: Not JSON of a zarr v3 array.
+        UnsupportedError: Chunks of several sizes, or elements that are not numbers.
+    """
+    what = f"{printable(key)}/zarr.json"
+    document = _document(raw, what, 3, _NEEDED_3, _KNOWN_3)
+    grid, encoding = (_named(document[name], what, name) for name in ("chunk_grid", "chunk_key_encoding"))
+    if grid[0] != "regular" or encoding[0] not in ("default", "v2") or document.get("storage_transformers"):
+        names = f"chunk_grid {grid[0]}, chunk_key_encoding {encoding[0]}"
+        raise UnsupportedError(f"{what} has {printable(names)[:100]}; read are regular grids, named as by default")
+    default = encoding[0] == "default"
+    separator = _separator(encoding[1].get("separator", "/" if default else "."), f"{what}: separator")
+    kinds = {kind.name: kind.name for kind in TYPES}
+    sizes = grid[1].get("chunk_shape")
+    kind, shape, chunks = _elements(document["data_type"], document["shape"], sizes, kinds, what)
+    spec = ArraySpec(kind, shape, chunks, separator, f"c{separator if shape else ''}" if default else "")
+    codecs = document["codecs"]
+    if codecs in _RAW_3:
+        return spec
+    one = {name: document[name] for name in _NEEDED_3} | {"shape": list(chunks)}
+    steps = [_named(step, what, "codecs")[0] for step in codecs] if isinstance(codecs, list) else ["?"]
+    text = f"zarr 3, {printable(', '.join(steps))[:80]}"
+    if "sharding_indexed" in steps:  # a shard lacks chunks that hold nothing but the fill value: none could be missed
+        raise UnsupportedError(f"{what} divides its chunks into further ones (sharding_indexed)")
+    return replace(spec, codec=Codec("zarr3", one, spec.name((0,) * len(chunks)), spec.chunk_nbytes, text))
+
+
+def _document(raw: bytes, what: str, version: int, needed: set[str], optional: set[str]) -> dict[str, Any]:
+    document = parse_json(raw, what)
+    if not isinstance(document, dict) or not document.keys() >= needed:
+        missing = ", ".join(sorted(needed - document.keys())) if isinstance(document, dict) else "everything"
+        raise FormatError(f"{what} does not describe a zarr array: {missing} is missing")
+    unknown = sorted(document.keys() - optional)
+    if unknown:
+        raise FormatError(f"{what} has a member {printable(unknown[0])!r}, which zarr v{version} does not know")
+    if document["zarr_format"] != version:
+        stated = printable(repr(document["zarr_format"]))[:80]
+        refusal = UnsupportedError if document["zarr_format"] in (1, 2, 3) else FormatError
+        raise refusal(f"{what} has zarr_format {stated}, not {version}")
+    return document
+
+
+def _named(value: Any, what: str, member: str) -> tuple[str, dict[str, Any]]:
+    """Name and configuration of an extension point of zarr v3, which may be a name alone."""
+    name = value.get("name") if isinstance(value, dict) else value
+    configuration = value.get("configuration", {}) if isinstance(value, dict) else {}
+    if not isinstance(name, str) or not isinstance(configuration, dict):
+        raise FormatError(f"{what} has {member} {printable(json.dumps(value))[:100]}")
+    return name, configuration
+
+
+def _separator(value: Any, what: str) -> str:
+    if value not in (".", "/"):
+        raise FormatError(f"{what} is {printable(repr(value))[:80]}, not '.' or '/'")
+    return str(value)
+
+
+def _elements(
+    spelt: Any, shape: Any, chunks: Any, kinds: dict[str, str], what: str
+) -> tuple[DType, tuple[int, ...], tuple[int, ...]]:
+    """Element type, shape and chunk sizes of an array."""
+    if not isinstance(spelt, str) or spelt not in kinds:
+        raise (UnsupportedError if isinstance(spelt, str) and _NUMPY.fullmatch(spelt) else FormatError)(
+            f"{what} has elements of type {printable(repr(spelt))[:100]}", details=[f"known: {', '.join(kinds)}"]
+        )
+    sizes, pieces = _sizes(shape, 0), _sizes(chunks, 1)
+    kind = dtype(kinds[spelt])
+    if sizes is None or pieces is None or len(sizes) != len(pieces) or len(sizes) > 32:
+        raise FormatError(f"{what} has impossible sizes: shape {shape}, chunks {chunks}"[:300])
+    if max(math.prod(sizes), math.prod(pieces)) * kind.itemsize >= _LIMIT or max(sizes, default=0) >= _LIMIT:
+        raise FormatError(f"{what} has impossible sizes: shape {list(sizes)}, chunks {list(pieces)}"[:300])
+    return kind, sizes, pieces
 
 
 def _sizes(value: Any, least: int) -> tuple[int, ...] | None:
@@ -198,25 +291,27 @@ def scan_chunks(folder: Path, entries: Iterable[Entry], spec: ArraySpec) -> Chun
     Returns:
         The files by number; a link, a folder or a device in the place of a chunk is not followed: that chunk is damaged.
     """
-    depth = max(len(spec.shape), 1)
-    grid = spec.grid or (1,)
-    shape = re.compile(re.escape(spec.separator).join([r"(0|[1-9]\d{0,18})"] * depth))
+    numbers = len(spec.shape) if spec.prefix else max(len(spec.shape), 1)
+    grid = spec.grid if spec.prefix else spec.grid or (1,)
+    depth = spec.name((0,) * numbers).count("/") + 1
+    shape = re.compile(re.escape(spec.prefix) + re.escape(spec.separator).join([r"(0|[1-9]\d{0,18})"] * numbers))
     cells: list[int] = []
     bad: dict[int, str] = {}
     stray: list[str] = []
-    for name, entry in _entries(folder, entries, depth if spec.separator == "/" else 1):
-        found = shape.fullmatch(name)
-        index = [int(text) for text in found.groups()] if found else []
-        if not found or any(i >= n for i, n in zip(index, grid, strict=True)):
-            if name not in (".zarray", ".zattrs") and not re.fullmatch(r"shard_.*\.pt", name, re.DOTALL):
+    follow = follows_links(folder)
+    for name, entry in _entries(folder, entries, depth):
+        match = shape.fullmatch(name)
+        index = [int(text) for text in match.groups()] if match else []
+        if not match or any(i >= n for i, n in zip(index, grid, strict=True)):
+            if name not in (".zarray", ".zattrs", "zarr.json") and not re.fullmatch(r"shard_.*\.pt", name, re.DOTALL):
                 stray.append(name)
             continue
         cell = 0
         for i, n in zip(index, grid, strict=True):
             cell = cell * n + i
-        if not entry.is_file(follow_symlinks=False):
+        if not entry.is_file(follow_symlinks=follow):
             bad[cell] = "is not a regular file"
-        elif (size := entry.stat(follow_symlinks=False).st_size) != spec.chunk_nbytes:
+        elif (size := entry.stat(follow_symlinks=follow).st_size) != spec.chunk_nbytes and spec.codec is None:
             bad[cell] = f"is {size:,} bytes, .zarray needs {spec.chunk_nbytes:,}"
         else:
             cells.append(cell)
@@ -227,7 +322,7 @@ def _entries(folder: Path, entries: Iterable[Entry], depth: int, prefix: str = "
     """What lies in a folder; with "/" between the numbers, in the folders of each axis."""
     for entry in entries:
         name = prefix + entry.name
-        if depth > 1 and entry.is_dir(follow_symlinks=False):
+        if depth > 1 and entry.is_dir(follow_symlinks=follows_links(folder)):
             with scan(folder / entry.name) as inner:
                 yield from _entries(folder / entry.name, inner, depth - 1, f"{name}/")
         else:

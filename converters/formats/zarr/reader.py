@@ -27,15 +27,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
-from converters.archive.records import Payload, TensorRef, locate_tensor
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArray, TensorInfo
 from converters.errors import FormatError
+from converters.formats.base import Reader
 from converters.formats.canonical import KeyedArray, TensorsInside, canonical_tensors, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.folder import exists, read_small, scan, status, walk
+from converters.formats.links import follows_links
 from converters.formats.megatron import megatron_catalog
-from converters.formats.zarr.array import ChunkFiles, parse_zarray, scan_chunks
+from converters.formats.zarr.array import ChunkFiles, parse_zarr_json, parse_zarray, scan_chunks
 from converters.names import parse_key, printable
+from converters.torchzip.records import Payload, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -49,10 +51,11 @@ __all__ = ["ZarrReader"]
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt")
 _CHUNK = re.compile(r"\d+(\.\d+)*")
 _ZARRAY_LIMIT = 1 << 20
+_DOCUMENTS = {".zarray": parse_zarray, "zarr.json": parse_zarr_json}
 _ROLES = {"metadata.json": "metadata", "common.pt": "common state"}
 
 
-class ZarrReader:
+class ZarrReader(Reader):
     """An open zarr checkpoint. A record is a chunk file; after these are numbered the tensors inside objects."""
 
     name: ClassVar[str] = "zarr"
@@ -73,16 +76,18 @@ class ZarrReader:
         for key in _key_folders(folder):
             with scan(folder / key) as entries:
                 names = {entry.name: entry for entry in entries}
-            zarray = names.get(".zarray")
-            if zarray is not None and zarray.is_file(follow_symlinks=False):
-                spec = parse_zarray(read_small(folder / key / ".zarray", _ZARRAY_LIMIT), key)
+            documents = [name for name in _DOCUMENTS if name in names]
+            if documents and names[documents[0]].is_file(follow_symlinks=follows_links(folder)):
+                spec = _DOCUMENTS[documents[0]](read_small(folder / key / documents[0], _ZARRAY_LIMIT), key)
+                if spec.codec is not None:
+                    spec.codec.check(printable(key))
                 arrays[key] = scan_chunks(folder / key, names.values(), spec)
             elif any(_CHUNK.fullmatch(name) for name in names):
                 raise FormatError(
                     f"{printable(key)} has chunk files but no .zarray, so nobody knows the tensor's type and shape",
                     hint="use the previous iteration, or copy the hidden files .zarray too (cp -a, rsync -a)",
                 )
-            objects |= {made.key: made for made in _shards(key, names)}
+            objects |= {info.key: info for info in _shards(key, names, follow=follows_links(folder))}
         return cls(folder, arrays, objects)
 
     def file_of(self, record: int) -> int:
@@ -94,8 +99,11 @@ class ZarrReader:
         """Where in its file the elements of a record lie: a chunk is the whole file."""
         inside = self._inside.find(record)
         if inside is None:
-            nbytes = self._files.owner(record)[1].spec.chunk_nbytes
-            return Payload(0, nbytes, None, 0, nbytes)
+            spec = self._files.owner(record)[1].spec
+            if spec.codec is None:
+                return Payload(0, spec.chunk_nbytes, None, 0, spec.chunk_nbytes)
+            entry = status(self._files[record])
+            return Payload(0, spec.chunk_nbytes, None, 0, entry.size if entry else 0, spec.codec.decode)
         stored = self._objects[inside[0]]
         return locate_tensor(read, stored.start, stored.length, inside[1], printable(stored.file))
 
@@ -113,9 +121,9 @@ class ZarrReader:
     def fingerprint(self) -> str:
         """Digest of the names, sizes and times of all files, and of every `.zarray`."""
         digest = hashlib.sha256()
-        for name, found in walk(self._folder):
+        for name, state in walk(self._folder):
             if ".sync/" not in name:
-                digest.update(os.fsencode(f"{name}:{found.size}:{found.mtime_ns};"))
+                digest.update(os.fsencode(f"{name}:{state.size}:{state.mtime_ns};"))
         return digest.hexdigest()
 
     def _catalog(self) -> Catalog:
@@ -147,11 +155,13 @@ class ZarrReader:
         for key, chunks in self._arrays.items():
             nbytes = chunks.spec.chunk_nbytes
             for position in range(len(chunks.cells)):
-                yield FileInfo(f"{key}/{chunks.file_name(position)}", nbytes, 1, nbytes, nbytes)
-            if found := chunks.trouble():
-                yield FileInfo(f"{key}/{found[0]}", self._size(f"{key}/{found[0]}"), 1, nbytes)
-            for name in (".zarray", *chunks.stray):
-                role = "metadata" if name == ".zarray" else "unreferenced"
+                name = f"{key}/{chunks.file_name(position)}"
+                size = nbytes if chunks.spec.codec is None else self._size(name) or 0
+                yield FileInfo(name, size, 1, size, size)
+            if trouble := chunks.trouble():
+                yield FileInfo(f"{key}/{trouble[0]}", self._size(f"{key}/{trouble[0]}"), 1, nbytes)
+            for name in (*(name for name in _DOCUMENTS if exists(self._folder / key / name)), *chunks.stray):
+                role = "metadata" if name in _DOCUMENTS else "unreferenced"
                 yield FileInfo(f"{key}/{name}", self._size(f"{key}/{name}"), role=role)
         for stored in self._objects.values():
             yield FileInfo(stored.file, stored.length, 1, stored.length, stored.length)
@@ -161,8 +171,8 @@ class ZarrReader:
                     yield FileInfo(entry.name, entry.stat().st_size, role=_ROLES.get(entry.name, "other"))
 
     def _size(self, name: str) -> int | None:
-        found = status(self._folder / name)
-        return found and found.size
+        state = status(self._folder / name)
+        return state and state.size
 
 
 class _Files(Sequence["Path"]):
@@ -196,19 +206,22 @@ class _Files(Sequence["Path"]):
 def _key_folders(folder: Path) -> list[str]:
     """Names of the folders that may hold a key. Only what the folder lists is used: no name from inside a file is."""
     with scan(folder) as entries:
-        found = [entry for entry in entries if not entry.name.endswith(".sync") and entry.is_dir()]
-    linked = next((entry.name for entry in found if entry.is_symlink()), None)
-    if linked is not None:
-        raise FormatError(f"{printable(linked)} is a symbolic link; a checkpoint's folders must lie in it themselves")
-    return sorted(entry.name for entry in found)
+        folders = [entry for entry in entries if not entry.name.endswith(".sync") and entry.is_dir()]
+    linked = next((entry.name for entry in folders if entry.is_symlink()), None)
+    if linked is not None and not follows_links(folder):
+        raise FormatError(
+            f"{printable(linked)} is a symbolic link; a checkpoint's folders must lie in it themselves",
+            hint="--follow-links (follow_links=True) reads it, if you trust where it leads",
+        )
+    return sorted(entry.name for entry in folders)
 
 
-def _shards(key: str, entries: Mapping[str, Entry]) -> Iterator[ObjectInfo]:
+def _shards(key: str, entries: Mapping[str, Entry], *, follow: bool) -> Iterator[ObjectInfo]:
     """The objects of a key. Up to 0.6 their names lack the grid's last size, if it has several: `shard_0.1_2.pt`."""
-    found = [(match, entries[name]) for name in entries if (match := _SHARD.fullmatch(name))]
-    shards = [([int(n) for n in m[1].split(".")], [int(n) for n in m[2].split(".")], entry) for m, entry in found]
+    matches = [(match, entries[name]) for name in entries if (match := _SHARD.fullmatch(name))]
+    shards = [([int(n) for n in m[1].split(".")], [int(n) for n in m[2].split(".")], entry) for m, entry in matches]
     for offset, grid, entry in sorted(shards, key=lambda shard: shard[:2]):
-        if not entry.is_file(follow_symlinks=False):
+        if not entry.is_file(follow_symlinks=follow):
             raise FormatError(f"{printable(f'{key}/{entry.name}')} is not a regular file")
         if len(grid) == len(offset) - 1:
             grid = [*grid, 1 + max(other[-1] for other, *_ in shards)]
@@ -217,9 +230,9 @@ def _shards(key: str, entries: Mapping[str, Entry]) -> Iterator[ObjectInfo]:
 
 
 def _chunk_problems(key: str, chunks: ChunkFiles) -> Iterator[Problem]:
-    found = chunks.trouble()
-    if found is not None:
-        name, text = f"{key}/{found[0]}", found[1]
+    trouble = chunks.trouble()
+    if trouble is not None:
+        name, text = f"{key}/{trouble[0]}", trouble[1]
         parsed = parse_key(key)
         tensors = [parsed.template.format(*prefix) for prefix in chunks.incomplete(len(parsed.axes))]
         yield Problem("error", f"{printable(name)} {text}", file=name, tensors=tuple(tensors))
@@ -232,7 +245,7 @@ def _object_problems(objects: Iterable[ObjectInfo]) -> Iterator[Problem]:
     shards: dict[str, list[ObjectInfo]] = defaultdict(list)
     for stored in objects:
         shards[stored.name].append(stored)
-    for name, found in shards.items():
-        wanted = math.prod(found[0].grid)
-        if len(found) != wanted:
-            yield Problem("warning", f"{printable(name)} has {len(found)} of its {wanted} shards")
+    for name, shards_found in shards.items():
+        wanted = math.prod(shards_found[0].grid)
+        if len(shards_found) != wanted:
+            yield Problem("warning", f"{printable(name)} has {len(shards_found)} of its {wanted} shards")

@@ -1,0 +1,309 @@
+"""The commands that write, as functions: `distckpt reshard` on the command line, `converters.reshard` in a program.
+
+Both take their options and defaults from here: the layout's are fields of `Layout`, the others those of the option classes
+of `targets`, the words that an option takes are in `CHOICES`.
+
+    report = converters.reshard("ckpt/iter_0050000", "out", tp=2, pp=2)
+    report.path, report.to_json()
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import contextmanager
+from dataclasses import MISSING, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from converters.dtypes import from_option
+from converters.errors import RequestError
+from converters.formats import open_checkpoint
+from converters.io.memory import default_threads
+from converters.megatron.identity import identify
+from converters.megatron.layout import Layout
+from converters.names import printable
+from converters.remote.address import named_path
+from converters.write.convert import WRITERS, plan_convert
+from converters.write.edit_args import EditOptions, plan_edit
+from converters.write.export import ExportOptions, plan_export
+from converters.write.import_hf import ImportOptions, plan_import
+from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.write_plan import run_conversion
+from converters.write.written import WriteReport
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+
+    from converters.catalog import Catalog
+    from converters.formats.base import Reader
+    from converters.write.write_plan import Conversion, WriteOptions
+
+__all__ = [
+    "CHOICES",
+    "LAYOUT_OPTIONS",
+    "convert",
+    "export_hf",
+    "import_hf",
+    "plan_command",
+    "reshard",
+    "target_layout",
+]
+
+LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first_layers", "last_layers", "pp_layout")
+"""Fields of `Layout` that may be asked for; what is not keeps the value that the source was saved with."""
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("bf16", "fp16", "fp32"),
+    "experts": ("grouped", "sequential", "stacked"),
+    "extra_state": ("keep", "drop", "fill"),
+    "layers": ("stacked", "per-layer", "keep"),
+    "masters": ("fp32", "remainders"),
+    "mtp": ("keep", "drop", "auto"),
+    "names": ("megatron", "hf"),
+    "rng": ("keep", "drop", "auto"),
+    "spec": ("te", "local"),
+}
+"""The words that options of several commands take."""
+
+_RUN = ("listener", "stop", "ranks")
+_Function = TypeVar("_Function", bound="Callable[..., WriteReport]")
+
+
+def target_layout(catalog: Catalog, sizes: Mapping[str, Any]) -> Layout:
+    """The layout that somebody means who asks for some sizes: the others are those that the source was saved with.
+
+    Args:
+        catalog: Of the source; sizes of one that no Megatron job saved are 1.
+        sizes: Some of `LAYOUT_OPTIONS`.
+
+    Raises:
+        RequestError: The sizes make no grid.
+    """
+    return _saved_layout(catalog).changed(**sizes)
+
+
+def _saved_layout(catalog: Catalog) -> Layout:
+    if not catalog.megatron:
+        return Layout()
+    saved, seen = Layout.saved(catalog), identify(catalog).layout
+    # where no argument says it, the random states or the pieces of the tensors do
+    observed = {name: size for name in ("tp", "pp", "dp") if (size := getattr(seen, name)) is not None}
+    return saved.changed(**{name: size for name, size in observed.items() if size != getattr(saved, name)})
+
+
+@contextmanager
+def _kept_sizes_named(saved: Layout, sizes: Mapping[str, Any]) -> Iterator[None]:
+    """Adds to a refusal which of the options in it nobody gave."""
+    try:
+        yield
+    except RequestError as error:
+        text = " ".join([error.message, error.hint or "", *error.details]) + " "
+        for name in LAYOUT_OPTIONS:
+            option, size = f"--{name.replace('_', '-')}", getattr(saved, name)
+            if sizes.get(name) is None and size is not None and (f"{option} " in text or f"{option}:" in text):
+                error.details.append(f"{option} {size} is what the source was saved with, as {option} was not given")
+        raise
+
+
+def plan_command(
+    command: str,
+    source: str | Path,
+    destination: str | Path,
+    options: Mapping[str, Any],
+    *,
+    layout: Mapping[str, Any] | None = None,
+    format: str | None = None,
+    follow_links: bool = False,
+) -> Conversion:
+    """Plans one of the commands of this module; writes nothing.
+
+    Args:
+        command: "reshard", "strip", "edit-args", "convert", "export-hf" or "import-hf".
+        options: By the names of the option class; of `convert` also `to`.
+        layout: Some of `LAYOUT_OPTIONS`.
+        format: Name of the source's format; None recognises it.
+        follow_links: Files of the source may be links out of its folder.
+    """
+    sizes, into = {k: v for k, v in (layout or {}).items() if v is not None}, named_path(destination)
+    if command == "import-hf":
+        more = {"follow_links": follow_links} | dict(options)
+        return plan_import(source, into, Layout().changed(**sizes), ImportOptions(**more))
+    reader = open_checkpoint(source, format, follow_links=follow_links)
+    catalog = reader.catalog
+    if command == "export-hf":
+        return plan_export(reader, into, ExportOptions(**options))
+    if command == "convert":
+        words = dict(options)
+        to = words.pop("to")
+        if to not in WRITERS or not WRITERS[to].layout:
+            return plan_convert(reader, into, to, options=words)
+        with _kept_sizes_named(_saved_layout(catalog), sizes):
+            return plan_convert(reader, into, to, layout=target_layout(catalog, sizes), options=words)
+    if command == "edit-args":
+        return plan_edit(reader, into, EditOptions(**options))
+    if command == "strip":
+        return _plan_strip(reader, into, options)
+    with _kept_sizes_named(_saved_layout(catalog), sizes):
+        return plan_reshard(reader, into, target_layout(catalog, sizes), ReshardOptions(**options))
+
+
+def _plan_strip(reader: Reader, into: Path, options: Mapping[str, Any]) -> Conversion:
+    """The weights and their extra states alone, in the format and layout that they have, written like any reshard."""
+    catalog = reader.catalog
+    layout, less = _saved_layout(catalog), {"optimizer": "none", "rng": "drop", "extra_state": "keep", **options}
+    if catalog.format == "torch_dist":
+        return replace(plan_reshard(reader, into, layout, ReshardOptions(**less)), command="strip")
+    if catalog.format == "legacy":
+        return replace(plan_convert(reader, into, "legacy", layout=layout, options=less), command="strip")
+    raise RequestError(
+        f"strip keeps the format, and {catalog.format} is not written so",
+        hint="distckpt convert CKPT DST --to safetensors keeps the weights",
+    )
+
+
+def _carry_out(command: str, source: str | Path, destination: str | Path, options: dict[str, Any]) -> WriteReport:
+    watched = {name: options.pop(name) for name in _RUN if name in options}
+    dry = options.pop("dry_run", False)
+    opening = {name: options.pop(name) for name in ("format", "follow_links") if name in options}
+    layout = {name: options.pop(name) for name in LAYOUT_OPTIONS if name in options}
+    if options.get("threads") is None:
+        options["threads"] = default_threads()
+    for name, value in options.items():
+        if name == "dtype" and isinstance(value, str):
+            options[name] = from_option(value)
+        elif name in ("hf_config", "scratch") and isinstance(value, str):
+            options[name] = named_path(value)
+        elif isinstance(value, str) and value not in CHOICES.get(name, (value,)):
+            raise RequestError(
+                f"{name}={printable(value)!r} is not a choice", hint=f"choose {', '.join(CHOICES[name])}"
+            )
+    plan = plan_command(command, source, destination, options, layout=layout, **opening)
+    return WriteReport(plan, None if dry else run_conversion(plan, **watched))
+
+
+def _takes(options: type[WriteOptions], *names: str, layout: bool = False) -> Callable[[_Function], _Function]:
+    """Gives a function that takes any keyword the signature of those that its options have, for `help` and for errors."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    declared: dict[str, Any] = dict.fromkeys(LAYOUT_OPTIONS if layout else ())
+    for field in fields(options):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        declared[field.name] = None if field.name == "threads" else default
+    declared |= {"dry_run": False} | dict.fromkeys((*names, *_RUN))
+    declared.setdefault("follow_links", False)
+
+    def wrap(function: _Function) -> _Function:
+        own = inspect.signature(function)
+        positional = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        fixed = {p.name for p in positional}
+        more = [inspect.Parameter(n, keyword, default=v) for n, v in declared.items() if n not in fixed]
+        signature = own.replace(parameters=[*positional, *more])
+
+        @functools.wraps(function)
+        def run(*args: Any, **keywords: Any) -> WriteReport:
+            signature.bind(*args, **keywords)  # a TypeError that names what there is not
+            return function(*args, **keywords)
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return wrap
+
+
+@_takes(ReshardOptions, "format", layout=True)
+def reshard(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
+    """Writes a checkpoint as a job of another layout would have: weights, optimizer, scheduler, arguments.
+
+    Args:
+        src: A checkpoint of any format with Megatron's names: a training root, an iteration, a file inside.
+        dst: The training root to make: absent or empty, unless `overwrite`.
+        options: Sizes of the target layout (`tp`, `pp`, `vpp`, `ep`, `etp`, `cp`, `dp`, `first_layers`, `last_layers`,
+            `pp_layout`): what is None stays as the source was saved. What goes along, and in which form: see
+            `converters.write.reshard.ReshardOptions`. `dry_run=True` plans only. `listener`, `stop`, `ranks`: see
+            `converters.write.write_plan.run_conversion`.
+
+    Returns:
+        What was done; `path` is the new checkpoint.
+
+    Raises:
+        RequestError: No size was given, or the model cannot be laid out so.
+        FormatError: The source cannot be read.
+        IntegrityError: It is damaged.
+        DestinationError: The destination cannot be written.
+    """
+    _refuse_nothing_asked(options)
+    return _carry_out("reshard", src, dst, options)
+
+
+def _refuse_nothing_asked(options: Mapping[str, Any]) -> None:
+    carried = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(ExportOptions)} | {"vocab_size"}
+    if not any(options.get(name) is not None for name in (*LAYOUT_OPTIONS, *carried)):
+        raise RequestError(
+            "reshard was not told what shall change", hint=f"give at least one of {', '.join(LAYOUT_OPTIONS)}"
+        )
+
+
+def convert(src: str | Path, dst: str | Path, *, to: str, **options: Any) -> WriteReport:
+    """Writes a checkpoint in another storage format.
+
+    Args:
+        src: A checkpoint of any format.
+        dst: The folder, or for "torch" the file, to make.
+        to: "torch_dist" or "legacy", for a job of the layout that is asked for (`tp`, `pp`, ...; see `reshard`); "torch",
+            one file of `torch.save`; "safetensors", a folder.
+        options: Those of the format: fields of `TorchDistOptions`, `LegacyOptions`, `TorchOptions` or `SafetensorsOptions`
+            in `converters.write`. `dry_run`, `format`, `follow_links`, `listener`, `stop`, `ranks` as of `reshard`.
+
+    Returns:
+        What was done; `path` is the new checkpoint.
+
+    Raises:
+        RequestError: The format is not written, does not take an option, or the source does not fit it.
+        FormatError: The source cannot be read.
+        IntegrityError: It is damaged.
+        DestinationError: The destination cannot be written.
+    """
+    return _carry_out("convert", src, dst, {"to": to, **options})
+
+
+@_takes(ExportOptions, "format")
+def export_hf(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
+    """Writes a checkpoint's weights as a Hugging Face folder: safetensors, index, config.json.
+
+    Args:
+        src: A checkpoint of any format with Megatron's names.
+        dst: The folder to make.
+        options: See `converters.write.export.ExportOptions`; `dtype` also as "bf16", "fp16", "fp32". `dry_run`, `format`,
+            `follow_links`, `listener`, `stop`, `ranks` as of `reshard`.
+
+    Returns:
+        What was done; `path` is the new folder.
+
+    Raises:
+        RequestError: No known architecture expresses the model, or a tensor has no place.
+        FormatError: The source cannot be read.
+        IntegrityError: It is damaged.
+        DestinationError: The destination cannot be written.
+    """
+    return _carry_out("export-hf", src, dst, options)
+
+
+@_takes(ImportOptions, layout=True)
+def import_hf(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
+    """Writes a Hugging Face model as a checkpoint that a Megatron-LM job starts from.
+
+    Args:
+        src: A folder with config.json and weights.
+        dst: The training root to make.
+        options: Sizes of the target layout (`tp`, `pp`, ...), 1 where none is given; the rest: see
+            `converters.write.import_hf.ImportOptions`. `dry_run`, `listener`, `stop`, `ranks` as of `reshard`.
+
+    Returns:
+        What was done; `path` is the new checkpoint.
+
+    Raises:
+        RequestError: A key of config.json that changes what the model computes cannot be expressed.
+        FormatError: The source cannot be read.
+        DestinationError: The destination cannot be written.
+    """
+    return _carry_out("import-hf", src, dst, options)

@@ -1,0 +1,238 @@
+"""Where a result may be written: what must not be there, what --overwrite deletes, and how much room there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+from pathlib import Path
+
+from converters.errors import DestinationError
+from converters.formats.folder import refresh
+from converters.names import listed, printable
+from converters.remote.address import RemotePath, is_bucket
+from converters.remote.writing import WRITABLE
+
+__all__ = [
+    "beside",
+    "check_destination",
+    "free_bytes",
+    "is_empty",
+    "is_full",
+    "os_trouble",
+    "replaced",
+    "resolved",
+]
+
+
+def check_destination(source: Path, destination: Path, *, overwrite: bool = False, file: bool = False) -> None:
+    """Checks that a destination may be written, before any work is done.
+
+    Args:
+        source: The outermost folder, or the file, of the source.
+        destination: What shall be written.
+        overwrite: It may be replaced.
+        file: It is to be a file, not a folder.
+
+    Raises:
+        DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
+    """
+    try:
+        if isinstance(destination, RemotePath):
+            _check_store(source, destination, overwrite, file)
+            return
+        _check_destination(source, destination, overwrite, file)
+    except OSError as error:  # a folder on the way may not be searched, a name is too long
+        raise os_trouble(error, destination, "checking") from error
+
+
+def _check_destination(source: Path, destination: Path, overwrite: bool, file: bool) -> None:
+    real, shown = resolved(destination), printable(str(destination))
+    _refuse_overlap(source, real, shown)
+    if destination.is_symlink() and not destination.exists():
+        raise DestinationError(f"{shown} is a dangling symbolic link")
+    if destination.exists():
+        if real.is_mount():
+            raise DestinationError(
+                f"{shown} is a mount point, which nothing can be renamed onto", hint=f"use a folder in it: {shown}/NAME"
+            )
+        if file:
+            _check_file(destination, overwrite)
+        elif not destination.is_dir():
+            raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
+        elif not is_empty(destination):
+            refusal = _refusal(destination)
+            if not overwrite:
+                raise DestinationError(f"{shown} already exists and is not empty", hint=_instead("directory", refusal))
+            if refusal is not None:
+                raise refusal
+        if real == (here := Path.cwd()) or real in here.parents:
+            what = "is" if real == here else "contains"
+            raise DestinationError(
+                f"{shown} {what} the working directory, and a new directory would take its place",
+                hint=f"name one in it: {shown}/NAME",
+            )
+    ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
+    if not ancestor.is_dir():
+        raise DestinationError(f"{printable(str(ancestor))} is not a directory")
+    if ancestor not in (real.parent, real.parent.parent):  # such as where a disk is not mounted
+        raise DestinationError(
+            f"{printable(str(real.parent))} does not exist, nor does the directory above it",
+            details=[f"there is {printable(str(ancestor))}"],
+            hint=f"if it is meant: mkdir -p {printable(shlex.quote(str(real.parent)))}",
+        )
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
+
+
+def _refuse_overlap(source: Path, real: Path, shown: str) -> None:
+    real_source = source.resolve()
+    if real == real_source or real_source in real.parents or real in real_source.parents:
+        relation = "the source itself" if real == real_source else "inside the source"
+        relation = "a folder that contains the source" if real in real_source.parents else relation
+        raise DestinationError(
+            f"{shown} is {relation}", details=[f"source: {printable(str(source))}"], hint="choose another directory"
+        )
+
+
+def _check_store(source: Path, destination: RemotePath, overwrite: bool, file: bool) -> None:
+    shown, scheme = printable(str(destination)), destination.parts[0][:-1]
+    if scheme not in WRITABLE:
+        way = "write to a disk, then: hf upload org/name FOLDER" if scheme == "hf" else "write to s3://, gs:// or az://"
+        raise DestinationError(f"{shown} can only be read", hint=way)
+    if is_bucket(destination):
+        raise DestinationError(f"{shown} is a whole bucket", hint=f"name a folder in it: {shown}/NAME")
+    _refuse_overlap(source, destination, shown)
+    refresh(destination.parent)
+    if not destination.exists() or destination.with_name(f".{destination.name}.distckpt-upload").exists():
+        return  # the upload itself says whether it continues what lies there
+    if destination.is_file() != file:
+        kind = (
+            "an object, and the result is a folder" if destination.is_file() else "a folder, and the result is one file"
+        )
+        raise DestinationError(f"{shown} is {kind}", hint="choose another name")
+    refusal = None if file else _refusal(destination)
+    if not overwrite:
+        raise DestinationError(f"{shown} already exists", hint=_instead("name", refusal))
+    if refusal is not None:
+        raise refusal
+
+
+def replaced(destination: Path) -> str | None:
+    """What --overwrite would delete, as a sentence; None if there is nothing.
+
+    Raises:
+        DestinationError: It cannot be looked at.
+    """
+    try:
+        if not destination.is_dir():
+            return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
+        names = sorted(entry.name for entry in destination.iterdir())
+    except OSError as error:
+        raise os_trouble(error, destination, "checking") from error
+    when = "when the result is complete and uploaded" if isinstance(destination, RemotePath) else "after success"
+    what = f"{printable(str(destination))} is replaced {when}, with all in it"
+    return f"{what}: {listed(names, 6)}" if names else None
+
+
+def _check_file(destination: Path, overwrite: bool) -> None:
+    """Checks that what exists in the place of a file may be replaced by one."""
+    shown = printable(str(destination))
+    if destination.is_dir():
+        raise DestinationError(f"{shown} is a directory, and the result is one file", hint=f"name it: {shown}/model.pt")
+    refusal = None
+    if not destination.is_file() or not _is_archive(destination):
+        refusal = DestinationError(
+            f"{shown} is not a file that torch.save wrote: --overwrite does not delete it", hint="choose another name"
+        )
+    if not overwrite:
+        raise DestinationError(f"{shown} already exists", hint=_instead("name", refusal))
+    if refusal is not None:
+        raise refusal
+
+
+def _refusal(folder: Path) -> DestinationError | None:
+    """Why --overwrite would not delete what is in a folder."""
+    shown, names = printable(str(folder)), sorted(entry.name for entry in folder.iterdir())
+    several = [name for name in names if name.startswith("iter_")]
+    if not _is_ours(folder):
+        message = f"{shown} does not look like a checkpoint or a model: --overwrite does not delete it"
+    elif len(several) > 1:
+        message = f"{shown} is a training run with {len(several)} iterations: --overwrite does not delete them all"
+        names = several
+    else:
+        return None
+    holds = f"it holds {', '.join(printable(name) for name in names[:4])}"
+    return DestinationError(message, details=[holds], hint="choose another directory")
+
+
+def _instead(what: str, refusal: DestinationError | None) -> str:
+    return f"choose another {what}" + ("" if refusal else ", or add --overwrite to replace it after success")
+
+
+def _is_archive(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) in (b"", b"PK\x03\x04")
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether nothing is in a folder."""
+    with os.scandir(folder) as entries:
+        return next(entries, None) is None
+
+
+def is_full(folder: Path) -> bool:
+    """Whether there is a folder with something in it."""
+    return folder.is_dir() and not is_empty(folder)
+
+
+def resolved(path: Path) -> Path:
+    """The path without links on the way; its last part need not exist.
+
+    Raises:
+        DestinationError: It cannot be looked at.
+    """
+    try:
+        return path.parent.resolve() / path.name if not path.exists() else path.resolve()
+    except OSError as error:
+        raise os_trouble(error, path, "checking") from error
+
+
+def beside(destination: Path, what: str) -> Path:
+    """The hidden folder beside a destination that holds what is not the result yet."""
+    real = resolved(destination)
+    return real.with_name(f".{real.name}.distckpt-{what}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether a folder holds what a checkpoint or a model folder holds, so that replacing it is what was meant."""
+    marks = {"distckpt-report.json", "latest_checkpointed_iteration.txt", "config.json", ".metadata", "metadata.json"}
+    return any(path.name in marks or path.name.endswith(".safetensors") for path in folder.iterdir())
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes an ordinary user may still write on the file system that will hold `path`.
+
+    Raises:
+        DestinationError: It cannot be looked at.
+    """
+    try:
+        folder = path.resolve()
+        while not folder.exists():
+            folder = folder.parent
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise os_trouble(error, path, "checking") from error
+    return status.f_bavail * status.f_frsize
+
+
+def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError:
+    """The error to raise when writing failed: what, where, and what helps."""
+    shown = printable(str(path))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
+        return DestinationError(
+            f"{what}: {doing} {shown} failed",
+            hint="free some space and run the same command again; finished work is kept",
+        )
+    return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")

@@ -1,0 +1,124 @@
+"""What is asked of the file system: bytes, room, names that last."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING
+
+from converters.execute.destination import os_trouble
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+__all__ = [
+    "exchange",
+    "make_folders",
+    "opened",
+    "remove_folder",
+    "reserve",
+    "sync_folder",
+    "trouble_with",
+    "write_all",
+    "write_at",
+]
+
+_EXCHANGE = 2
+
+
+@contextlib.contextmanager
+def trouble_with(path: Path, doing: str) -> Iterator[None]:
+    """Raises what the file system says meanwhile as a `DestinationError`: what failed, where, and what helps."""
+    try:
+        yield
+    except OSError as error:
+        raise os_trouble(error, path, doing) from error
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Opens a file, never through a link, and closes it; some file systems say only then that writing failed."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def write_at(fd: int, data: memoryview | bytes, offset: int) -> None:
+    """Writes all of `data` at an offset."""
+    view = memoryview(data)
+    while view:
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Writes all of `data` where the file stands."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def reserve(fd: int, nbytes: int) -> None:
+    """Gives an empty file its size and, where the file system can, its blocks: a full disk shows now, not hours later."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    while nbytes and hasattr(libc, "fallocate"):  # not posix_fallocate: where blocks cannot be had it writes zeros
+        if libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+            return
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            break
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    os.ftruncate(fd, nbytes)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sees to it that a new name in a folder survives a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(fd)
+
+
+def make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and what is missing above it, so that it survives a power cut.
+
+    Returns:
+        What was made, innermost first.
+    """
+    if folder.is_dir():
+        return []
+    above = make_folders(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync_folder(folder.parent)
+    return [folder, *above]
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder with all in it, as far as that is possible."""
+    with contextlib.suppress(OSError):  # of looking at it, or of closing it, rmtree does not ignore errors
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swaps two folders in one step, so that both names exist at any time; False where that is not possible."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    here = -100  # AT_FDCWD
+    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -1,0 +1,51 @@
+"""Errors told from one process to another: the same words and the same exit code there."""
+
+from __future__ import annotations
+
+import errno
+import signal
+from typing import Any
+
+from converters.errors import DistckptError, FormatError, Interrupted, from_json
+from converters.names import printable
+
+__all__ = ["AGAIN", "Stopped", "disk_trouble", "packed", "unpacked"]
+
+AGAIN = "run the same command again; finished work is kept"
+
+
+class Stopped(Interrupted):
+    """Another rank was stopped by a signal, as this one may be in a moment."""
+
+
+def packed(error: BaseException | None) -> dict[str, Any] | None:
+    """An error as other ranks can be told of it, also one that is not ours."""
+    if error is None:
+        return None
+    if isinstance(error, KeyboardInterrupt):
+        error = Interrupted(signal.SIGINT, "finished work is kept", hint=AGAIN)
+    error = disk_trouble(error) or error
+    if not isinstance(error, DistckptError):
+        error = DistckptError(f"internal error: {type(error).__name__}: {error}", hint="this is a bug in distckpt")
+    return error.to_json()
+
+
+def disk_trouble(error: BaseException) -> FormatError | None:
+    """What a failing disk says where nobody asked it anything that was expected to fail; None if it is no such word."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM):
+        return None
+    what = printable(str(error.filename)) if error.filename else "a file"
+    trouble = FormatError(
+        f"looking at {what} failed: {error.strerror}", hint="check the disk, then run the same command again"
+    )
+    trouble.__cause__ = error
+    return trouble
+
+
+def unpacked(document: dict[str, Any], who: str | None) -> DistckptError:
+    """The error another rank told of; its exit code is the same on all ranks."""
+    error = from_json(document)
+    if isinstance(error, Interrupted):
+        return Stopped(error.signum, f"{who}: {error.message}" if who else error.message, hint=error.hint)
+    error.details += [f"found by {who}"] if who else []
+    return error

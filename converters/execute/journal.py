@@ -1,0 +1,74 @@
+"""The journal of a run: which tasks are on disk, for good. One file for each rank, one JSON line for each safe point.
+
+A line enters a journal only after the data it speaks of was synced, so it can be trusted after a power cut as after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+__all__ = ["JOURNAL", "append", "header", "merged", "read"]
+
+JOURNAL = ".journal"
+_VERSION = 1
+
+
+def header(fingerprint: str) -> dict[str, Any]:
+    """The first line of the journal of a job."""
+    return {"version": _VERSION, "fingerprint": fingerprint}
+
+
+def read(path: Path, fingerprint: str) -> tuple[list[dict[str, Any]], int]:
+    """The trustworthy lines of a job's journal behind the first one, and how many bytes of the file are good.
+
+    Nothing, and 0 bytes, if there is no journal or it is another job's.
+    """
+    lines: list[dict[str, Any]] = []
+    good = 0
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return [], 0
+    for text in raw.splitlines(keepends=True):
+        try:
+            document = json.loads(text) if text.endswith(b"\n") else None
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            break  # cut short by a crash; what it spoke of is done again
+        lines.append(document)
+        good += len(text)
+    return (lines[1:], good) if lines and lines[0] == header(fingerprint) else ([], 0)
+
+
+def merged(folder: Path, fingerprint: str, own_lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines that other ranks left in `.journal-*` and that say something new.
+
+    Args:
+        folder: The staging folder.
+        fingerprint: Of the job.
+        own_lines: Lines of rank 0's journal; a crash may have come between taking others over and removing their files.
+    """
+    done = {number for line in own_lines for number in line["tasks"]}
+    out = []
+    for path in sorted(path for path in folder.iterdir() if path.name.startswith(f"{JOURNAL}-")):
+        for line in read(path, fingerprint)[0]:
+            # all or nothing: the checksums of a line cannot be told apart by task
+            if done.isdisjoint(line["tasks"]):
+                done.update(line["tasks"])
+                out.append(line)
+    return out
+
+
+def append(fd: int, lines: Iterable[dict[str, Any]]) -> None:
+    """Appends lines to a journal and syncs it."""
+    view = memoryview(b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines))
+    while view:
+        view = view[os.write(fd, view) :]
+    os.fsync(fd)

@@ -1,0 +1,143 @@
+"""Lists of the files of a checkpoint with their SHA-256, as Megatron writes them, and ours where it does not.
+
+    integrity.json              {"algorithm": "sha256", "files": {"__0_0.distcp": "9f86d0...", ...}}
+
+Megatron-Core writes it with `--verify-integrity` (0.17.1 and later; rank 0, after everything else) and compares it when it
+loads with that option. Folders that Megatron does not know get the same document under a name of ours.
+
+Source: megatron/core/dist_checkpointing/validation.py (`save_integrity_manifest`), tags core_v0.17.1 to core_v0.19.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from converters.errors import DestinationError, FormatError
+from converters.execute.destination import os_trouble
+from converters.execute.disk import sync_folder
+from converters.formats.folder import is_folder, listing
+from converters.formats.plain_json import read_json
+from converters.names import printable
+from converters.remote.address import RemotePath
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["MEGATRON", "OURS", "Manifest", "listed_files", "read_manifest", "write_manifest"]
+
+MEGATRON, OURS = "integrity.json", "distckpt-manifest.json"
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LIMIT = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A manifest that lies in a checkpoint.
+
+    Attributes:
+        name: Its file name.
+        files: SHA-256 by path relative to the folder, as hexadecimal digits.
+        trouble: Entries that cannot be compared, in words.
+    """
+
+    name: str
+    files: Mapping[str, str]
+    trouble: tuple[str, ...] = ()
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in a folder, None if there is none. What it says is not believed: names must stay in the folder.
+
+    Raises:
+        FormatError: There is one, but it cannot be read.
+    """
+    names = listing(folder) if is_folder(folder) else []
+    name = next((name for name in (MEGATRON, OURS) if name in names), None)
+    if name is None:
+        return None
+    document = read_json(folder / name, _LIMIT)
+    files = document.get("files") if isinstance(document, dict) else None
+    if not isinstance(files, dict):
+        raise FormatError(f"{name} does not list any files")
+    algorithm = document.get("algorithm", "sha256")
+    if algorithm != "sha256":
+        raise FormatError(f"{name} has sums of the kind {printable(str(algorithm))[:40]!r}, not sha256")
+    kept, trouble = {}, []
+    for path, digest in files.items():
+        if not _stays_inside(path):
+            trouble.append(f"{name} names {printable(path)[:200]!r}, which is not a file of this folder")
+        elif not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            trouble.append(f"{name} has no SHA-256 for {printable(path)[:200]}")
+        else:
+            kept[path] = digest
+    return Manifest(name, kept, tuple(trouble))
+
+
+def _stays_inside(path: str) -> bool:
+    parts = path.split("/")
+    return 0 < len(path) <= 4096 and "\0" not in path and not {"", ".", ".."}.intersection(parts)
+
+
+def listed_files(folder: Path) -> dict[str, int]:
+    """Sizes of all files that a manifest of a folder lists, by relative path: regular files, no manifest, no link."""
+    out: dict[str, int] = {}
+    for directory, folders, names in os.walk(folder, onerror=_raise):
+        folders.sort()
+        for name in names:
+            if name in (_temporary(MEGATRON), _temporary(OURS)):
+                continue  # left by a run that was killed
+            path = Path(directory) / name
+            relative = str(PurePosixPath(path.relative_to(folder)))
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and relative not in (MEGATRON, OURS):
+                out[relative] = status.st_size
+    return {name: out[name] for name in sorted(out)}
+
+
+def _temporary(name: str) -> str:
+    return f".{name}.distckpt-partial"
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:
+    """Writes a manifest, complete or not at all; the same bytes as Megatron writes for these files.
+
+    Args:
+        folder: The checkpoint.
+        name: `MEGATRON` or `OURS`.
+        digests: SHA-256 by relative path.
+
+    Raises:
+        DestinationError: It cannot be written.
+    """
+    if isinstance(folder, RemotePath):
+        raise DestinationError("a manifest is not written into an object store", hint="write it before the upload")
+    data = json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
+    path, temporary = folder / name, folder / _temporary(name)
+    try:
+        try:
+            temporary.unlink(missing_ok=True)  # left by a run that was killed
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise os_trouble(error, path, "writing") from error
+    return path

@@ -1,0 +1,192 @@
+"""The folder in which the ranks of a run leave word for each other, and the locks that say which of them live."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import DestinationError
+from converters.execute.destination import os_trouble
+from converters.execute.disk import make_folders, remove_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Board", "claim", "dismiss_earlier", "is_held", "machine"]
+
+_PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it is over
+
+
+class Board:
+    """What one rank can do with the folder.
+
+    Args:
+        folder: On a file system that all ranks share.
+        rank: Whose view it is.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._lock = -1
+
+    def arrive(self, timeout: float) -> bool:
+        """Takes this rank's place, once no process of an earlier run has it any more.
+
+        Returns:
+            Whether the file system has locks.
+
+        Raises:
+            DestinationError: The place does not become free, or the folder cannot be made.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            while time.monotonic() < deadline:
+                make_folders(self.folder)
+                claimed = claim(self.folder / f"lock-{self.rank}")
+                if claimed is not None:
+                    self._lock, locked = claimed
+                    if self.rank == 0:
+                        self._tidy()
+                    return locked
+                time.sleep(0.1)
+        except OSError as error:
+            raise os_trouble(error, self.folder, "preparing") from error
+        raise DestinationError(
+            f"another process has been rank {self.rank} for {timeout:g} s",
+            hint="end what is left of the earlier run, then run the same command again",
+        )
+
+    def _tidy(self) -> None:
+        """Removes what an earlier run left; ranks of this run that came before us say their word again."""
+        for path in self.folder.iterdir():
+            rank = path.name.removesuffix(".new").rpartition("-")[2]
+            if path.name != "lock-0" and not is_held(self.folder / f"lock-{rank}"):
+                path.unlink(missing_ok=True)
+
+    def is_taken(self, rank: int) -> bool:
+        """Whether a living process has a rank's place, as far as locks reach."""
+        return is_held(self.folder / f"lock-{rank}")
+
+    def write(self, name: str, document: dict[str, Any]) -> None:
+        """Replaces what a file says.
+
+        Raises:
+            DestinationError: Writing failed.
+        """
+        # replaced, never changed, so that nobody reads half of it; closing is what network file systems send it on
+        path, data = self.folder / f"{name}.new", json.dumps(document, separators=(",", ":")).encode()
+        try:
+            try:
+                path.write_bytes(data)
+                path.replace(self.folder / name)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not (self.folder / name).exists():
+                    raise
+                with (self.folder / name).open("r+b") as file:  # it has room on the disk already; spaces mean nothing
+                    file.write(data.ljust(os.fstat(file.fileno()).st_size))
+        except OSError as error:
+            raise os_trouble(error, path, "writing") from error
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What a file says; nothing if it cannot be read just now, None if there is no such file."""
+        try:
+            document = json.loads((self.folder / name).read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def close(self) -> None:
+        """Gives up this rank's place."""
+        if self._lock >= 0:
+            with contextlib.suppress(OSError):  # the lock is free in any case
+                os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """Removes the folder, as far as that is possible."""
+        remove_folder(self.folder)
+
+
+def machine() -> str:
+    """Tells machines apart even where two have the same name."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return secrets.token_hex(8)
+
+
+def claim(path: Path) -> tuple[int, bool] | None:
+    """Locks a file until it is closed or the process ends.
+
+    Returns:
+        The open file and whether the file system has locks at all; None while another process holds it.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = True
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except OSError:  # some NFS and Lustre mounts
+        locked = False
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), path.stat()):
+            return fd, locked
+    os.close(fd)  # it was tidied away before we had the lock
+    return None
+
+
+def is_held(path: Path) -> bool:
+    """Whether a living process holds the lock that `claim` gives."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # passing trouble with a disk is not a death; a rank that is really gone falls silent
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):  # nothing was written
+            os.close(fd)
+    return False
+
+
+def dismiss_earlier(folders: Iterable[Path]) -> None:
+    """Ends what is left of earlier runs: ranks whose rank 0 is gone must not write into files that are begun anew.
+
+    Args:
+        folders: Where the ranks of earlier runs met.
+
+    Raises:
+        DestinationError: Such a rank does not end.
+    """
+    for folder in folders:
+        for name in ("rank-0", "round"):
+            (folder / name).unlink(missing_ok=True)  # whoever misses it stops
+        deadline = time.monotonic() + _PATIENCE
+        while living := next(_locked_files(folder), None):
+            if time.monotonic() > deadline:
+                raise DestinationError(
+                    f"{living.name.replace('lock-', 'rank ')} of an earlier run has not ended",
+                    hint="end that process (it may be on another machine), then run the same command again",
+                )
+            time.sleep(0.1)
+        remove_folder(folder)
+
+
+def _locked_files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.glob("lock-*")) if is_held(path))

@@ -1,0 +1,257 @@
+"""Moves the bytes of a job: threads, reused buffers, sums checked on the way, a journal to resume from.
+
+No tensor is ever whole in memory: a worker holds one tile, a scratch of the same size, and nothing that grows with the
+model. The page cache is dropped behind both ends, which also starts the write-back early, so the final sync is short.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from converters.crc import RecordSums
+from converters.errors import IntegrityError
+from converters.events import Event, FileDone, Moved, Phase, Resumed
+from converters.execute.checksums import seal
+from converters.execute.disk import opened, trouble_with
+from converters.execute.work_sharing import Crew
+from converters.execute.worker import Worker
+from converters.formats.base import fingerprint_of
+from converters.io.gather import Gatherer
+from converters.io.sources import Sources
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.crc import Segment
+    from converters.events import Listener, StopFlag
+    from converters.execute.publish import Staging, TeamStaging
+    from converters.formats.base import Reader
+    from converters.io.sources import Segments
+    from converters.planning.job import Job, Task
+
+__all__ = ["Stats", "run"]
+
+_SAFE_POINT_SECONDS = 5.0
+_SAFE_POINT_BYTES = 1 << 30
+
+
+class Stats:
+    """What a run did.
+
+    Attributes:
+        bytes_read: Bytes of records read, including what was read only to complete a checksum.
+        bytes_written: Bytes of tensor data written.
+        bytes_kept: Bytes of tensor data kept from an interrupted run.
+        records_checked: Records whose checksum was compared.
+        seconds: Wall time.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = self.bytes_written = self.bytes_kept = self.records_checked = 0
+        self.seconds = 0.0
+
+
+def run(
+    job: Job,
+    reader: Reader,
+    staging: Staging | TeamStaging,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    crew: Crew | None = None,
+    device: str = "cpu",
+) -> Stats:
+    """Does what of the job is not done yet, and returns when all of it is on disk and checked; publishes nothing.
+
+    With several ranks, every one calls this and does its share; rank 0 finishes the job, and only there all is done at the
+    end.
+
+    Args:
+        job: The work.
+        reader: The source.
+        staging: Where to write; its journal says what an earlier run has done.
+        listener: Told about progress, from any thread.
+        stop: Polled between tiles; with a crew, its own counts.
+        crew: The threads and ranks that do the job; by default those of this process.
+        device: Where elements are cast: `cpu` or `cuda:N`.
+
+    Raises:
+        Interrupted: `stop` was set, or another rank is lost; what is done is in the journal.
+        IntegrityError: A record does not match its own checksum, or the source changed.
+        FormatError: A record cannot be read.
+        DestinationError: Writing failed.
+    """
+    crew = crew or Crew("write", job.fingerprint, threads=job.threads, destination=staging.folder, stop=stop)
+    return _Run(job, reader, staging, listener or _ignore, crew, device).run()
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class _Run:
+    """One run of a job: what its workers share."""
+
+    def __init__(
+        self,
+        job: Job,
+        reader: Reader,
+        staging: Staging | TeamStaging,
+        listener: Listener,
+        crew: Crew,
+        device: str,
+    ) -> None:
+        self.job, self.reader, self.staging, self.listener = job, reader, staging, listener
+        self.crew, self.device = crew, device
+        self.stats = Stats()
+        self.sources = Sources(reader, job.sources)
+        self.lock = threading.Lock()
+        self.last, self.mark = time.monotonic(), 0  # when the last safe point was, and how many bytes were written then
+        self.unsure = False  # a file could not be closed: what was written may be lost, and no later sync says so again
+        self.finished: list[Task] = []  # since the last safe point
+        self.fresh: Segments = []  # checksums of what was read since then
+        self.fresh_written: Segments = []  # and of what was written into sealed records
+        self.written = RecordSums()
+        self.left: Counter[int] = Counter()  # tasks that are left to do for each file
+        self.complete: list[int] = []  # files for which there are none
+
+    def run(self) -> Stats:
+        """See `run`."""
+        begin = time.monotonic()
+        self._same_source()
+        todo = self._resume()
+        self.crew.progress, self.crew.on_files = self._progress, self._count_files
+        self.crew.map(
+            self.job.tasks,
+            lambda: Worker(self),
+            self._leave,
+            todo=todo,
+            on_shares=self._count_left,
+            meanwhile=self._safe_point_if_due,
+            settle=self._safe_point,
+        )
+        if self.crew.leads:
+            self._take_over(self.crew.left[1:])
+            self.listener(Phase("checking"))
+            self._complete_sums()
+            seal(self.job, self.staging.folder, self.written)
+            self._same_source()
+        self.stats.seconds = time.monotonic() - begin
+        return self.stats
+
+    def _count_left(self, parts: Sequence[Sequence[Task]]) -> None:
+        """Notes what is left to do for each file: the own tasks, and one part for each other rank that has some."""
+        own, *others = parts
+        self.left.update(itertools.chain.from_iterable(task.files for task in own))
+        for part in others:
+            self.left.update(set(itertools.chain.from_iterable(task.files for task in part)))
+
+    def _progress(self) -> dict[str, Any]:
+        with self.lock:
+            written = self.stats.bytes_written
+            return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self.complete.copy()}
+
+    def _leave(self) -> dict[str, Any] | None:
+        """The share is done: to rank 0 the checksums of records that this rank has not read or written all of."""
+        self._same_source()
+        if self.crew.leads:
+            return None
+        seal(self.job, self.staging.folder, self.written, whole_only=True)
+        self._count_reading()
+        return {"sums": self.sources.sums.listed(), "written": self.written.listed(), "stats": vars(self.stats)}
+
+    def _take_over(self, others: Iterable[Mapping[str, Any]]) -> None:
+        """Goes on with what the other ranks have begun."""
+        for left in others:
+            self._add_sums(left)
+            for name in ("bytes_read", "bytes_written", "records_checked"):
+                setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
+
+    def _add_sums(self, document: Mapping[str, Any]) -> None:
+        """Takes over checksums from a line of a journal, or from another rank."""
+        for sums, name in ((self.sources.sums, "sums"), (self.written, "written")):
+            for record, *segment in document[name]:
+                sums.add(record, tuple(segment))
+
+    def _same_source(self) -> None:
+        if fingerprint_of(self.reader) != self.job.source_fingerprint:
+            raise IntegrityError(
+                "the source changed after it was opened; nothing was published",
+                hint="wait until nobody writes to it, then run the same command again",
+            )
+
+    def _resume(self) -> list[Task]:
+        """Takes over what the journal says; returns the tasks that are left."""
+        done: set[int] = set()
+        for line in self.staging.resumed:
+            done.update(line["tasks"])
+            self._add_sums(line)
+        todo = [task for task in self.job.tasks if task.number not in done]
+        kept = [task for task in self.job.tasks if task.number in done]
+        if kept:
+            left = set(itertools.chain.from_iterable(task.files for task in todo))
+            self.stats.bytes_kept = sum(task.nbytes for task in kept)
+            whole = len(self.job.files) - len(left)
+            self.listener(Resumed(self.stats.bytes_kept, whole))
+        return todo
+
+    def _safe_point_if_due(self) -> None:
+        late = time.monotonic() - self.last > _SAFE_POINT_SECONDS
+        if late or self.stats.bytes_written - self.mark > _SAFE_POINT_BYTES:
+            self._safe_point()
+            self.last, self.mark = time.monotonic(), self.stats.bytes_written
+
+    def _safe_point(self) -> None:
+        """Syncs what finished tasks wrote, then says so in the journal."""
+        with self.lock:
+            tasks, segments, written = self.finished, self.fresh, self.fresh_written
+            self.finished, self.fresh, self.fresh_written = [], [], []
+        if not tasks or self.unsure:
+            return
+        for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
+            path = self.staging.folder / self.job.files[number].name
+            with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
+                os.fsync(fd)
+        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments, "written": written})
+
+    def wrote(self, record: int, segment: Segment, log: Segments) -> None:
+        """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""
+        self.written.add(record, segment)
+        log.append((record, *segment))
+
+    def done(self, task: Task, segments: Segments, written: Segments) -> None:
+        """Notes a finished task."""
+        with self.lock:
+            self.finished.append(task)
+            self.fresh += segments
+            self.fresh_written += written
+            self.stats.bytes_written += task.nbytes
+        self.listener(Moved(task.nbytes))
+        self._count_files(task.files)
+
+    def _count_files(self, numbers: Iterable[int]) -> None:
+        """Notes that something that was left to do for these files is done."""
+        with self.lock:
+            for number in numbers:
+                self.left[number] -= 1
+            complete = [number for number in numbers if not self.left[number]]
+            self.complete += complete
+        for number in complete:
+            self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
+
+    def _complete_sums(self) -> None:
+        gatherer = Gatherer(self.sources)
+        try:
+            self.sources.complete(gatherer)
+        finally:
+            gatherer.close()
+        self._count_reading()
+
+    def _count_reading(self) -> None:
+        self.stats.bytes_read += self.sources.bytes_read
+        self.stats.records_checked += self.sources.records_checked

@@ -1,0 +1,131 @@
+"""One worker of the engine: takes tiles of the source and scatters them into the output files."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from converters.box import runs
+from converters.crc import crc32
+from converters.errors import RequestError
+from converters.execute.destination import os_trouble
+from converters.execute.disk import trouble_with, write_at
+from converters.io.cast import Caster, overflowed, pinned
+from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
+from converters.planning.plan import Op
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from converters.crc import Segment
+    from converters.execute.publish import Staging, TeamStaging
+    from converters.execute.work_sharing import Crew
+    from converters.io.sources import Segments, Sources
+    from converters.planning.job import Job, Move, Task, Tile
+
+__all__ = ["Worker"]
+
+
+class Shared(Protocol):
+    """What a worker needs of the run it belongs to."""
+
+    job: Job
+    staging: Staging | TeamStaging
+    sources: Sources
+    device: str
+    unsure: bool
+    crew: Crew
+
+    def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
+    def done(self, task: Task, segments: Segments, written: Segments) -> None: ...
+
+
+class Worker:
+    """Buffers and open files of one thread. Nothing here grows with the model.
+
+    Attributes:
+        written: Checksums of what the current task wrote into sealed records.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._gatherer = Gatherer(shared.sources, pinned(shared.device))
+        self._caster = Caster(shared.device)
+        self._outputs = OpenFiles(_open_output, self._close_output)
+        self.written: Segments = []
+
+    def close(self) -> None:
+        """Closes all files.
+
+        Raises:
+            DestinationError: An output could not be closed; some file systems say only then that writing failed.
+        """
+        self._gatherer.close()
+        with trouble_with(self._shared.staging.folder, "writing to"):
+            self._outputs.close()
+
+    def _close_output(self, fd: int) -> None:
+        try:
+            os.close(fd)
+        except OSError:
+            self._shared.unsure = True
+            raise
+
+    def do(self, task: Task) -> None:
+        """Does a task, and notes that; leaves it as it is if it is asked to stop before the end."""
+        segments: Segments = []
+        self._gatherer.segments = segments
+        self.written = []
+        for tile in task.tiles:
+            if self._shared.crew.should_stop():
+                return
+            elements = self._gatherer.gather(tile.source, tile.box)
+            for move in self._shared.job.routes.reached(tile.source, tile.box):
+                self._scatter(tile, elements, move)
+        self._shared.done(task, segments, self.written)
+
+    def _scatter(self, tile: Tile, elements: NDArray[Any], move: Move) -> None:
+        values = elements[move.part.relative_to(tile.box.start).slices]
+        if move.op is Op.TRANSPOSE:
+            values = values.T
+        info = self._shared.job.sources[tile.source]
+        op = Op.SUBTRACT_ONE if info.shift else move.op
+        if move.dtype != info.dtype or op in (Op.ADD_ONE, Op.SUBTRACT_ONE):
+            into = self._gatherer.scratch(values.size * move.dtype.itemsize)
+            stored = values
+            values = self._caster.cast(values, info.dtype, move.dtype, op, into)
+            if move.dtype.name == "float16" and (lost := overflowed(stored, info.dtype, values)):
+                raise RequestError(
+                    f"{tile.source}: {lost:,} elements are too large for float16, whose largest number is 65,504",
+                    hint="--dtype bf16 or fp32, or leave --dtype out",
+                    tensor=tile.source,
+                )
+        elif not values.flags.c_contiguous:
+            packed = self._gatherer.scratch(values.nbytes).view(values.dtype).reshape(values.shape)
+            np.copyto(packed, values)
+            values = packed
+        size = move.dtype.itemsize
+        first, length, outer = runs(move.landing, move.shape)
+        data, at = values.reshape(-1).view(np.uint8).data, 0
+        path = self._shared.staging.folder / self._shared.job.files[move.file].name
+        try:
+            fd = self._outputs.get(path)
+            for skip in offsets(outer):
+                piece, inside = data[at : at + length * size], (first + skip) * size
+                write_at(fd, piece, move.offset + inside)
+                if move.record >= 0:
+                    segment = (move.base + inside, len(piece), crc32(piece))
+                    self._shared.wrote(move.record, segment, self.written)
+                at += length * size
+            if not outer and len(data) >= DROP_BYTES:  # also starts the write-back, so that the last sync is short
+                os.posix_fadvise(fd, move.offset + first * size, len(data), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise os_trouble(error, path, "writing") from error
+
+
+def _open_output(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -1,0 +1,92 @@
+"""Links inside of checkpoints: nothing is read through one that leads out, unless the user says so."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.errors import FormatError
+from converters.names import printable
+from converters.remote.address import RemotePath
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+__all__ = ["enclose", "escape", "followed_links", "follows_links", "refuse_escape"]
+
+_enclosed: dict[Path, str] = {}  # folders and files as they were named, and where they really are
+_followed: set[Path] = set()  # those of them whose links may lead out
+_MADE_UP = ("/proc/", "/sys/", "/dev/")
+
+
+def enclose(root: Path, *, follow_links: bool = False) -> None:
+    """From now on nothing below a folder is read through a link that leads out of it; the folder itself may be a link.
+
+    Args:
+        root: A checkpoint as it was named: a folder, or a file together with what lies beside it.
+        follow_links: Links may lead out of it, but not to what the kernel makes up (`/proc`, `/sys`, `/dev`).
+    """
+    if isinstance(root, RemotePath):
+        return  # there are no links
+    for path in (root,) if root.is_dir() else (root, root.parent):
+        _enclosed[path] = os.path.realpath(path)
+        (_followed.add if follow_links else _followed.discard)(path)
+
+
+def follows_links(path: Path) -> bool:
+    """Whether a link at or below a path may lead out of the checkpoint that it is in."""
+    return bool(_followed) and next((p for p in (path, *path.parents) if p in _enclosed), None) in _followed
+
+
+def followed_links(paths: Iterable[Path]) -> Iterator[str]:
+    """Where those of some files really are that are links followed out of a checkpoint: a replaced target shows in it.
+
+    Raises:
+        OSError: One cannot be asked.
+    """
+    for path in paths if _followed else ():
+        root = next((folder for folder in (path, *path.parents) if folder in _enclosed), None)
+        if root is None or root not in _followed:
+            continue
+        real = path.resolve()
+        if real != Path(_enclosed[root]) / path.relative_to(root):
+            file_stat = real.stat()
+            yield f"{real}:{file_stat.st_dev}:{file_stat.st_ino}:{file_stat.st_size}:{file_stat.st_mtime_ns};"
+
+
+def escape(path: Path) -> str | None:
+    """Where links on the way to a path lead to, if that is outside of the checkpoint; None if it is in it.
+
+    A folder in Hugging Face's cache is all links into `blobs` beside its `snapshots`: those are its own.
+    """
+    root = next((folder for folder in (path, *path.parents) if folder in _enclosed), None)
+    if root is None:
+        return None
+    inner = itertools.takewhile(lambda folder: folder != root, (path, *path.parents))
+    try:
+        if not any(folder.is_symlink() for folder in inner):
+            return None
+    except OSError as error:
+        raise FormatError(f"cannot read {printable(str(path))}: {error.strerror}") from error
+    real, home = os.path.realpath(path), _enclosed[root]
+    cache, snapshots, _ = home.rpartition("/snapshots/")
+    if root in _followed:
+        return real if real.startswith(_MADE_UP) else None
+    return None if real.startswith((f"{home}/", f"{cache}/blobs/" if snapshots else f"{home}/")) else real
+
+
+def refuse_escape(path: Path) -> None:
+    """Refuses a path that a link leads out of its checkpoint.
+
+    Raises:
+        FormatError: It does.
+    """
+    target = escape(path)
+    if target is not None:
+        raise FormatError(
+            f"{printable(str(path))} is a link to {printable(target)}, outside of the checkpoint",
+            hint="--follow-links (follow_links=True) reads it, if you trust where it leads",
+        )

@@ -1,0 +1,171 @@
+"""Everything about a load that happens before the first tensor is read, alone or with the other ranks of the job.
+
+prepared = prepare(make, options, rank, in_job=True)    # all that can fail before a byte is read fails here
+for name, tensor in prepared.tensors():                 # reads, exchanges, checks
+    ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+from converters.events import Note, PlanReady
+from converters.io.memory import default_threads
+from converters.loading.moving import Loading
+from converters.loading.run import LoadReport, Prepared, together
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.io.device import Device
+    from converters.loading.exchange import Exchange
+    from converters.loading.job_ranks import JobRanks
+    from converters.loading.plan import LoadPlan
+    from converters.loading.run import LoadOptions, LoadRequest
+
+__all__ = ["prepare"]
+
+MIB = 1 << 20
+
+
+def prepare(
+    make: Callable[[JobRanks | None], LoadRequest], options: LoadOptions, rank: int = 0, *, in_job: bool = False
+) -> Prepared:
+    """Everything before the first tensor is read.
+
+    Args:
+        make: Opens and plans, given the ranks of the job; may fail.
+        options: How.
+        rank: Whose tensors they are.
+        in_job: With the other ranks of the job: where one fails, all do.
+
+    Raises:
+        DistckptError: It cannot be done, here or on another rank.
+    """
+    begin, report = time.monotonic(), LoadReport(rank)
+    with contextlib.ExitStack() as stack:
+        ranks = None
+        if in_job:
+            from converters.loading.job_ranks import job, refuse_differences
+
+            ranks = stack.enter_context(job(options.timeout, options.stop))
+        request = together(ranks, lambda: make(ranks))
+        plan = request.plan
+        report.nbytes, report.bytes_needed, report.notes = plan.nbytes, plan.bytes_needed, list(plan.notes)
+        if ranks is not None:
+            refuse_differences(ranks.gathered(request.alike))
+        exchange = _choose_exchange(request, options, report, ranks)
+        loading = together(ranks, lambda: _make_loading(request, options, rank, ranks, exchange))
+        _tell(plan, options, report, in_job=in_job)
+        return Prepared(request, options, report, ranks, exchange, loading, begin, stack.pop_all())
+
+
+def _choose_exchange(
+    request: LoadRequest, options: LoadOptions, report: LoadReport, ranks: JobRanks | None
+) -> Exchange | None:
+    """Decides whether what ranks share is exchanged."""
+    if ranks is None:
+        report.reason = "this process loads alone"
+        return None
+    if not any(ranks.gathered(bool(request.plan.groups))):
+        report.reason = "no two ranks need the same bytes"
+        return None
+    report.exchange = "read by every rank"
+    if options.broadcast is False:
+        report.reason = "broadcast=False"
+        return None
+    from converters.loading.exchange import Exchange
+
+    exchange = Exchange(ranks, request.plan, request.device)
+    report.reason = "broadcast=True"
+    if options.broadcast == "auto":
+        choice = exchange.measure(request.plan, request.reader)
+        report.reason = choice.reason
+        report.bytes_read += choice.bytes_read
+        if not choice.exchange:
+            return None
+    report.exchange = exchange.backend
+    return exchange
+
+
+def _count_threads(
+    plan: LoadPlan, device: Device, options: LoadOptions, rank: int, ranks: JobRanks | None, exchange: Exchange | None
+) -> int:
+    """How many threads read, after making sure that everything fits.
+
+    Raises:
+        RequestError: It does not, on the device or within `max_memory`.
+    """
+    tile = plan.largest
+    each = device.slots * device.buffer(tile) + tile  # the slots, and a scratch that the gatherer may need
+    fit = options.max_memory // each
+    if not fit:
+        raise RequestError(f"max_memory of {options.max_memory:,} bytes is too small: a thread needs {each:,} bytes")
+    threads = max(1, min(options.threads or default_threads(), fit))
+    on_device = plan.nbytes
+    if exchange is not None and (device.unified or exchange.on_device):
+        on_device += exchange.memory
+    if options.ahead is not None:
+        largest = max((wanted.nbytes for wanted in plan.wanted.values()), default=0)
+        on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.ahead))
+    on_device += threads * each if device.unified else threads * tile * device.slots
+    room = device.room()
+    if device.unified and ranks is not None:  # all ranks of a machine look at the same memory
+        room //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if on_device > room:
+        hint = "a larger tp or pp makes each rank's part smaller"
+        if any(name.startswith("optimizer.") for name in plan.wanted):
+            hint += ", optimizer=False leaves masters and moments out"
+        raise RequestError(
+            f"{device.name} has {room / MIB:,.0f} MiB free, rank {rank} needs {on_device / MIB:,.0f} MiB",
+            details=[f"{plan.nbytes:,} bytes of tensors, {on_device - plan.nbytes:,} bytes of buffers"],
+            hint=hint,
+        )
+    return threads
+
+
+def _make_loading(
+    request: LoadRequest, options: LoadOptions, rank: int, ranks: JobRanks | None, exchange: Exchange | None
+) -> Loading:
+    """The threads, not begun yet; the buffers of the exchange exist, too, before anything is read."""
+    plan, device = request.plan, request.device
+    threads = _count_threads(plan, device, options, rank, ranks, exchange)
+    if exchange is not None:
+        exchange.allocate()
+    owned = _owned_fetches(plan, rank, exchange)
+    return Loading(
+        plan,
+        request.reader,
+        device,
+        threads=threads,
+        shared=exchange.shared() if exchange is not None else (),
+        joint=lambda fetch: fetch.key in owned,
+        ahead=options.ahead,
+        keep_cache=ranks is not None and exchange is None,
+        listener=options.listener,
+        stop=options.stop,
+    )
+
+
+def _owned_fetches(plan: LoadPlan, rank: int, exchange: Exchange | None) -> set[Any]:
+    """Keys of the fetches that count for this rank when the job's checksums are put together."""
+    shared = {fetch.key: members for members, fetches in plan.groups.items() for fetch in fetches}
+    own = {fetch.key for fetch in plan.fetches if fetch.key not in shared}
+    if exchange is not None:
+        return own | exchange.owned()
+    return own | {key for key, members in shared.items() if members[0] == rank}
+
+
+def _tell(plan: LoadPlan, options: LoadOptions, report: LoadReport, *, in_job: bool) -> None:
+    if options.listener is None:
+        return
+    options.listener(PlanReady("load", 0, plan.bytes_needed, plan.bytes_needed, options.max_memory))
+    for note in report.notes:
+        options.listener(Note(note))
+    if in_job:
+        text = f"what ranks share is {report.exchange}: {report.reason}"
+        options.listener(Note(text if report.exchange != "none" else report.reason))

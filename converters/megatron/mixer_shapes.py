@@ -1,0 +1,125 @@
+"""What the tensors of Mamba mixers and gated delta nets say about a model, and which of them are missing or do not fit.
+
+Such a layer has one projection of its input and one convolution; both are stored part by part, each part divided alone:
+
+    mixer.in_proj.weight         z | x | B | C | dt        self_attention.in_proj.weight    query | key | value | z | ..
+    mixer.conv1d.weight, .bias       x | B | C             self_attention.conv1d.weight     query | key | value
+
+Facts: Megatron-Core, ssm/mamba_mixer.py (core_v0.14.0 and later), ssm/gated_delta_net.py (core_v0.16.1),
+ssm/gated_delta_net/gdn.py and gdn2.py (2026-08).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from converters.catalog import TensorInfo
+    from converters.megatron.model_shapes import Findings, LayerTensors
+
+__all__ = ["measure_mixers"]
+
+Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
+
+
+def measure_mixers(findings: Findings, layers: LayerTensors) -> list[str]:
+    """Takes the sizes of Mamba and gated-delta-net layers; returns sentences on what is missing or does not fit."""
+    out = []
+    for prefix, sizes, expected in (
+        ("mixer.", _measure_mamba, _mamba_shapes),
+        ("self_attention.", _measure_delta_net, _delta_net_shapes),
+    ):
+        marker = f"{prefix}in_proj."
+        tensors = {suffix.removeprefix(prefix): t for suffix, t in layers.tensors.items() if suffix.startswith(prefix)}
+        numbers = [n for n, suffixes in layers.suffixes.items() if any(s.startswith(marker) for s in suffixes)]
+        if numbers:
+            sizes(findings, tensors)
+            out += _disagreements(expected(tensors), prefix, tensors, {n: layers.suffixes[n] for n in numbers})
+    return out
+
+
+def _disagreements(
+    expected: Shapes, prefix: str, tensors: Mapping[str, TensorInfo], layers: Mapping[int, set[str]]
+) -> list[str]:
+    parts = {suffix for suffix in tensors if suffix.startswith(("in_proj.weight.", "conv1d."))}
+    if not expected or parts - expected.keys():
+        return []  # a kind of layer that is not known here: nothing is concluded
+    out = [
+        f"{tensors[suffix].name} is {tensors[suffix].shape}, the other tensors of its layer ask for {shape}"
+        for suffix, shape in expected.items()
+        if suffix in tensors and tensors[suffix].shape != shape
+    ]
+    for number, suffixes in layers.items():
+        missing = [suffix for suffix in expected if prefix + suffix not in suffixes]
+        out += [f"layer {number} has no {prefix}{suffix}" for suffix in missing[:2]]
+    return out[:8]
+
+
+def _rows(tensors: Mapping[str, TensorInfo], suffix: str, axis: int = 0) -> int:
+    shape = tensors[suffix].shape if suffix in tensors else ()
+    return shape[axis] if -len(shape) <= axis < len(shape) else 0
+
+
+def _shapes(
+    tensors: Mapping[str, TensorInfo], projection: Mapping[str, int], convolution: Mapping[str, int], bias: bool
+) -> Shapes:
+    """Of both fused parameters, by the rows of their parts."""
+    hidden, width = _rows(tensors, "out_proj.weight"), _kernel(tensors)
+    out: Shapes = {f"in_proj.weight.{part}": (rows, hidden) for part, rows in projection.items()}
+    out |= {f"conv1d.weight.{part}": (rows, 1, width) for part, rows in convolution.items()}
+    if bias:
+        out |= {f"conv1d.bias.{part}": (rows,) for part, rows in convolution.items()}
+    return out | {"in_proj.layer_norm_weight": (hidden,)}
+
+
+def _kernel(tensors: Mapping[str, TensorInfo]) -> int:
+    return next((t.shape[-1] for suffix, t in tensors.items() if suffix.startswith("conv1d.weight.") and t.shape), 0)
+
+
+def _measure_mamba(findings: Findings, tensors: Mapping[str, TensorInfo]) -> None:
+    size: Callable[..., None] = findings.size
+    size("mamba_num_heads", tensors.get("A_log"), 0)
+    size("mamba_head_dim", tensors.get("in_proj.weight.x"), 0, findings.best("mamba_num_heads") or 0)
+    size("mamba_state_dim", tensors.get("in_proj.weight.B"), 0, findings.best("mamba_num_groups") or 0)
+
+
+def _mamba_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
+    inner, states, heads = (_rows(tensors, f"in_proj.weight.{part}") for part in ("x", "B", "dt"))
+    convolution = {"x": inner, "B": states, "C": states}
+    skip = (inner,) if heads != inner == _rows(tensors, "D") else (heads,)  # D_has_hdim, which no argument sets
+    bias = any(suffix.startswith("conv1d.bias.") for suffix in tensors)
+    out = _shapes(tensors, {"z": inner, **convolution, "dt": heads}, convolution, bias)
+    out |= {
+        "A_log": (heads,),
+        "D": skip,
+        "dt_bias": (heads,),
+        "out_proj.weight": (_rows(tensors, "out_proj.weight"), inner),
+    }
+    return out | {"norm.weight": (inner,)}
+
+
+def _measure_delta_net(findings: Findings, tensors: Mapping[str, TensorInfo]) -> None:
+    size: Callable[..., None] = findings.size
+    size("linear_conv_kernel_dim", next((t for s, t in tensors.items() if s.startswith("conv1d.weight.")), None), 2)
+    size("linear_value_head_dim", tensors.get("out_norm.weight"), 0)
+    size("linear_num_value_heads", tensors.get("in_proj.weight.value"), 0, findings.best("linear_value_head_dim") or 0)
+    per_key = "in_proj.weight.f" in tensors
+    if per_key:  # gdn2: decay for each key head
+        size("linear_num_key_heads", tensors.get("A_log"), 0)
+    size("linear_key_head_dim", tensors.get("in_proj.weight.query"), 0, findings.best("linear_num_key_heads") or 0)
+
+
+def _delta_net_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
+    key, value, heads = (_rows(tensors, s) for s in ("in_proj.weight.query", "in_proj.weight.value", "A_log"))
+    convolution = {"query": key, "key": key, "value": value}
+    if "in_proj.weight.f" in tensors:
+        gates, bias = {"f": key, "b": key, "w": value}, key
+    else:
+        heads = _rows(tensors, "in_proj.weight.alpha") or heads
+        gates, bias = {"beta": heads, "alpha": heads}, heads
+    biased = any(suffix.startswith("conv1d.bias.") for suffix in tensors)
+    out = _shapes(tensors, {**convolution, "z": value, **gates}, convolution, biased)
+    out |= {"A_log": (heads,), "dt_bias": (bias,), "out_norm.weight": (_rows(tensors, "out_norm.weight"),)}
+    return out | {"out_proj.weight": (_rows(tensors, "out_proj.weight"), value)}

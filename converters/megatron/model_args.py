@@ -1,0 +1,236 @@
+"""The facts of a model that its tensors do not show: heads, rotary embedding, activation, routing.
+
+Megatron-LM stores them as a Namespace whose names changed over the years, Megatron-Bridge and NeMo as a configuration
+file; `ModelArgs` is one spelling for all. What neither states is read off the tensors' shapes, and every number that
+shapes can confirm is compared with them: `ModelArgs.contradictions`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from converters.catalog import model_section
+from converters.megatron.layer_census import missing_tensors
+from converters.megatron.layer_pattern import describe_layers
+from converters.megatron.model_options import DEFAULTS, Facts, read_options
+from converters.megatron.model_shapes import measure
+from converters.megatron.part_shapes import odd_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.catalog import Catalog
+
+__all__ = ["ModelArgs"]
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """What is known of a model; a field is None when nothing says.
+
+    Sizes are in elements. `vocab_size` is the number of real rows, `padded_vocab_size` the stored one. `window_size` is
+    how many positions a query sees, its own included. `activation` is "silu", "gelu" (exact), "gelu_tanh",
+    "quick_gelu", "relu2", "relu" or the name that the configuration gave; `gated` says whether it multiplies a second
+    projection. `moe_layers` and `linear_layers` (those with linear attention) have one entry per decoder layer,
+    `layer_pattern` of a hybrid model has one symbol (`layer_pattern.SYMBOLS`). `rope_scaling` is None, "linear", "llama3"
+    or "yarn"; the `rope_*` numbers belong to it. `tp` to `world_size` describe the job that saved.
+
+    `extras` holds options, under the name they were given, that change the forward pass and have no field here: an
+    exporter that does not know one must refuse. `notes` are sentences on options that do not mean what they say,
+    `unknown` says which options are not understood: nothing may be concluded from their tensors' places.
+    `source` says of every field that is set where it comes from: "args.num_layers", "config.num_layers",
+    "shape of TENSOR", or "default".
+    """
+
+    num_layers: int | None = None
+    layer_pattern: str | None = None
+    hidden_size: int | None = None
+    num_attention_heads: int | None = None
+    num_query_groups: int | None = None
+    head_dim: int | None = None
+    ffn_hidden_size: int | None = None
+    vocab_size: int | None = None
+    padded_vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    normalization: str | None = None
+    norm_epsilon: float | None = None
+    zero_centered_norm: bool | None = None
+    tied_embeddings: bool | None = None
+    gated: bool | None = None
+    activation: str | None = None
+    add_bias_linear: bool | None = None
+    add_qkv_bias: bool | None = None
+    qk_layernorm: bool | None = None
+    window_size: int | None = None
+    position_embedding_type: str | None = None
+    rotary_base: float | None = None
+    rotary_percent: float | None = None
+    rotary_interleaved: bool | None = None
+    rope_scaling: str | None = None
+    rope_factor: float | None = None
+    rope_low_freq_factor: float | None = None
+    rope_high_freq_factor: float | None = None
+    rope_original_max_position_embeddings: int | None = None
+    rope_beta_fast: float | None = None
+    rope_beta_slow: float | None = None
+    rope_mscale: float | None = None
+    rope_mscale_all_dim: float | None = None
+    num_experts: int | None = None
+    moe_topk: int | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_layers: tuple[bool, ...] | None = None
+    moe_shared_expert_size: int | None = None
+    moe_shared_expert_gate: bool | None = None
+    moe_score_function: str | None = None
+    moe_pre_softmax: bool | None = None
+    moe_num_groups: int | None = None
+    moe_group_topk: int | None = None
+    moe_scaling_factor: float | None = None
+    moe_expert_bias: bool | None = None
+    moe_aux_loss: float | None = None
+    mla: bool | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_head_dim: int | None = None
+    qk_pos_emb_head_dim: int | None = None
+    v_head_dim: int | None = None
+    mla_down_fused: bool | None = None
+    mtp_num_layers: int | None = None
+    linear_layers: tuple[bool, ...] | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_conv_kernel_dim: int | None = None
+    mamba_num_heads: int | None = None
+    mamba_head_dim: int | None = None
+    mamba_num_groups: int | None = None
+    mamba_state_dim: int | None = None
+    dtype: str | None = None
+    init_method_std: float | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    cp: int | None = None
+    dp: int | None = None
+    world_size: int | None = None
+    consumed_train_samples: int | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    source: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_catalog(cls, catalog: Catalog) -> ModelArgs:
+        """The facts that a checkpoint's arguments, configuration and shapes give; never fails."""
+        facts = _Collected()
+        for label, values in (("args", catalog.args), ("config", model_section(catalog.config))):
+            if values:
+                read_options(facts, label, values)
+        facts.forget_unused(catalog)
+        facts.measure(catalog)
+        if catalog.args or catalog.config:
+            facts.add_defaults(catalog)
+        field_names = {f.name for f in fields(cls)}
+        values = {name: value for name, value in facts.values.items() if name in field_names and value is not None}
+        source = {name: text for name, text in facts.source.items() if name in values}
+        notes, unknown = tuple(facts.notes), tuple(facts.unknown)
+        return cls(**values, extras=facts.extras, notes=notes, unknown=unknown, source=source)
+
+    def fact(self, name: str) -> Any:
+        """A field, or one of the `extras`; None if nothing says."""
+        return getattr(self, name) if name in self.__dataclass_fields__ else self.extras.get(name)
+
+    @property
+    def layer_kinds(self) -> str:
+        """What the layers are: `hybrid M*EM: 2 Mamba, 1 attention, 1 MoE`; "" if they are a transformer's."""
+        return describe_layers(self.layer_pattern, self.linear_layers)
+
+    def contradictions(self, catalog: Catalog) -> list[str]:
+        """Each number that does not fit the tensors' shapes, as a sentence with both numbers; empty if all fit."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        measurements, out = measure(catalog.language, values)
+        for name, measured in measurements.items():
+            stated, source = values[name], self.source.get(name, "")
+            if measured.value is None or (stated is not None and stated != measured.value):
+                label = source.split(".")[0] if source.startswith(("args.", "config.")) else "the rest"
+                verb = "say" if label == "args" else "says"
+                out.append(f"{label} {verb} {name} {_shown(stated)}, but {measured.evidence}")
+        vocab, padded = self.vocab_size, self.padded_vocab_size
+        if vocab is not None and padded is not None and vocab > padded:
+            out.append(f"{self.source['vocab_size']} is {vocab}, but the embedding has {padded} rows")
+        if not catalog.megatron:
+            return out
+        options = {**model_section(catalog.config), **catalog.args, **self.extras}
+        return [*out, *missing_tensors(catalog.weights), *odd_shapes(catalog.weights, options)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "".join("01"[int(v)] for v in value)
+    return str(value)
+
+
+class _Collected(Facts):
+    """The facts of one checkpoint while they are put together."""
+
+    def forget_unused(self, catalog: Catalog) -> None:
+        """Drops the options of features that the model does not use; Megatron-LM stores defaults for all of them."""
+        values = self.values
+        unused: list[str] = []
+        for prefix, marker in (("mamba_", ".mixer."), ("linear_", ".self_attention.in_proj.")):
+            if not any(marker in name for name in catalog.weights) and prefix + "layers" not in values:
+                unused += [name for name in values if name.startswith(prefix)]
+        if "E" not in values.get("layer_pattern", "E"):
+            unused.append("num_experts")
+        if values.get("mla"):
+            unused += ["num_query_groups", "head_dim"]
+        else:
+            unused += ["q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
+            unused.append("mla_down_fused")
+        if not values.get("num_experts") or "num_experts" in unused:
+            unused += [name for name in values if name.startswith("moe_")]
+        if not values.get("moe_scaling_factor"):
+            unused.append("moe_scaling_factor")
+        for name in (*unused, *(n for n in ("num_experts", "mtp_num_layers", "vpp") if not values.get(n))):
+            values.pop(name, None)
+        if values.get("add_bias_linear") and not values.get("mla"):
+            values["add_qkv_bias"] = True
+        tp, pp, cp, world = (values.get(n) for n in ("tp", "pp", "cp", "world_size"))
+        if world and tp and pp:
+            self.put("dp", world // (tp * pp * (cp or 1)), "args.world_size")
+
+    def add_defaults(self, catalog: Catalog) -> None:
+        """What an option amounts to that the writing version did not have or did not write out."""
+        stated = not self.source.get("num_experts", "shape").startswith("shape")
+        for name, value in DEFAULTS.items():
+            if stated or not name.startswith("moe_"):
+                self.put(name, value, "default")
+        if self.values.get("rope_scaling") == "yarn" and self.values.get("mla"):
+            # core 0.14 named the option and fixed it at 4096; 0.12 and 0.13 took max_position_embeddings for it; where
+            # only "0.13 or 0.14" is known, it stays open
+            written_by = catalog.producer[0] if catalog.producer else ""
+            longest = self.values.get("max_position_embeddings")
+            if longest == 4096 or not re.search(r"0\.1[1-3]\b", written_by):
+                self.put("rope_original_max_position_embeddings", 4096, "default")
+            elif not re.search(r"0\.14", written_by):
+                self.put("rope_original_max_position_embeddings", longest, "args.max_position_embeddings")
+
+    def measure(self, catalog: Catalog) -> None:
+        """Fills what nothing stated from the tensors."""
+        values = {f.name: self.values.get(f.name) for f in fields(ModelArgs)} | {"extras": self.extras}
+        for name, measured in measure(catalog.language, values)[0].items():
+            self.put(name, measured.value, f"shape of {measured.tensor}")
+        sizes: Counter[str] = Counter()
+        for tensor in catalog.weights.values():
+            if tensor.dtype.floating:
+                sizes[tensor.dtype.name] += tensor.numel
+        if sizes:
+            self.put("dtype", sizes.most_common(1)[0][0], "stored tensors")

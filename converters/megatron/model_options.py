@@ -1,0 +1,408 @@
+"""How Megatron-LM's Namespace, Bridge's run_config.yaml and NeMo's model.yaml spell the options of a model.
+
+One table of names for the options that are plain numbers, and a function for each group that needs a rule.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, moe_layers, read_pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["DEFAULTS", "NAMES", "Facts", "read_options"]
+
+
+def _int(value: Any) -> int | None:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float(value: Any) -> float | None:
+    if isinstance(value, str):
+        try:
+            return float(value)  # PyYAML reads `1e-5` as text
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _bool(value: Any) -> bool | None:
+    return bool(value) if isinstance(value, bool | int) else None
+
+
+def _str(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _samples(value: Any) -> int | None:
+    return _int(value) or None
+
+
+# field -> how to read it, and its names, newest first. Sources: Megatron-LM core_v0.4 to 0.20 arguments.py,
+# TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml; last, transformers' config.json
+NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
+    "num_layers": (_int, ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")),
+    "hidden_size": (_int, ("hidden_size", "n_embd")),
+    "num_attention_heads": (_int, ("num_attention_heads", "n_head")),
+    "num_query_groups": (_int, ("num_query_groups", "num_key_value_heads")),
+    "head_dim": (_int, ("kv_channels", "head_dim")),
+    "ffn_hidden_size": (_int, ("ffn_hidden_size", "intermediate_size", "n_inner")),
+    "vocab_size": (_int, ("vocab_size",)),
+    "max_position_embeddings": (_int, ("max_position_embeddings", "seq_length", "encoder_seq_length")),
+    "norm_epsilon": (_float, ("layernorm_epsilon", "norm_epsilon")),
+    "zero_centered_norm": (_bool, ("layernorm_zero_centered_gamma", "apply_layernorm_1p")),
+    "tied_embeddings": (_bool, ("share_embeddings_and_output_weights",)),
+    "add_bias_linear": (_bool, ("add_bias_linear", "bias")),
+    "add_qkv_bias": (_bool, ("add_qkv_bias", "qkv_bias")),
+    "qk_layernorm": (_bool, ("qk_layernorm",)),
+    "position_embedding_type": (_str, ("position_embedding_type",)),
+    "rotary_base": (_float, ("rotary_base",)),
+    "rotary_percent": (_float, ("rotary_percent", "rotary_percentage")),
+    "rotary_interleaved": (_bool, ("rotary_interleaved",)),
+    "num_experts": (_int, ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")),
+    "moe_topk": (_int, ("moe_router_topk", "num_experts_per_tok")),
+    "moe_ffn_hidden_size": (_int, ("moe_ffn_hidden_size", "ffn_hidden_size")),
+    "moe_shared_expert_size": (_int, ("moe_shared_expert_intermediate_size",)),
+    "moe_shared_expert_gate": (_bool, ("moe_shared_expert_gate",)),
+    "moe_score_function": (_str, ("moe_router_score_function",)),
+    "moe_pre_softmax": (_bool, ("moe_router_pre_softmax",)),
+    "moe_num_groups": (_int, ("moe_router_num_groups",)),
+    "moe_group_topk": (_int, ("moe_router_group_topk",)),
+    "moe_scaling_factor": (_float, ("moe_router_topk_scaling_factor",)),
+    "moe_expert_bias": (_bool, ("moe_router_enable_expert_bias",)),
+    "moe_aux_loss": (_float, ("moe_aux_loss_coeff",)),
+    "mla": (_bool, ("multi_latent_attention",)),
+    "q_lora_rank": (_int, ("q_lora_rank",)),
+    "kv_lora_rank": (_int, ("kv_lora_rank",)),
+    "qk_head_dim": (_int, ("qk_head_dim",)),
+    "qk_pos_emb_head_dim": (_int, ("qk_pos_emb_head_dim",)),
+    "v_head_dim": (_int, ("v_head_dim",)),
+    "mla_down_fused": (_bool, ("mla_down_proj_fusion",)),
+    "mtp_num_layers": (_int, ("mtp_num_layers",)),
+    "mamba_num_heads": (_int, ("mamba_num_heads",)),
+    "mamba_head_dim": (_int, ("mamba_head_dim",)),
+    "mamba_num_groups": (_int, ("mamba_num_groups",)),
+    "mamba_state_dim": (_int, ("mamba_state_dim",)),
+    "linear_num_key_heads": (_int, ("linear_num_key_heads",)),
+    "linear_num_value_heads": (_int, ("linear_num_value_heads",)),
+    "linear_key_head_dim": (_int, ("linear_key_head_dim",)),
+    "linear_value_head_dim": (_int, ("linear_value_head_dim",)),
+    "linear_conv_kernel_dim": (_int, ("linear_conv_kernel_dim",)),
+    "init_method_std": (_float, ("init_method_std",)),
+    "attention_dropout": (_float, ("attention_dropout",)),
+    "hidden_dropout": (_float, ("hidden_dropout",)),
+    "tp": (_int, ("tensor_model_parallel_size", "model_parallel_size")),
+    "pp": (_int, ("pipeline_model_parallel_size",)),
+    "vpp": (_int, ("virtual_pipeline_model_parallel_size",)),
+    "ep": (_int, ("expert_model_parallel_size",)),
+    "etp": (_int, ("expert_tensor_parallel_size", "expert_tensor_model_parallel_size")),
+    "cp": (_int, ("context_parallel_size",)),
+    "dp": (_int, ("data_parallel_size",)),
+    "world_size": (_int, ("world_size",)),
+    "consumed_train_samples": (_samples, ("consumed_train_samples",)),
+}
+# what an option that a version did not have yet amounts to
+DEFAULTS: dict[str, Any] = {
+    "norm_epsilon": 1e-5,
+    "zero_centered_norm": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "rotary_base": 10000.0,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "moe_score_function": "softmax",
+    "moe_pre_softmax": False,
+    "moe_shared_expert_gate": False,
+    "moe_expert_bias": False,
+    "mla": False,
+}
+# options that change the forward pass, by the value that leaves it unchanged (besides None and absence)
+_EXTRAS: dict[str, Any] = {
+    "activation_func_clamp_value": 0,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "attn_logit_softcapping": 0,
+    "enable_hyper_connections": False,
+    "experimental_attention_variant": "",
+    "final_logit_softcapping": 0,
+    "glu_linear_offset": 0.0,
+    "headscale": False,
+    "heterogeneous_block_specs": False,
+    "heterogeneous_layers_config_encoded_json": "",
+    "hybrid_layer_pattern": "",
+    "hybrid_override_pattern": "",
+    "is_hybrid_model": False,
+    "linear_attention_freq": 0,
+    "moe_apply_probs_on_input": False,
+    "moe_latent_size": 0,
+    "moe_router_topk_limited_devices": 0,
+    "mtp_use_repeated_layer": False,
+    "no_rope_freq": 0,
+    "qk_l2_norm": False,
+    "query_pre_attn_scalar": 0,
+    "scale_embeddings": False,
+    "softmax_scale": 0,
+    "softmax_type": "vanilla",
+    "use_mup": False,
+    "window_attn_skip_freq": 0,
+}
+
+
+class Facts:
+    """Collects values and where each came from; the first source of a field wins."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.source: dict[str, str] = {}
+        self.extras: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self.unknown: list[str] = []
+
+    def put(self, name: str, value: Any, source: str) -> None:
+        """Takes a value unless one is known."""
+        if value is not None and self.values.get(name) is None:
+            self.values[name] = value
+            self.source[name] = source
+
+    def override(self, name: str, value: Any, source: str) -> None:
+        """Takes a value even if one is known."""
+        self.values[name] = value
+        self.source[name] = source
+
+
+def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """Takes what one set of options says.
+
+    Args:
+        label: "args" or "config", the first part of every source.
+        options: Option -> value; inert pickled values are recognised by their `name`.
+    """
+    for name, (convert, spellings) in NAMES.items():
+        for spelling in spellings:
+            value = convert(options.get(spelling))
+            if value is not None:
+                facts.put(name, value, f"{label}.{spelling}")
+                break
+    for name, neutral in _EXTRAS.items():
+        value = options.get(name)
+        if value is not None and value is not False and value != neutral:
+            facts.extras.setdefault(name, value)
+    _read_negated(facts, label, options)
+    _read_normalization(facts, label, options)
+    _read_activation(facts, label, options)
+    _read_rope(facts, label, options)
+    _read_window(facts, label, options)
+    hybrid = _read_pattern(facts, label, options)
+    layers = facts.values.get("num_layers")
+    if facts.values.get("num_experts") and layers:
+        capacity = _float(options.get("moe_expert_capacity_factor"))
+        if capacity is not None:
+            facts.notes.append(
+                f"trained with an expert capacity factor of {capacity:g}: Megatron drops tokens beyond it"
+            )
+        if not hybrid:  # which stores the default of moe_layer_freq and does not look at it
+            facts.put("moe_layers", moe_layers(options.get("moe_layer_freq", 1), layers), f"{label}.moe_layer_freq")
+
+
+_VARIANTS = ("gated_delta_net", "gdn", "gdn2", "dsa")
+"""Values of `experimental_attention_variant`, core 0.16 to 0.20; the first is the second's older name."""
+
+
+def _read_pattern(facts: Facts, label: str, options: Mapping[str, Any]) -> bool:
+    """Takes which layers are what. Returns whether the model is a hybrid, whose layers a pattern describes."""
+    variant = options.get("experimental_attention_variant")
+    if isinstance(variant, str) and variant:
+        if variant not in _VARIANTS:
+            facts.unknown.append(f"{label}.experimental_attention_variant is {variant!r}")
+        layers = facts.values.get("num_layers")
+        if variant in _VARIANTS[:3] and layers:
+            flags = all_but_every_nth(options.get("linear_attention_freq"), layers)
+            facts.put("linear_layers", flags, f"{label}.linear_attention_freq")
+    stated = read_pattern(options)
+    if stated is None:
+        return False
+    text, option = stated
+    try:
+        pattern = LayerPattern.parse(text)
+    except ValueError as error:
+        facts.unknown.append(f"{label}.{option} {text!r} {error}")
+        return True
+    facts.put("layer_pattern", pattern.layers, f"{label}.{option}")
+    if option in facts.extras:  # where a stage ends changes nothing that the model computes
+        facts.extras[option] = pattern.written()
+    facts.put("mtp_num_layers", pattern.depths or None, f"{label}.{option}")
+    if facts.values.get("num_experts") and "E" in pattern.layers:
+        facts.put("moe_layers", tuple(symbol == "E" for symbol in pattern.layers), f"{label}.{option}")
+    return True
+
+
+def _read_negated(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    untied = _bool(options.get("untie_embeddings_and_output_weights"))
+    if untied is not None:
+        facts.put("tied_embeddings", not untied, f"{label}.untie_embeddings_and_output_weights")
+    without = _bool(options.get("disable_bias_linear"))
+    if without is not None:
+        facts.put("add_bias_linear", not without, f"{label}.disable_bias_linear")
+    # the number of groups means nothing unless grouping is on: Megatron-LM's default is 1
+    grouped = _bool(options.get("group_query_attention"))
+    heads = _int(options.get("num_attention_heads"))
+    stated = any(options.get(name) is not None for name in ("num_query_groups", "num_key_value_heads"))
+    if heads and (grouped is False or (grouped is None and not stated)):
+        facts.override("num_query_groups", heads, f"{label}.num_attention_heads")
+
+
+def _read_normalization(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    text = _str(options.get("normalization"))
+    if text is None:
+        return
+    source = f"{label}.normalization"
+    lowered = text.lower().replace("_", "")
+    name = "RMSNorm" if lowered == "rmsnorm" else "LayerNorm" if lowered.startswith(("layernorm", "lowpre")) else text
+    if lowered == "layernorm1p":  # NeMo 1: the stored weight is gamma - 1
+        facts.override("zero_centered_norm", True, source)
+    facts.put("normalization", name, source)
+
+
+_NAMED_ACTIVATIONS = {
+    "swish": "silu",
+    "fast-swiglu": "silu",
+    "swiglu": "silu",
+    "geglu": "gelu",
+    "fast-geglu": "gelu",
+    "squared-relu": "relu2",
+    "squared_relu": "relu2",
+    "openai_gelu": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+}
+
+
+def _read_activation(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """Megatron-LM has one flag per activation; Bridge and NeMo 2 name a function; NeMo 1 a string."""
+    named = options.get("activation_func", options.get("activation"))
+    if named is not None:
+        if not isinstance(named, str):
+            named = named.get("_target_", "") if isinstance(named, dict) else getattr(named, "name", "")
+        text = str(named).rsplit(".", 1)[-1]
+        source = f"{label}.activation_func" if "activation_func" in options else f"{label}.activation"
+        gated = _bool(options.get("gated_linear_unit"))
+        facts.put("gated", text.endswith("glu") if gated is None else gated, source)
+        activation = _NAMED_ACTIVATIONS.get(text, text)
+        if activation == "gelu" and not facts.values["gated"] and _bool(options.get("bias_activation_fusion")):
+            activation = "gelu_tanh"
+        facts.put("activation", activation, source)
+        return
+    if "gated_linear_unit" in options:  # a provider class whose default function was not written out
+        gated = bool(options["gated_linear_unit"])
+        facts.put("gated", gated, f"{label}.gated_linear_unit")
+        facts.put("activation", "silu" if gated else None, f"{label}._target_")
+    for flag, gated, activation in (
+        ("swiglu", True, "silu"),
+        ("quick_geglu", True, "quick_gelu"),
+        ("geglu", True, "gelu"),
+        ("squared_relu", False, "relu2"),
+        ("openai_gelu", False, "gelu_tanh"),
+    ):
+        if options.get(flag) is True:
+            facts.put("gated", gated, f"{label}.{flag}")
+            facts.put("activation", activation, f"{label}.{flag}")
+            return
+    if "swiglu" in options or "bias_gelu_fusion" in options:
+        # core/fusions/fused_bias_gelu.py is the tanh approximation, as are TransformerEngine's kernels
+        tanh = options.get("bias_gelu_fusion") is True or options.get("use_te_activation_func") is True
+        facts.put("gated", False, f"{label}.swiglu")
+        facts.put("activation", "gelu_tanh" if tanh else "gelu", f"{label}.bias_gelu_fusion")
+
+
+def _read_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    if options.get("use_rotary_position_embeddings") is True:  # Megatron-LM before 0.4
+        facts.override("position_embedding_type", "rope", f"{label}.use_rotary_position_embeddings")
+    if _bool(options.get("multi_latent_attention")):
+        _read_mla_rope(facts, label, options)
+        return
+    linear = _float(options.get("seq_len_interpolation_factor", options.get("rotary_seq_len_interpolation_factor")))
+    kind, numbers, source = None, {}, ""
+    if options.get("position_embedding_type") == "yarn":
+        kind, source, numbers = "yarn", "position_embedding_type", _yarn(options)
+        if options.get("yarn_correction_range_round_to_int") is False:
+            facts.extras["yarn_correction_range_round_to_int"] = False
+    elif options.get("use_rope_scaling") is True or options.get("rope_scaling") is True:
+        kind, source = "llama3", "use_rope_scaling" if "use_rope_scaling" in options else "rope_scaling"
+        # rotary_pos_embedding.py fixes all but the factor
+        numbers = {"rope_factor": _first(options, "rope_scaling_factor") or 8.0, **_LLAMA3}
+        if label == "args" and numbers["rope_factor"] != 8:
+            # GPTModel's default applies: no version of Megatron-LM's model builder (0.6 to 0.20) passes the argument on
+            facts.notes.append(f"Megatron-LM ignores rope_scaling_factor {numbers['rope_factor']:g} and scales by 8")
+            numbers["rope_factor"] = 8.0
+    elif _float(options.get("scale_factor")) and options.get("old_context_len"):  # NeMo 2 Llama31Config
+        kind, source = "llama3", "scale_factor"
+        numbers = {name: _first(options, old) for name, old in _NEMO_LLAMA3.items()}
+    if linear and linear != 1:
+        if label == "args":
+            facts.notes.append(f"Megatron-LM ignores rotary_seq_len_interpolation_factor {linear:g}")
+        elif kind:
+            facts.extras["seq_len_interpolation_factor"] = linear
+        else:
+            kind, source, numbers = "linear", "seq_len_interpolation_factor", {"rope_factor": linear}
+    _put_rope(facts, kind, numbers, f"{label}.{source}")
+
+
+def _read_mla_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """MLA looks at rope_type alone, whose default is yarn (multi_latent_attention.py, core 0.10 to 0.20)."""
+    numbers = _yarn(options)
+    if (options.get("rope_type") or "yarn") == "yarn":
+        if (_float(numbers["rope_factor"]) or 1.0) > 1:  # with a factor of 1, yarn is the plain embedding
+            _put_rope(facts, "yarn", numbers, f"{label}.rope_type")
+    elif (_float(numbers["rope_factor"]) or 1.0) > 1 and _float(options.get("mscale_all_dim")):
+        facts.extras["mscale_all_dim"] = options["mscale_all_dim"]  # scales the softmax without scaling the rotation
+
+
+def _yarn(options: Mapping[str, Any]) -> dict[str, Any]:
+    """YaRN's numbers; those that the command line cannot set are defaults of MLATransformerConfig."""
+    numbers = {name: _first(options, f"yarn_{old}", old) for name, (old, _) in _YARN.items()}
+    return {name: _YARN[name][1] if value is None else value for name, value in numbers.items()}
+
+
+def _put_rope(facts: Facts, kind: str | None, numbers: Mapping[str, Any], source: str) -> None:
+    facts.put("rope_scaling", kind, source)
+    for name, value in numbers.items():
+        facts.put(name, _int(value) if name.endswith("embeddings") else _float(value), source)
+
+
+_LLAMA3 = {
+    "rope_low_freq_factor": 1.0,
+    "rope_high_freq_factor": 4.0,
+    "rope_original_max_position_embeddings": 8192,
+}
+_NEMO_LLAMA3 = {
+    "rope_factor": "scale_factor",
+    "rope_low_freq_factor": "low_freq_factor",
+    "rope_high_freq_factor": "high_freq_factor",
+    "rope_original_max_position_embeddings": "old_context_len",
+}
+# field -> option, default (core 0.14 transformer_config.py, MLATransformerConfig)
+_YARN: dict[str, tuple[str, Any]] = {
+    "rope_factor": ("rotary_scaling_factor", 40.0),
+    "rope_original_max_position_embeddings": ("original_max_position_embeddings", None),
+    "rope_beta_fast": ("beta_fast", 32.0),
+    "rope_beta_slow": ("beta_slow", 1.0),
+    "rope_mscale": ("mscale", 1.0),
+    "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
+}
+
+
+def _first(options: Mapping[str, Any], *names: str) -> Any:
+    return next((options[name] for name in names if options.get(name) is not None), None)
+
+
+def _read_window(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    window = options.get("window_size")
+    if isinstance(window, str):
+        window = [int(n) for n in re.findall(r"-?\d+", window)]
+    if isinstance(window, list | tuple) and window and _int(window[0]) is not None and window[0] >= 0:
+        # (left, right): a query sees `left` keys before itself, and itself
+        facts.put("window_size", int(window[0]) + 1, f"{label}.window_size")

@@ -1,0 +1,403 @@
+"""How one tensor is divided among the ranks of a job. No I/O.
+
+Facts: the `sharded_state_dict` methods of Megatron-Core 0.16.1 (tensor_parallel/layers.py, transformer/mlp.py,
+transformer/moe/experts.py, ssm/mamba_mixer.py, ssm/gated_delta_net.py, transformer/multi_latent_attention.py,
+extensions/transformer_engine.py), compared with the tags core_v0.9.0 to core_v0.19.0.
+
+A gated MLP, tp 2: a rank's rows are [gate; up], but the whole tensor is all gates, then all ups, whatever tp was:
+
+    linear_fc1.weight      rank 0 has      rank 1 has
+    0    +-----------+     +-----------+
+         | gate      |     | gate 0    |   +-----------+
+    F/2  |- - - - - -|     |-----------|   | gate 1    |
+         |           |     | up 0      |   |-----------|
+    F    |-----------|     +-----------+   | up 1      |
+         | up        |                     +-----------+
+    3F/2 |- - - - - -|     gate 0 = rows 0 to F/2, up 0 = rows F to 3F/2
+         |           |
+    2F   +-----------+
+
+Query, key and value lie group by group, so a plain cut of the rows gives each rank whole groups. With fewer groups than
+ranks (core 0.16) the rows are still cut into equal parts, through a group, and gathered when the model runs:
+
+    linear_qkv.weight, 2 groups of 2 heads     | q0 q1 k0 v0 | q2 q3 k1 v1 |
+    tp 2                                       | rank 0      | rank 1      |
+    tp 4                                       | 0    | 1    | 2    | 3    |
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from converters.box import Box
+from converters.errors import RequestError
+from converters.megatron.part_shapes import gated_by_shape
+from converters.megatron.pipeline import divisors, some_of
+from converters.model_parts import REPLICATED, language_name, split_part
+from converters.names import printable
+from converters.words import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from converters.megatron.layout import Layout
+    from converters.megatron.model_args import ModelArgs
+    from converters.megatron.pipeline import Pipeline
+
+__all__ = ["Outline", "Shard", "Split", "holders", "padded_vocab", "shards", "split_rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a parameter is divided.
+
+    Attributes:
+        axis: Axis divided over tensor parallelism; None if every tensor-parallel rank holds all of it.
+        gated: First projection of an MLP: when the model is gated, its rows are gate then up, each divided alone.
+        vocab: Its rows are the padded vocabulary.
+        expert: Number of the expert it belongs to (divided over ep, and over etp in place of tp); None if dense.
+    """
+
+    axis: int | None
+    gated: bool = False
+    vocab: bool = False
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Elements of a tensor that the ranks with some model-parallel coordinates hold.
+
+    Attributes:
+        box: In the coordinates of the whole tensor.
+        local: The same elements in the coordinates of the part of this tensor that those ranks have in memory.
+        tp: Their tensor-parallel rank, that of the expert grid for an expert; None: every one holds it.
+        ep: Their expert-parallel rank; None for what does not belong to an expert (then `tp` is of the dense grid).
+    """
+
+    box: Box
+    local: Box
+    tp: int | None
+    ep: int | None = None
+
+
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.")
+_MTP = re.compile(r"mtp\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What of a model decides where its tensors live.
+
+    Attributes:
+        num_layers: Decoder layers.
+        mtp_layers: Multi-token-prediction layers that exist; a repeated one counts once.
+        num_experts: Routed experts of a layer; None for a dense model.
+        gated: MLPs have a gate; None if nothing shows it: adapters of first projections alone, without arguments.
+        tied: The output layer uses the embedding's weight.
+        mla_down_split: The down projections of multi-latent attention are divided over tp: if they are one parameter
+            (`--mla-down-proj-fusion`), with Megatron's own layers, and with TransformerEngine's before core 0.14.
+        stacks: Layers of each stack that has another number of them: "vision_model.decoder.layers" -> 24.
+        gated_parts: Whether the MLPs of each part beside the language model have a gate: "vision_model." -> False.
+    """
+
+    num_layers: int
+    mtp_layers: int = 0
+    num_experts: int | None = None
+    gated: bool | None = False
+    tied: bool = False
+    mla_down_split: bool = False
+    stacks: Mapping[str, int] = field(default_factory=dict)
+    gated_parts: Mapping[str, bool] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Outline:
+        """The outline of a checkpoint, from its tensors (canonical names without optimizer) and what they leave open.
+
+        Where the down projections are no single parameter `mla_down_split` is left False: it depends on the version and
+        the layers that the job uses.
+        """
+        stacks, counts = Counter[str](), {_MTP: 0, _EXPERT: 0}
+        parts: dict[str, dict[str, Sequence[int]]] = {}
+        for name, shape in shapes.items():
+            part, inner = split_part(name)
+            parts.setdefault(part, {})[inner] = shape
+            if (layer := _LAYER.match(inner)) is not None:
+                stacks[part + layer[1]] = max(stacks[part + layer[1]], int(layer[2]) + 1)
+            for pattern in counts if language_name(name) is not None else ():
+                if (match := pattern.search(name)) is not None:
+                    counts[pattern] = max(counts[pattern], int(match[1]) + 1)
+        language = {language_name(name) for name in shapes}
+        layers = max((n for name, n in stacks.items() if language_name(name) is not None), default=0)
+        layers = layers or args.num_layers or 0
+        return cls(
+            num_layers=layers,
+            mtp_layers=counts[_MTP],
+            num_experts=counts[_EXPERT] or None,
+            gated=gated_by_shape(shapes) if args.gated is None else args.gated,
+            tied="output_layer.weight" not in language,
+            mla_down_split=args.mla_down_fused is True,
+            stacks={name: n for name, n in stacks.items() if n != layers},
+            gated_parts={
+                part: gated_by_shape(mine) is True for part, mine in parts.items() if language_name(part) is None
+            },
+        )
+
+    def layers(self, name: str) -> int:
+        """How many layers the stack has that a tensor of this canonical name is in."""
+        part, inner = split_part(name)
+        match = _LAYER.match(inner)
+        return self.num_layers if match is None else self.stacks.get(part + match[1], self.num_layers)
+
+    def gates(self, name: str) -> bool:
+        """Whether an MLP that a tensor of this canonical name is in has a gate.
+
+        Raises:
+            RequestError: Nothing shows it.
+        """
+        gated = self.gated_parts.get(split_part(name)[0], self.gated)
+        if gated is None:
+            raise RequestError(
+                f"whether the rows of {printable(name)} are gate and up is not known: no arguments say so, and there is no "
+                "second projection to compare it with",
+                hint="only --tp 1 is safe; or keep the run_config.yaml of the job beside the checkpoint",
+                tensor=name,
+            )
+        return gated
+
+
+_MAMBA, _DELTA_NET = "z|x|B|C|dt", "query|key|value|z|beta|alpha|f|b|w"
+# what follows `layers.N.` (`layers.N.transformer_layer.` in MTP), without the expert's number: (pattern, axis)
+_RULES: list[tuple[re.Pattern[str], int | None]] = [
+    (re.compile(pattern), axis)
+    for pattern, axis in [
+        (r".*\.layer_norm_(weight|bias)", None),
+        (r"self_attention\.linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)", 0),
+        (r"self_attention\.linear_(q|kv)_down_proj\.weight", None),  # see Outline.mla_down_split
+        (r"(cross|inter)_attention\.linear_(q|kv)\.(weight|bias)", 0),
+        (r"\w+_attention\.linear_proj\.weight", 1),
+        (r"\w+_attention\.core_attention\.softmax_offset", 0),
+        (r"\w+_attention\.core_attention\.indexer\..*", None),
+        (r"(mlp|mlp\.shared_experts|mlp\.experts)\.linear_fc1\.(weight|bias)", 0),
+        (r"(mlp|mlp\.shared_experts|mlp\.experts)\.linear_fc2\.weight", 1),
+        (r"mlp\.router\..*|mlp\.shared_experts\.gate_weight|mlp\.fc[12]_latent_proj\.(weight|bias)", None),
+        # Mamba's and the gated delta net's projections are stored section by section, each divided alone
+        (rf"mixer\.(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({_MAMBA})", 0),
+        (rf"self_attention\.(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({_DELTA_NET})", 0),
+        (r"(mixer|self_attention)\.(A_log|D|dt_bias)", 0),
+        (r"mixer\.norm\.weight", 0),
+        (r"(mixer|self_attention)\.out_proj\.weight", 1),
+        (r"self_attention\.out_norm\.weight", None),
+        (r"eh_proj\.(weight|bias)", 0),
+        (r"([eh]norm|final_(layer)?norm)\.(weight|bias)", None),
+        (r"(.*\.)?\w*_?(linear_proj|linear_fc2|out_proj)\.bias", None),
+        (r"(.*\.)?(\w*_)?(layernorm|norm)\.(weight|bias)", None),
+    ]
+]
+_OUTSIDE = {
+    "embedding.word_embeddings.weight": Split(0, vocab=True),
+    "output_layer.weight": Split(0, vocab=True),
+    "output_layer.bias": Split(0, vocab=True),
+    "lm_head.output_layer.weight": Split(0, vocab=True),  # T5's second name of the same (t5_model.py)
+    "lm_head.output_layer.bias": Split(0, vocab=True),
+}
+_WHOLE = re.compile(
+    r"(embedding\.)?position_embeddings\.weight|embedding\.tokentype_embeddings\.weight"
+    r"|(decoder|encoder)\.final_(layer)?norm\.(weight|bias)"
+    r"|(encoder|decoder)_relative_pos_emb\.relative_attention_bias\.weight"
+    r"|(lm_head\.(dense|layer_norm)|pooler\.dense|binary_head)\.(weight|bias)"
+)
+# CLIPViTModel; RADIO's and InternViT's have other modules, which are not known
+_TOWER_WHOLE = re.compile(r"class_token|position_embeddings\.weight|(conv1|ln_pre|ln_post)\.(weight|bias)")
+_PROJECTION = re.compile(r"encoder\.(linear_fc[12]\.\w+)")
+_PARALLEL = re.compile(r".*\.linear_(qkv|proj|fc[12]|q|kv)\b")
+# ParallelLinearAdapter of Megatron-Bridge, peft/utils.py: linear_in is divided as its base is, linear_out over its rows
+_ADAPTER = re.compile(
+    r"(?P<base>(?!mlp\.experts\.).*\.(?:linear_\w+|out_proj))\.adapter\.linear_(?P<side>in|out)\.weight"
+)
+_WITHIN = re.compile(
+    r"(?:(?:decoder|encoder)\.layers|mtp\.layers)\.\d+\."
+    r"(?:transformer_layer\.|mtp_model_layer\.(?:layers\.\d+\.)?)?"
+    r"(?:mlp\.experts\.(?P<expert>\d+)\.)?(?P<tail>.*)",
+    re.DOTALL,
+)
+
+
+@lru_cache(maxsize=4096)
+def _tail_rule(tail: str) -> Split | None:
+    if (adapter := _ADAPTER.fullmatch(tail)) is not None:
+        base = _tail_rule(f"{adapter['base']}.weight")
+        if base is None or base.axis is None:
+            return None
+        return Split(base.axis) if adapter["side"] == "in" else Split(0, base.gated)
+    for pattern, axis in _RULES:
+        if pattern.fullmatch(tail):
+            return Split(axis, gated=".linear_fc1." in tail and axis == 0)
+    return None
+
+
+def split_rule(name: str) -> Split:
+    """How the parameter of a canonical name (without `optimizer.state.*`) is divided.
+
+    Raises:
+        RequestError: The name is not one of Megatron-Core's.
+    """
+    part, inner = split_part(name)
+    rule = _part_rule(part, inner) if language_name(part) is None else _stack_rule(inner) or _outer_rule(inner)
+    if rule is None:
+        raise RequestError(
+            f"it is not known how {printable(name)} is divided over tensor parallelism",
+            hint="only --tp 1 is safe for a model with parameters that Megatron-Core does not have",
+            tensor=name,
+        )
+    return rule
+
+
+def _stack_rule(name: str) -> Split | None:
+    """Of a parameter in a layer."""
+    within = _WITHIN.fullmatch(name)
+    if within is None or within["expert"] is None:
+        return None if within is None else _tail_rule(within["tail"])
+    rule = _tail_rule("mlp.experts." + within["tail"])
+    return None if rule is None else Split(rule.axis, rule.gated, expert=int(within["expert"]))
+
+
+def _outer_rule(name: str) -> Split | None:
+    """Of a parameter around the layers."""
+    return _OUTSIDE.get(name) or (Split(None) if _WHOLE.fullmatch(name) else None)
+
+
+def _part_rule(part: str, name: str) -> Split | None:
+    """Of a parameter of a part beside the language model."""
+    if part in REPLICATED:  # unless somebody has built it of Megatron's modules
+        return None if _PARALLEL.match(name) else Split(None)
+    if part == "vision_projection.":
+        projection = _PROJECTION.fullmatch(name)
+        return None if projection is None else _tail_rule(f"mlp.{projection[1]}")
+    final = re.fullmatch(r"decoder\.final_(layer)?norm\.(weight|bias)", name)
+    return Split(None) if final or _TOWER_WHOLE.fullmatch(name) else _stack_rule(name)
+
+
+_MLA_DOWN = re.compile(r".*\.self_attention\.linear_(?:q|kv)_down_proj\.weight")
+
+
+def _rule(name: str, layout: Layout, outline: Outline) -> Split:
+    """The rule as far as it matters: with tp 1 an unknown tensor is simply whole."""
+    try:
+        rule = split_rule(name)
+    except RequestError:
+        if layout.tp == layout.expert_tp == layout.ep == 1:
+            return Split(None)
+        raise
+    if outline.mla_down_split and rule.axis is None and _MLA_DOWN.fullmatch(name):
+        return Split(0)
+    return rule
+
+
+def shards(name: str, shape: Sequence[int], layout: Layout, outline: Outline) -> list[Shard]:
+    """The boxes that the model-parallel ranks of a job hold; together they tile the tensor exactly.
+
+    A gated projection has two for each rank, gate and up, in this order; what is replicated has one.
+
+    Args:
+        name: Canonical name, without `optimizer.state.*`.
+
+    Raises:
+        RequestError: It cannot be divided so.
+    """
+    rule = _rule(name, layout, outline)
+    ep = None if rule.expert is None else _expert_home(name, rule.expert, layout, outline)
+    if rule.axis is None:
+        return list(_cut(tuple(shape), None, 1, 1, ep))
+    parts = layout.tp if ep is None else layout.expert_tp
+    gate_known = parts > 1 or outline.gated is not None
+    halves = 2 if rule.gated and gate_known and outline.gates(name) else 1
+    if rule.axis >= len(shape) or shape[rule.axis] % (parts * halves):
+        raise _indivisible(name, shape, rule, parts, halves)
+    return list(_cut(tuple(shape), rule.axis, parts, halves, ep))
+
+
+@lru_cache(maxsize=4096)  # the same for all layers and all experts of a rank
+def _cut(shape: tuple[int, ...], axis: int | None, parts: int, halves: int, ep: int | None) -> tuple[Shard, ...]:
+    if axis is None:
+        whole = Box.whole(shape)
+        return (Shard(whole, whole, None, ep),)
+    size = shape[axis] // (parts * halves)
+    before, behind = (0,) * axis, (0,) * (len(shape) - axis - 1)
+    extent = (*shape[:axis], size, *shape[axis + 1 :])
+
+    def box(at: int) -> Box:
+        return Box((*before, at * size, *behind), extent)
+
+    return tuple(Shard(box(half * parts + tp), box(half), tp, ep) for tp in range(parts) for half in range(halves))
+
+
+def _expert_home(name: str, expert: int, layout: Layout, outline: Outline) -> int:
+    """The expert-parallel rank of an expert: rank r has experts r * n to (r + 1) * n - 1 (moe/experts.py)."""
+    if layout.ep == 1:
+        return 0
+    count = outline.num_experts or 0
+    if count % layout.ep or not expert < count:
+        raise RequestError(
+            f"{counted(count, 'expert')} cannot be divided among --ep {layout.ep}",
+            hint=f"--ep must divide {count}: try {some_of(divisors(count), layout.ep)}" if count else None,
+            tensor=name,
+        )
+    return expert // (count // layout.ep)
+
+
+def _indivisible(name: str, shape: Sequence[int], rule: Split, parts: int, halves: int) -> RequestError:
+    option = "tp" if rule.expert is None else "etp"
+    if rule.axis is None or rule.axis >= len(shape):
+        return RequestError(f"{name} has the shape {tuple(shape)}; that is not a tensor divided over --{option}")
+    size = shape[rule.axis] // halves if shape[rule.axis] % halves == 0 else shape[rule.axis]
+    return RequestError(
+        f"{size} {'rows' if rule.axis == 0 else 'columns'} cannot be split over --{option} {parts}",
+        details=[f"{name}  {tuple(shape)}"],
+        hint=f"--{option} must divide {size}: try {some_of(divisors(size), parts)}",
+        tensor=name,
+    )
+
+
+def holders(name: str, shard: Shard, layout: Layout, outline: Outline, pipeline: Pipeline | None = None) -> list[int]:
+    """Every rank that holds a shard, ascending for each stage; the first saves it without a fully parallel save.
+
+    Args:
+        name: Canonical name, without `optimizer.state.*`.
+        pipeline: `layout.pipeline(outline.num_layers, outline.mtp_layers)`, if it is at hand.
+    """
+    if layout.pp == 1:
+        stages = [0]
+    else:
+        pipeline = pipeline or layout.pipeline(outline.num_layers, outline.mtp_layers)
+        stages = list(dict.fromkeys(stage.pp for stage in pipeline.homes(name, tied=outline.tied)))
+    if shard.ep is not None:
+        tps = range(layout.expert_tp) if shard.tp is None else (shard.tp,)
+        return [
+            rank
+            for pp in stages
+            for rank in sorted(layout.expert_rank(tp, shard.ep, edp, pp) for tp in tps for edp in range(layout.edp))
+        ]
+    tps = range(layout.tp) if shard.tp is None else (shard.tp,)
+    return [
+        rank
+        for pp in stages
+        for rank in sorted(
+            layout.rank(tp, cp, dp, pp) for tp in tps for cp in range(layout.cp) for dp in range(layout.dp)
+        )
+    ]
+
+
+def padded_vocab(rows: int, make_divisible_by: int, tp: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to a multiple of `make_divisible_by * tp`.
+
+    Megatron-LM, training/tokenizer/tokenizer.py (`_vocab_size_with_padding`); from core 0.9 on a padded size that a
+    checkpoint states is kept as it is.
+    """
+    multiple = make_divisible_by * tp
+    return -(-rows // multiple) * multiple

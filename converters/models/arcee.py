@@ -1,0 +1,33 @@
+"""Arcee's AFM: Llama with squared ReLU in place of the gate."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.gpt_neox import linear
+from converters.models.model import Model
+
+if TYPE_CHECKING:
+    from converters.megatron.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **config.llama(args),
+        "rms_norm_eps": args.norm_epsilon,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+MODEL = Model(
+    name="arcee",
+    architecture="ArceeForCausalLM",
+    needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS, "gated": (False,), "activation": ("relu2",)},
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=(*linear("mlp.up_proj", "mlp.linear_fc1"), *linear("mlp.down_proj", "mlp.linear_fc2")),
+    after=llama.FINAL,
+)

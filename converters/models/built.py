@@ -1,0 +1,79 @@
+"""What the transformers library makes of a config.json: the tensors that its model has, by name and shape.
+
+The model is built on torch's meta device, so it takes seconds and no memory for elements. Nothing is downloaded or run but
+transformers itself: what a config.json says of code and kernels is left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["saved_shapes", "unlike_transformers"]
+
+_CODE = ("auto_map", "trust_remote_code", "quantization_config", "implementation", "kernel")
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
+_HEAD = ("lm_head.weight", "embed_out.weight")  # there or not, as the embedding is tied or not
+
+
+def saved_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that `save_pretrained` of a model of this configuration would write, by name.
+
+    Args:
+        config: Contents of config.json. The caller has made sure that it describes no more layers than it should.
+
+    Raises:
+        RequestError: transformers does not take it.
+    """
+    import torch
+    import transformers
+
+    library: Any = transformers  # its classes are not annotated
+    library.logging.set_verbosity_error()
+    plain = {key: value for key, value in config.items() if not any(word in key for word in _CODE)}
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            model_config = library.AutoConfig.for_model(**plain)
+            model = library.AutoModelForCausalLM.from_config(model_config, attn_implementation="eager")
+            state = _as_in_files(model)
+    except Exception as error:
+        cause = " ".join(str(error).split())[:300]
+        raise RequestError(
+            f"transformers {transformers.__version__} does not take this config.json: {printable(cause)}"
+        ) from error
+    return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+
+def _as_in_files(model: Any) -> Mapping[str, Any]:
+    """A model's tensors under the names of its files; from 5.0 on a model may keep experts fused that files keep apart."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return dict(model.state_dict())
+    return dict(revert_weight_conversion(model, model.state_dict()))
+
+
+def unlike_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """What transformers would miss of some tensors, or finds of another shape; one sentence each.
+
+    Args:
+        config: Contents of config.json.
+        shapes: The tensors.
+
+    Raises:
+        RequestError: transformers does not take the configuration.
+    """
+    out = []
+    for name, shape in saved_shapes(config).items():
+        if name not in shapes and name not in _HEAD and not name.endswith(_COMPUTED):
+            out.append(f"{printable(name)} of {list(shape)} is missing")
+        elif name in shapes and shapes[name] != shape:
+            out.append(f"{printable(name)} is {list(shapes[name])}, transformers has {list(shape)}")
+    return out

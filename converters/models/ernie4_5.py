@@ -1,0 +1,33 @@
+"""ERNIE 4.5, the dense ones: Llama with a rotary embedding of neighbouring elements."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import UNSET, Model
+
+if TYPE_CHECKING:
+    from converters.megatron.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {**config.llama(args), "rms_norm_eps": args.norm_epsilon, "use_bias": False}
+
+
+MODEL = Model(
+    name="ernie4_5",
+    architecture="Ernie4_5ForCausalLM",
+    needs={
+        **config.LLAMA,
+        **config.DENSE,
+        **config.NO_BIAS,
+        "rotary_interleaved": (True,),
+        "rope_scaling": (UNSET,),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    after=llama.FINAL,
+)

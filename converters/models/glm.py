@@ -1,0 +1,43 @@
+"""GLM-4-9B: Llama with a rotary embedding of neighbouring elements over half of each head, and a bias on q, k and v."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.gpt_neox import partial_rope
+from converters.models.model import SET, UNSET, Model
+from converters.models.phi3 import FUSED_MLP
+
+if TYPE_CHECKING:
+    from converters.megatron.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **config.llama(args),
+        **partial_rope(args),
+        "rms_norm_eps": args.norm_epsilon,
+        "attention_bias": bool(args.add_qkv_bias),
+    }
+
+
+MODEL = Model(
+    name="glm",
+    architecture="GlmForCausalLM",
+    needs={
+        **config.LLAMA,
+        **config.DENSE,
+        "add_bias_linear": (False,),
+        "add_qkv_bias": (True, False),
+        "rotary_interleaved": (True,),
+        "rotary_percent": (SET,),
+        "rope_scaling": (UNSET,),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=FUSED_MLP,
+    after=llama.FINAL,
+    qkv_bias="attention_bias",
+)

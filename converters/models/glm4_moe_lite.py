@@ -1,0 +1,50 @@
+"""GLM-4.7-Flash: DeepSeek-V3, which says of every layer whether it has experts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.deepseek_v2 import (
+    DEEPSEEK_EXPERTS,
+    DEEPSEEK_NEEDS,
+    MLA_ATTENTION,
+    deepseek_remarks,
+    deepseek_settings,
+)
+from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS
+from converters.models.glm4_moe import routed_misfits, routed_settings
+from converters.models.model import Model
+
+if TYPE_CHECKING:
+    from converters.megatron.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    dense = set(config.dense_layers(args))
+    common = {key: value for key, value in deepseek_settings(args).items() if key not in _OTHERS}
+    return {
+        **common,
+        **routed_settings(args),
+        "rope_interleave": True,
+        "mlp_layer_types": ["dense" if n in dense else "sparse" for n in range(args.num_layers or 0)],
+        "num_nextn_predict_layers": args.mtp_num_layers or 0,
+    }
+
+
+_OTHERS = ("first_k_dense_replace", "moe_layer_freq", "scoring_func")  # what the list says, and what never differs
+
+MODEL = Model(
+    name="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    needs={**DEEPSEEK_NEEDS, "moe_score_function": ("sigmoid",), "moe_expert_bias": (True,)},
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=MLA_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
+    after=llama.FINAL,
+    mtp=PREDICTION,
+    misfits=lambda args: [text for text in routed_misfits(args) if "a layer before it" not in text],
+    remarks=deepseek_remarks,
+)

@@ -1,0 +1,42 @@
+"""Granite with its multipliers at one: Llama."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.gpt2 import hidden_width
+from converters.models.model import Model
+
+if TYPE_CHECKING:
+    from converters.megatron.model_args import ModelArgs
+
+
+def granite_settings(args: ModelArgs) -> dict[str, Any]:
+    """The keys that all Granite architectures share; Megatron-LM multiplies by nothing but one."""
+    return {
+        **config.llama(args),
+        "rms_norm_eps": args.norm_epsilon,
+        "attention_bias": False,
+        "attention_multiplier": (args.head_dim or 1) ** -0.5,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    }
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {**granite_settings(args), "mlp_bias": False}
+
+
+MODEL = Model(
+    name="granite",
+    architecture="GraniteForCausalLM",
+    needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS},
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    after=llama.FINAL,
+    misfits=hidden_width,
+)

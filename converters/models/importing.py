@@ -1,0 +1,187 @@
+"""A Hugging Face folder as Megatron's tensors: the tables read backwards.
+
+The table is asked with Megatron's tensors that would be there, if config.json is right, as TransformerEngine's layers name
+them; every copy that it emits, reversed, says which elements of Hugging Face's tensors they consist of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from converters.errors import IntegrityError, RequestError
+from converters.models.described import COMPUTED, HEADS, Described, own_names
+from converters.models.export import emit_all
+from converters.names import fold, printable
+from converters.planning.plan import Drop, Op, Target, pieces_of, prove, reversed_copy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from converters.catalog import TensorInfo
+    from converters.megatron.model_args import ModelArgs
+    from converters.models.model import Model
+    from converters.planning.plan import Copy
+
+__all__ = ["MegatronMapping", "map_from_hf"]
+
+# DeepSeek's own files hold the embedding and the output layer once more for every prediction layer
+_SHARED = re.compile(r".*\.(?:embed_tokens|shared_head\.head)\.weight")
+
+
+@dataclass(frozen=True)
+class MegatronMapping:
+    """What an import makes.
+
+    Attributes:
+        targets: Megatron's tensors by canonical name, without padding, in the order of the model.
+        copies: Which elements of Hugging Face's tensors each consists of; proved to be everything.
+        drops: What is left out of them, and why.
+        args: Facts of the model, without the prediction layers if those are left out.
+        notes: What a person should know, as sentences.
+        matrices: Shapes of Hugging Face's tensors that the copies refer to, where these are not their own.
+    """
+
+    targets: dict[str, Target]
+    copies: list[Copy]
+    drops: list[Drop]
+    args: ModelArgs
+    notes: list[str]
+    matrices: dict[str, tuple[int, ...]]
+
+
+def map_from_hf(
+    model: Model, args: ModelArgs, tensors: Mapping[str, TensorInfo], *, mtp: str = "auto"
+) -> MegatronMapping:
+    """Maps the tensors of a folder.
+
+    Args:
+        model: The table of its architecture.
+        args: What its config.json states.
+        tensors: What it holds.
+        mtp: Multi-token prediction layers: "keep", "drop", or "auto": keep where the folder holds them.
+
+    Raises:
+        RequestError: A tensor has no place, or another shape than config.json gives it.
+        IntegrityError: A tensor that config.json needs is missing.
+    """
+    names = own_names(model, tensors)
+    present = {expected: tensors[name] for expected, name in names.items()}
+    behind = _behind(model, args, present)
+    keep = bool(args.mtp_num_layers) and mtp != "drop" and bool(model.mtp) and (mtp == "keep" or bool(behind))
+    notes = []
+    if args.mtp_num_layers and not keep:
+        why = "are left out" if behind else "are not in the folder; transformers leaves them out when it saves"
+        notes.append(f"{args.mtp_num_layers} multi-token prediction layers {why}; the model's logits need none")
+    shown = args if keep else replace(args, mtp_num_layers=None)
+    out = Described(shown, {}, shown.vocab_size or 0)
+    emit_all(out, model, shown.mtp_num_layers or 0)
+    _check(out, present)
+    kinds = _types(out.copies, present)
+    targets = {name: Target(name, kinds[name].dtype, shape) for name, shape in out.canonical.items()}
+    copies = [reversed_copy(replace(copy, target=names[copy.target])) for copy in out.copies]
+    drops = list(_dropped(model, shown, present, names, set(out.targets), behind if not keep else ()))
+    shifted = sum(copy.op is Op.SUBTRACT_ONE for copy in copies)
+    if shifted:
+        notes.append(
+            f"{shifted} norm weights are gamma in the folder and gamma - 1 in Megatron: what a type cannot hold of that is "
+            "rounded (nothing, for a gamma from 0.5 to 2)"
+        )
+    matrices = {names[name]: t.matrix for name, t in out.targets.items() if t.matrix is not None}
+    stored = {info.name: matrices.get(info.name, info.shape) for info in present.values()}
+    prove(pieces_of(targets, copies).values(), stored, drops)
+    return MegatronMapping(targets, copies, drops, shown, notes, matrices)
+
+
+def _behind(model: Model, args: ModelArgs, present: Mapping[str, TensorInfo]) -> list[str]:
+    """The tensors of the layers behind the last: those of multi-token prediction."""
+    first, last = map(re.escape, model.layers.split("{}"))
+    layer = re.compile(rf"{first}(\d{{1,5}}){last}")
+    count, more = args.num_layers or 0, args.mtp_num_layers or 0
+    numbered = ((name, layer.match(name)) for name in present)
+    return [name for name, hit in numbered if hit and count <= int(hit[1]) < count + more]
+
+
+def _check(out: Described, present: Mapping[str, TensorInfo]) -> None:
+    missing = [name for name in out.targets if name not in present]
+    if missing:
+        raise IntegrityError(
+            f"{len(missing)} tensors that config.json needs are not in the folder",
+            details=[printable(text) for text, _ in fold(missing)][:8],
+            hint="was a file left out when it was copied, or is config.json of another model? distckpt verify says more",
+            tensor=missing[0],
+        )
+    wrong = [
+        f"{printable(name)} is {list(present[name].shape)}, by config.json {list(target.shape)}"
+        for name, target in out.targets.items()
+        if present[name].shape != target.shape
+    ]
+    if wrong:
+        raise RequestError(
+            f"config.json does not fit the tensors: {wrong[0]}",
+            details=wrong[1:8],
+            hint="distckpt verify says which of its numbers would",
+        )
+
+
+def _types(copies: Iterable[Copy], present: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """A Hugging Face tensor of the type of each of Megatron's, which consists of tensors of one type."""
+    kinds: dict[str, TensorInfo] = {}
+    for copy in copies:
+        one, other = kinds.setdefault(copy.source, present[copy.target]), present[copy.target]
+        if one.dtype != other.dtype:
+            raise RequestError(
+                f"{printable(one.name)} is {one.dtype} and {printable(other.name)} is {other.dtype}, but Megatron keeps "
+                f"both in {copy.source}",
+                hint="save the model once more in one type",
+                tensor=one.name,
+            )
+        if not one.dtype.floating or one.dtype.itemsize < 2:
+            raise RequestError(
+                f"{printable(one.name)} is {one.dtype}: quantized weights are not imported",
+                hint="save the model once more in bf16",
+                tensor=one.name,
+            )
+    return kinds
+
+
+def _dropped(
+    model: Model,
+    args: ModelArgs,
+    present: Mapping[str, TensorInfo],
+    names: Mapping[str, str],
+    used: set[str],
+    behind: Iterable[str],
+) -> Iterable[Drop]:
+    lost = set(behind)
+    unknown = []
+    for name in present:
+        if name in used:
+            continue
+        if name in lost:
+            yield Drop(names[name], None, "multi-token prediction layers are not imported")
+        elif reason := next((why for start, why in model.skipped.items() if name.startswith(start)), None):
+            yield Drop(names[name], None, reason)
+        elif name.endswith(COMPUTED):
+            yield Drop(names[name], None, "computed when the model is built")
+        elif name in HEADS and args.tied_embeddings:
+            yield Drop(names[name], None, "config.json ties it to the embedding")
+        elif _SHARED.fullmatch(name) and args.mtp_num_layers:
+            yield Drop(names[name], None, "prediction layers share the model's own")
+        else:
+            unknown.append(name)
+    if unknown:
+        counts = Counter(name.rpartition(".")[2] for name in unknown)
+        hint = "quantized weights have scales beside them; they are not imported" if _scaled(counts) else None
+        raise RequestError(
+            f"{len(unknown)} tensors have no place in what config.json describes",
+            details=[printable(text) for text, _ in fold(unknown)][:8],
+            hint=hint or "is config.json of another model? distckpt verify compares them",
+            tensor=unknown[0],
+        )
+
+
+def _scaled(leaves: Mapping[str, int]) -> bool:
+    return any(word in leaf for leaf in leaves for word in ("scale", "zeros", "zero_point", "absmax"))

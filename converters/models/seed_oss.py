@@ -1,0 +1,40 @@
+"""Seed-OSS: Llama with a bias on q, k and v, and a head size of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.models import config, llama
+from converters.models.model import Model
+
+if TYPE_CHECKING:
+    from converters.megatron.model_args import ModelArgs
+
+
+def _settings(args: ModelArgs) -> dict[str, Any]:
+    return {
+        **config.llama(args),
+        "rms_norm_eps": args.norm_epsilon,
+        "attention_bias": bool(args.add_qkv_bias),
+        "attention_out_bias": False,
+        "mlp_bias": False,
+        "residual_dropout": args.hidden_dropout or 0.0,
+    }
+
+
+MODEL = Model(
+    name="seed_oss",
+    architecture="SeedOssForCausalLM",
+    needs={
+        **config.LLAMA,
+        **config.DENSE,
+        "add_bias_linear": (False,),
+        "add_qkv_bias": (True, False),
+    },
+    settings=_settings,
+    before=llama.EMBEDDING,
+    layer=llama.LLAMA_ATTENTION,
+    dense=llama.LLAMA_MLP,
+    after=llama.FINAL,
+    qkv_bias="attention_bias",
+)

@@ -1,0 +1,110 @@
+"""Whether an optimizer's state was saved shifted, where master weights cannot show it.
+
+Megatron-Core 0.15.0 to 0.19.0 save `fully_reshardable` from a tensor that holds all buckets of a buffer without the padding
+behind each, but take the parameters from where they lie with it (optimizer/distrib_optimizer.py,
+`sharded_param_state_fully_reshardable`): what lies behind a padded bucket is shifted, and the end, which there is nothing
+left for, is zero.
+
+    in memory    | bucket 0          |pad| bucket 1                  |
+    gathered     | bucket 0          | bucket 1                  |
+    saved        | bucket 0          |   | bucket 1, its begin lost |000|
+
+So a state that is not zero there was not saved shifted, nor was any other buffer of that job. Fp32 master weights tell
+more: they are not the weights then (`proof`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from converters.box import Box, flat_range
+from converters.errors import RequestError
+from converters.io.gather import Gatherer
+from converters.io.sources import Sources
+from converters.megatron.buffers import Rules, arrange
+from converters.megatron.layout import Layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.rank_state_dict import LocalModel, likely_order
+from converters.megatron.split import Outline
+from converters.names import printable, quoted
+from converters.optimizer.storage import MASTER
+from converters.param_order import trainable
+from converters.planning.plan import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.formats.base import Reader
+    from converters.megatron.buffers import Local
+
+__all__ = ["refuse_shifted"]
+
+_STATES = (MASTER, "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+
+
+def refuse_shifted(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+    """Makes sure that state in `fully_reshardable` was not saved shifted.
+
+    Args:
+        reader: The checkpoint.
+        tensors: The optimizer's tensors by canonical name.
+
+    Raises:
+        RequestError: It may have been, and nothing tells.
+    """
+    catalog = reader.catalog
+    stored = {
+        name: replace(info, dtype=info.remainders.dtype, remainders=None) if info.remainders else info
+        for name, info in tensors.items()
+    }
+    padded: Local | None = None
+    with contextlib.closing(Gatherer(Sources(reader, stored, checked=False))) as gatherer:
+        for local, padding in _padded_buffers(catalog):
+            padded = padded or local
+            for name, box in _end_of(local, padding):
+                for state in _STATES:
+                    if state + name in stored and gatherer.gather(state + name, box).any():
+                        return
+    if padded is not None:
+        raise RequestError(
+            "the optimizer state may have been saved shifted by the padding of its buckets, as Megatron-Core 0.15.0 to "
+            "0.19.0 do, and its master weights are remainders, which do not show it",
+            details=[f"the state behind a padded bucket ends with zeros, which would be so: {printable(padded.name)}"],
+            hint=f"--optimizer none leaves the state out; distckpt convert {quoted(catalog.root)} OUT --to safetensors "
+            "keeps the weights",
+            tensor=padded.name,
+        )
+
+
+def _padded_buffers(catalog: Catalog) -> Iterator[tuple[Local, int]]:
+    """Of each buffer of the job that saved whose buckets but the last have padding: its last parameter, and how much."""
+    layout, args = Layout.saved(catalog), catalog.job_options
+    weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n)}
+    outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
+    parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
+    model = LocalModel(parameters, layout, outline, likely_order(catalog))
+    apart = layout.ep > 1 and any(".mlp.experts." in name for name in weights)
+    for experts in (False, True) if apart else (None,):
+        for pp in range(layout.pp):
+            for ep in range(layout.ep if experts else 1):
+                for tp in range(layout.expert_tp if experts else layout.tp):
+                    for buffer in model.buffers(pp, range(layout.chunks), tp, ep if experts else None, experts=experts):
+                        rules = Rules.of(args, layout, model.numel, pp, buffer.chunk, experts=experts is True)
+                        buckets = arrange(buffer.parameters, rules)
+                        padding = sum(bucket.numel - bucket.numel_unpadded for bucket in buckets[:-1])
+                        if padding:
+                            yield buckets[-1].placed[-1][0], padding
+
+
+def _end_of(local: Local, numel: int) -> Iterator[tuple[str, Box]]:
+    """Boxes of the tensors that the last elements of a parameter are in."""
+    for tensor, box in reversed(local.segments):
+        length = min(numel, box.volume)
+        for inner in flat_range(box.shape, box.volume - length, length):
+            yield tensor, inner.shifted(box.start)
+        numel -= length
+        if not numel:
+            return

@@ -1,0 +1,1 @@
+"""Looking at checkpoints without converting them: which there are below a folder, and what the values of a tensor are."""

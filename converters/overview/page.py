@@ -1,0 +1,114 @@
+"""`inspect --html`: a checkpoint as one page that needs no network: card, treemap, ranks, tensors, shards, arguments.
+
+The page is `page.html` with one JSON document in it. Scripts put texts from a checkpoint into the page as text only.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from converters.megatron.identity import identify
+from converters.names import printable
+from converters.overview.card import card_lines
+from converters.overview.tree import module_tree
+from converters.pickles import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.formats.base import Reader
+    from converters.megatron.identity import SavedLayout
+    from converters.overview.tree import Module
+
+__all__ = ["checkpoint_page"]
+
+_MOST_CHUNKS = 500_000
+_MOST_RANKS = 4096
+
+
+def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = None) -> str:
+    """The page of a checkpoint.
+
+    Args:
+        reader: The open checkpoint; only its metadata is read.
+        verification: What `distckpt verify --json` said of it; None if nobody asked.
+    """
+    catalog = reader.catalog
+    identity = identify(catalog)
+    (path, what), *card = card_lines(catalog, identity)
+    dtypes: dict[str, int] = {}
+    folder = catalog.path
+    names = [f.relative_to(folder).as_posix() if f.is_relative_to(folder) else f.name for f in reader.files]
+    order = {"weight": 0, "other": 1, "optimizer": 2}
+    tensors: list[list[Any]] = []
+    room = _MOST_CHUNKS
+    for tensor in sorted(catalog.tensors.values(), key=lambda t: order[t.kind]):
+        chunks = None
+        if tensor.chunk_count <= room:
+            room -= tensor.chunk_count
+            chunks = [
+                [reader.file_of(c.record) if c.record >= 0 else -1, list(c.box.start), list(c.box.shape)]
+                for c in tensor.chunks()
+            ]
+        number = dtypes.setdefault(tensor.dtype.short, len(dtypes))
+        tensors.append([printable(tensor.name), number, list(tensor.shape), tensor.nbytes, chunks])
+    data = {
+        "title": printable(f"{path.strip()}  {what}"),
+        "card": [[printable(label), printable(text)] for label, text in card],
+        "checks": _checks(verification),
+        "tree": [_branch(root) for root in module_tree(catalog.tensors.values())],
+        "ranks": _rank_grid(identity.layout),
+        "dtypes": list(dtypes),
+        "files": [printable(name) for name in names],
+        "tensors": tensors,
+        "args": [[printable(str(k)), printable(_text(describe(v)))] for k, v in sorted(catalog.options.items())],
+    }
+    text = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
+    return (files(__package__) / "page.html").read_text(encoding="utf-8").replace("DATA", text, 1)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _branch(module: Module) -> dict[str, Any]:
+    children = [_branch(child) for child in module.children.values()]
+    return {
+        "name": printable(module.name),
+        "nbytes": module.nbytes,
+        "tensors": module.tensors,
+        "children": children,
+    }
+
+
+def _checks(verification: Mapping[str, Any] | None) -> list[list[str]]:
+    if verification is None:
+        return []
+    lines = [["good" if verification.get("good") else "bad", printable(str(verification.get("path", "")))]]
+    for check in verification.get("checks", ()):
+        findings = [str(finding.get("message", "")) for finding in check.get("findings", ())]
+        parts = [str(check.get("status", "")), str(check.get("summary", "")), *findings[:5]]
+        lines.append([printable(str(check.get("name", ""))), printable("; ".join(filter(None, parts)))])
+    return lines
+
+
+def _rank_grid(layout: SavedLayout) -> list[list[str]]:
+    """For each pipeline and tensor-parallel rank, the global ranks there; empty where the layout is not known."""
+    if layout.tp is None or layout.pp is None or layout.dp is None:
+        return []
+    world = layout.tp * layout.pp * layout.dp * (layout.cp or 1)
+    if world > _MOST_RANKS:
+        return []
+    grid: list[list[list[int]]] = [[[] for _ in range(layout.tp)] for _ in range(layout.pp)]
+    for rank in range(world):
+        coordinates = layout.coordinates(rank)
+        if coordinates is not None:
+            grid[coordinates.pp][coordinates.tp].append(rank)
+    return [[_ranks(cell) for cell in row] for row in grid]
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:6])) + (f", ... {ranks[-1]}" if len(ranks) > 6 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

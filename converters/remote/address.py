@@ -1,0 +1,199 @@
+"""Addresses of files that are not on a disk: `s3://bucket/run/iter_0001000`, as paths."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path, PosixPath
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import unquote
+
+from converters.errors import AddressError
+from converters.names import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from converters.remote.store import Properties
+
+__all__ = ["NO_LISTING", "RemotePath", "Root", "is_bucket", "named_path"]
+
+_URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
+_ROOT_PARTS = {"s3:": 2, "gs:": 2, "az:": 2, "http:": 2, "https:": 2, "hf:": 3}
+_KNOWN = "s3://, gs://, az://, https://, http://, hf:// and file://"
+_OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
+
+
+NO_LISTING = (
+    "a web server does not list folders: name one file, such as a tar file, a .safetensors file or the "
+    "model.safetensors.index.json"
+)
+
+
+class Root(NamedTuple):
+    """What holds objects.
+
+    Attributes:
+        scheme: `s3`, `gs`, `az`, `http`, `https`, `hf`.
+        name: The bucket, the container, the host, or the repository with its revision.
+    """
+
+    scheme: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.name}"
+
+
+class RemotePath(PosixPath):
+    """The address of an object or of a prefix, which is a folder here: a path whose questions go to the store.
+
+    Everything that only rearranges names (`/`, `parent`, `relative_to`) is inherited and keeps the type.
+    """
+
+    def __str__(self) -> str:
+        scheme, *rest = self.parts or ("",)
+        return f"{scheme}//{'/'.join(rest)}" if scheme in _ROOT_PARTS else super().__str__()
+
+    @property
+    def root_and_key(self) -> tuple[Root, str]:
+        """What holds it, and its name in there; empty for the root itself.
+
+        Raises:
+            FileNotFoundError: The path does not even name a bucket.
+        """
+        parts = self.parts
+        count = _ROOT_PARTS.get(parts[0], 0) if parts else 0
+        if not count or len(parts) < count:
+            raise FileNotFoundError(2, "no such bucket", str(self))
+        return Root(parts[0][:-1], "/".join(parts[1:count])), "/".join(parts[count:])
+
+    def properties(self) -> Properties | None:
+        """What the store says of the object; None of a folder.
+
+        Raises:
+            FileNotFoundError: There is neither.
+            NotADirectoryError: The path leads into an object.
+            OSError: The store cannot be asked.
+        """
+        from converters.remote.tree import tree_of
+
+        root, key = self.root_and_key
+        return tree_of(root).find(key)
+
+    def entries(self) -> dict[str, Properties | None]:
+        """Names in a folder, with what the store says of objects; None for folders.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            NotADirectoryError: It is an object.
+            OSError: The store cannot be asked.
+        """
+        from converters.remote.tree import tree_of
+
+        root, key = self.root_and_key
+        return tree_of(root).entries(key)
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """As of a file; see `Properties.mtime_ns` for the time."""
+        object_ = self.properties()
+        mode, size, time = (stat.S_IFDIR, 0, 0) if object_ is None else (stat.S_IFREG, object_.size, object_.mtime_ns)
+        seconds = time // 10**9
+        return os.stat_result((mode | 0o444, 0, 0, 1, 0, 0, size, seconds, seconds, seconds), {"st_mtime_ns": time})
+
+    def lstat(self) -> os.stat_result:
+        """As `stat`: there are no links."""
+        return self.stat()
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there is an object or a folder."""
+        try:
+            self.properties()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there is a folder."""
+        try:
+            return self.properties() is None
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        """Whether there is an object."""
+        try:
+            return self.properties() is not None
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def is_symlink(self) -> bool:
+        """Never."""
+        return False
+
+    def is_mount(self) -> bool:
+        """Never."""
+        return False
+
+    def iterdir(self) -> Generator[RemotePath, None, None]:
+        """What is in a folder."""
+        return (self / name for name in self.entries())
+
+    def resolve(self, strict: bool = False) -> RemotePath:
+        """The address itself: there are no links."""
+        return self
+
+    def absolute(self) -> RemotePath:
+        """The address itself."""
+        return self
+
+    def expanduser(self) -> RemotePath:
+        """The address itself."""
+        return self
+
+
+def is_bucket(path: Path) -> bool:
+    """Whether a path is all of a bucket, or of what is like one: nothing is beside it."""
+    return isinstance(path, RemotePath) and len(path.parts) <= _ROOT_PARTS.get(path.parts[0], 0)
+
+
+def named_path(name: str | Path) -> Path:
+    """The path that a person means by a path or a URL.
+
+    Raises:
+        AddressError: A URL of another kind, one without a bucket, or one with credentials in it.
+    """
+    if isinstance(name, RemotePath):
+        return name
+    match = _URL.fullmatch(str(name)) if isinstance(name, str) else None
+    if match is None:
+        return Path(name).expanduser()
+    scheme, authority, rest = match[1].lower(), match[2], match[3]
+    if scheme == "file":
+        if authority not in ("", "localhost") or not rest:
+            raise AddressError("a file:// URL has three slashes: file:///folder/checkpoint")
+        return Path(unquote(rest))
+    _refuse_secrets(scheme, authority, rest)
+    if f"{scheme}:" not in _ROOT_PARTS:
+        instead = f"write {_OTHER_NAMES[scheme]}://" if scheme in _OTHER_NAMES else f"known: {_KNOWN}"
+        raise AddressError(f"{printable(scheme)}:// is no address that distckpt knows", hint=instead)
+    rest = unquote(rest) if scheme in ("http", "https") else rest
+    parts = [part for part in rest.split("/") if part]
+    if not authority or len(parts) + 2 < _ROOT_PARTS[f"{scheme}:"]:
+        example = "hf://org/name" if scheme == "hf" else f"{scheme}://{'host' if 'http' in scheme else 'bucket'}/path"
+        raise AddressError(f"{printable(str(name))} names no place", hint=f"it looks like {example}")
+    if {".", ".."}.intersection(parts):
+        raise AddressError(f"{printable(str(name))} has '.' or '..' in it", hint="name it without them")
+    return RemotePath(f"{scheme}:", authority, *parts)
+
+
+def _refuse_secrets(scheme: str, authority: str, rest: str) -> None:
+    """Whoever sees the command line, a journal or a report would see them, too."""
+    if "@" in authority or "?" in rest or "?" in authority:
+        plain = f"{scheme}://{authority.rpartition('@')[2].partition('?')[0]}{rest.partition('?')[0]}"
+        raise AddressError(
+            f"a URL with credentials or a query in it is not taken: {printable(plain)}",
+            hint="credentials come from the environment or the cloud's configuration files: AWS_ACCESS_KEY_ID, "
+            "AWS_PROFILE, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY, HF_TOKEN",
+        )

@@ -1,0 +1,72 @@
+"""Requests that fail are made again, with growing pauses, for as long as `--retry-for` says, if what went wrong may pass."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import TYPE_CHECKING, TypeVar
+
+from converters.remote.trouble import StatedError, trouble_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from converters.remote.address import Root
+
+__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "RETRY_SECONDS", "patiently", "retry_for"]
+
+RETRY_SECONDS = 120.0
+"""For how long a request is made again by default."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0
+_patience: list[float] = []
+_T = TypeVar("_T")
+
+
+def retry_for(seconds: float | None = None) -> float:
+    """For how long a request that fails is made again; sets it if a number is passed.
+
+    The environment says it (`DISTCKPT_RETRY_FOR`, seconds) unless it was set.
+    """
+    if seconds is not None:
+        _patience[:] = [seconds]
+    if not _patience:
+        try:
+            _patience[:] = [float(os.environ.get("DISTCKPT_RETRY_FOR", RETRY_SECONDS))]
+        except ValueError:
+            _patience[:] = [RETRY_SECONDS]
+    return _patience[0]
+
+
+def patiently(root: Root, key: str, request: Callable[[], _T], *, renew: Callable[[], None] | None = None) -> _T:
+    """What a request answers, made again while what goes wrong may pass.
+
+    Args:
+        root: The store, for errors.
+        key: The object or prefix asked for.
+        request: Makes it, once.
+        renew: Looks for credentials anew, once, where they have expired.
+
+    Raises:
+        FileNotFoundError: The store has no such object.
+        OSError: What went wrong, in one sentence; `filename` is the address.
+    """
+    begin, pause = time.monotonic(), FIRST_PAUSE
+    while True:
+        try:
+            return request()
+        except StatedError:
+            raise
+        except Exception as error:  # obstore's own, and those of the network
+            trouble = trouble_of(error, root)
+            if trouble is None:
+                raise
+        if trouble.expired and renew is not None:
+            renew()
+            renew = None
+            continue
+        waited = time.monotonic() - begin
+        if not trouble.passing or waited + pause > retry_for():
+            raise trouble.error(f"{root}/{key}" if key else str(root), waited) from None
+        time.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, LONGEST_PAUSE)

@@ -1,0 +1,136 @@
+"""What a store's errors mean: one sentence, and whether it may pass.
+
+Their own texts are not shown: they may hold secrets.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from converters.remote.address import Root
+
+__all__ = ["CutError", "StatedError", "Trouble", "trouble_of"]
+
+_STATUS = re.compile(r"status(?: code)?:? (\d{3})|\b(\d{3}) (?:Client|Server) Error")
+_CODE = re.compile(r"<Code>\s*([A-Za-z0-9_.]{1,60})\s*</Code>|\"?[cC]ode\"?: \"?([A-Za-z]\w{1,60})")
+_PASSING: Final = (408, 429, 500, 502, 503, 504)
+_EXPIRED = ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired")
+_REFUSED = ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthenticationFailed", "InvalidSecurity")
+_REGION = (
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "TemporaryRedirect",
+)
+_NETWORK = {
+    "connection refused": "connection refused",
+    "dns error": "its name is not known",
+    "name or service not known": "its name is not known",
+    "timed out": "no answer in time",
+    "timedout": "no answer in time",
+    "timeout": "no answer in time",
+    "connection reset": "connection reset",
+    "unreachable": "network unreachable",
+    "certificate": "its certificate is not trusted",
+    "end of file": "the answer was cut short",
+    "incompletemessage": "the answer was cut short",
+    "incomplete": "the answer was cut short",
+    "error decoding response body": "the answer was cut short",
+    "connection closed": "the connection was closed",
+    "broken pipe": "the connection was closed",
+}
+
+
+class StatedError(OSError):
+    """What does not pass, in our own words already."""
+
+
+class CutError(Exception):
+    """An answer that has another length than it should have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why a request failed.
+
+    Attributes:
+        sentence: In words, about the store or the object.
+        passing: It may be over soon.
+        number: Of the `OSError` that says it.
+        expired: The credentials were good, and are not any more.
+    """
+
+    sentence: str
+    passing: bool = False
+    number: int = errno.EIO
+    expired: bool = False
+
+    def error(self, address: str, waited: float = 0.0) -> OSError:
+        """The error to raise; tried for so many seconds."""
+        tried = f" (tried again for {waited:.0f} s)" if self.passing and waited >= 1 else ""
+        return OSError(self.number, self.sentence + tried, address)
+
+
+def trouble_of(error: BaseException, root: Root) -> Trouble | None:
+    """What an exception of a request means; None if it needs no other words, such as a missing object."""
+    text = str(error)
+    status = next((int(one or other) for one, other in _STATUS.findall(text)), 0)
+    code = next((one or other for one, other in _CODE.findall(text)), "")
+    shown = f"{status} {code}".strip() if status else code
+    bucket = f"{root.scheme}://{root.name.partition('/')[0]}"
+    if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName"):
+        return Trouble(f"there is no bucket {root.name}", number=errno.ENXIO)
+    if isinstance(error, FileNotFoundError):
+        return None
+    if isinstance(error, CutError):
+        return Trouble(f"{bucket} cuts its answers short: {text}", passing=True)
+    if code in _EXPIRED:
+        return Trouble(
+            f"the credentials for {bucket} have expired ({code}): renew them and run the same command again",
+            number=errno.EACCES,
+            expired=True,
+        )
+    if code in _REGION or "incorrectly configured region" in text or status in (301, 307, 308):
+        return Trouble(
+            f"the bucket is in another region than the one that was asked ({shown or 301}): set AWS_REGION to the bucket's",
+            number=errno.ENXIO,
+        )
+    if code == "RequestTimeTooSkewed":
+        return Trouble(f"this machine's clock differs too much from that of {bucket} ({code})", number=errno.EACCES)
+    if code in _REFUSED or status == 401 or type(error).__name__ == "UnauthenticatedError":
+        return Trouble(f"{bucket} does not accept the credentials ({shown or 401})", number=errno.EACCES)
+    if status == 403 or type(error).__name__ == "PermissionDeniedError" or code == "AccessDenied":
+        return Trouble(f"no permission in {bucket} ({shown or 403})", number=errno.EACCES)
+    if "169.254.169.254" in text or "no credentials" in text.lower() or "metadata.google.internal" in text:
+        return Trouble(
+            f"no credentials for {bucket} were found in the environment or in the cloud's configuration files",
+            number=errno.EACCES,
+        )
+    if "NotPartial" in text or "non-partial response" in text or type(error).__name__ == "NotSupportedError":
+        return Trouble(f"{bucket} does not give ranges of files, which reading needs: copy the checkpoint to a disk")
+    if status in _PASSING or code in ("SlowDown", "ServerBusy", "InternalError", "RequestTimeout"):
+        return Trouble(f"{bucket} answers {shown}", passing=True)
+    if status:
+        return Trouble(f"{bucket} answers {shown}")
+    return _of_network(error, text.lower(), bucket)
+
+
+def _of_network(error: BaseException, text: str, bucket: str) -> Trouble | None:
+    why = next((words for mark, words in _NETWORK.items() if mark in text), None)
+    if why == "its certificate is not trusted":
+        return Trouble(f"{bucket} cannot be trusted: {why}")
+    if why is not None or "http error" in text or isinstance(error, ConnectionError | TimeoutError):
+        return Trouble(f"{bucket} cannot be reached: {why or 'the connection failed'}", passing=True)
+    if type(error).__module__.startswith("httpx"):
+        return Trouble(f"{bucket} cannot be reached: the connection failed", passing=True)
+    if type(error).__module__.startswith("obstore"):
+        first = re.sub(r"\w+://\S+", "URL", str(error).partition("\n")[0])[:200]
+        return Trouble(f"{bucket}: {first}")
+    if isinstance(error, OSError):
+        return Trouble(f"{bucket}: {error.strerror or os.strerror(error.errno or errno.EIO)}", passing=True)
+    return None

@@ -1,0 +1,385 @@
+"""Finding the bytes of a tensor inside a `torch.save` record, without unpickling anything.
+
+A record is a zip archive whose members are stored, not compressed, so a tensor's elements are a plain range of the file:
+
+    record in a .distcp file or a .pt file
+    +-----------------+---------------+---------+-----------------------------+-------------------+
+    | archive/data.pkl| byteorder ... | header  | archive/data/0: the elements| central directory |
+    +-----------------+---------------+---------+-----------------------------+-------------------+
+                                                ^ offset, nbytes, and a CRC-32 in the directory
+
+Source of the layout: torch/serialization.py and caffe2/serialize/inline_container.cc (torch 1.6 and later).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters.crc import crc32
+from converters.dtypes import DType, dtype, from_storage
+from converters.errors import FormatError, UnsupportedError
+from converters.names import printable
+from converters.pickles import Global, Obj, PersId, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Read = Callable[[int, int], bytes]
+
+__all__ = [
+    "Member",
+    "Payload",
+    "TensorLocator",
+    "TensorRef",
+    "locate_tensor",
+    "read_directory",
+    "read_pickle",
+    "tensor_ref",
+]
+
+_EOCD = struct.Struct("<IHHHHIIH")
+_EOCD64 = struct.Struct("<24xQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_CENTRAL = struct.Struct("<I4xHH4xIIIHHHH6xI")
+_LOCAL = struct.Struct("<6xHH16xHH")
+_TAIL = 2048  # a record with one tensor has a directory of about 700 bytes
+_HEAD = 1024  # and its elements begin at byte 704 or before
+_MAX_DIRECTORY = 256 << 20
+_MOST_AXES = 32  # of numpy 1, and of every tensor there is
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A file inside a zip archive.
+
+    Attributes:
+        name: Name without the archive's own top folder: `data/0`.
+        header: Byte of the local header, counted from the start of the archive.
+        size: Bytes.
+        crc: CRC-32 as the central directory states it.
+        room: Bytes from there to what follows it.
+    """
+
+    name: str
+    header: int
+    size: int
+    crc: int
+    room: int = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A tensor as a pickle describes it: which storage, and which of its elements.
+
+    Attributes:
+        storage: Key of the storage (`0` for member `data/0`).
+        storage_numel: Elements in the storage.
+        offset: First element.
+        strides: Distance between neighbours along each axis, in elements.
+    """
+
+    storage: str
+    dtype: DType
+    storage_numel: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie in C order without gaps."""
+        if 0 in self.shape:  # an empty shard of a column-wise division keeps the strides of the others
+            return True
+        return all(
+            n == 1 or step == math.prod(self.shape[axis + 1 :])
+            for axis, (n, step) in enumerate(zip(self.shape, self.strides, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Where the elements of a stored chunk lie.
+
+    Attributes:
+        offset: First byte of the elements in the file.
+        nbytes: Bytes of the elements.
+        crc: CRC-32 of the member that holds them, None if the format has none or it was saved without.
+        crc_offset: First byte of that member in the file; before `offset` when the tensor is a view on a larger storage.
+        crc_nbytes: Bytes of that member.
+        decode: For elements that are stored encoded, what gives their bytes, `nbytes`, for those of the whole member.
+    """
+
+    offset: int
+    nbytes: int
+    crc: int | None
+    crc_offset: int
+    crc_nbytes: int
+    decode: Callable[[bytes], bytes] | None = None
+
+    @property
+    def end(self) -> int:
+        """One past its last byte in the file."""
+        return max(self.offset + self.nbytes if self.decode is None else 0, self.crc_offset + self.crc_nbytes)
+
+
+def read_directory(read: Read, start: int, length: int, what: str) -> dict[str, Member]:
+    """The members of the zip archive in bytes `start` to `start + length` of a file.
+
+    Args:
+        read: Returns `n` bytes at an offset of the file; fewer only at its end.
+        start: First byte of the archive.
+        length: Bytes of the archive.
+        what: How to name it in an error.
+
+    Raises:
+        FormatError: Not a zip, compressed, damaged, or built to be read differently by different programs.
+    """
+    if length < _EOCD.size:
+        raise FormatError(f"{what} is {length} bytes, too short for a torch.save record")
+    tail_at = max(0, length - _TAIL)
+    tail = read(start + tail_at, length - tail_at)
+    if len(tail) != length - tail_at:
+        raise FormatError(f"{what} ends early: {length - tail_at - len(tail)} bytes are missing")
+    at = len(tail) - _EOCD.size
+    signature, disk, _, here, total, size, offset, comment = _EOCD.unpack_from(tail, at)
+    if signature != 0x06054B50 or comment:
+        raise FormatError(f"{what} is not a torch.save record: no zip directory at its end")
+    end = tail_at + at
+    locator = at - _LOCATOR64.size
+    if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
+        _, _, record, _ = _LOCATOR64.unpack_from(tail, locator)
+        raw = read(start + record, _EOCD64.size) if record + _EOCD64.size <= length else b""
+        if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06" or record + _EOCD64.size != tail_at + locator:
+            raise FormatError(f"{what} has a damaged zip64 directory")
+        here, total, size, offset = _EOCD64.unpack(raw)
+        end = record
+    if disk or here != total or offset + size != end or size > _MAX_DIRECTORY or total > size // _CENTRAL.size:
+        raise FormatError(f"{what} has a damaged zip directory (at {offset}, {size} bytes, of {length})")
+    directory = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else read(start + offset, size)
+    return _members(directory, total, offset, what)
+
+
+def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, Member]:
+    at, folder = 0, None
+    spans: dict[str, tuple[int, int, str, int, int]] = {}
+    for _ in range(total):
+        if at + _CENTRAL.size > len(directory):
+            raise FormatError(f"{what} has a zip directory that ends early")
+        signature, flags, method, crc, packed, size, n_name, n_extra, n_comment, disk, header = _CENTRAL.unpack_from(
+            directory, at
+        )
+        name_at = at + _CENTRAL.size
+        raw = directory[name_at : name_at + n_name]
+        extra = directory[name_at + n_name : name_at + n_name + n_extra]
+        at = name_at + n_name + n_extra + n_comment
+        if signature != 0x02014B50 or at > len(directory) or disk or flags & 0x41:
+            raise FormatError(f"{what} has a damaged zip directory")
+        packed, size, header = _zip64(extra, packed, size, header)
+        name = raw.decode("utf-8", "backslashreplace")
+        if method != 0 or packed != size:
+            raise FormatError(f"{what}: member {name!r} is compressed; torch.save never does that")
+        top, _, bare = name.partition("/")
+        bare = bare or top
+        folder = top if folder is None else folder
+        if top != folder:  # torch looks for every member under the first one's folder
+            raise FormatError(f"{what}: zip member {name!r} is not in the folder {folder!r} of the others")
+        if bare in spans or ".." in name.split("/") or "\0" in name or name.startswith("/"):
+            raise FormatError(f"{what}: zip member {name!r} is repeated or tries to leave the archive")
+        if header + _LOCAL.size + size > limit:
+            raise FormatError(f"{what}: member {name!r} ({size} bytes at {header}) does not fit in {limit} bytes")
+        spans[bare] = header, header + _LOCAL.size + n_name + size, bare, size, crc
+    members: dict[str, Member] = {}
+    for (header, stop, bare, size, crc), (begin, _, second, _, _) in itertools.pairwise(
+        [*sorted(spans.values()), (limit, 0, "its directory", 0, 0)]
+    ):
+        if begin < stop:
+            raise FormatError(f"{what}: zip members {bare!r} and {second!r} overlap")
+        members[bare] = Member(bare, header, size, crc, begin - header)
+    return members
+
+
+def _zip64(extra: bytes, packed: int, size: int, header: int) -> tuple[int, int, int]:
+    """The three numbers, those that do not fit 32 bits taken from the extra field, which has them in another order."""
+    at = 0
+    while at + 4 <= len(extra):
+        tag, n = struct.unpack_from("<HH", extra, at)
+        if tag == 1 and at + 4 + n <= len(extra):
+            values = iter(struct.unpack_from(f"<{n // 8}Q", extra, at + 4))
+            size, packed, header = (next(values, v) if v == 0xFFFFFFFF else v for v in (size, packed, header))
+        at += 4 + n
+    return packed, size, header
+
+
+def member_offset(read: Read, start: int, member: Member, what: str) -> int:
+    """First byte of a member's contents in the file."""
+    raw = read(start + member.header, _LOCAL.size)
+    if len(raw) < _LOCAL.size or raw[:4] != b"PK\x03\x04":
+        raise FormatError(f"{what}: member {member.name!r} has no header where the zip directory says")
+    flags, method, n_name, n_extra = _LOCAL.unpack(raw)
+    front: int = _LOCAL.size + n_name + n_extra
+    if method or flags & 0x41 or front + member.size > member.room:
+        raise FormatError(f"{what}: the header of member {member.name!r} contradicts the zip directory")
+    return start + member.header + front
+
+
+def read_pickle(
+    read: Read, start: int, length: int, what: str, *, members: dict[str, Member] | None = None, limit: int = 1 << 30
+) -> Any:
+    """The inert tree of a whole `torch.save` record's `data.pkl`; tensors in it are inert nodes, see `tensor_ref`.
+
+    Args:
+        members: The record's directory, if it was read.
+    """
+    members = members or read_directory(read, start, length, what)
+    member = members.get("data.pkl")
+    if member is None:
+        raise FormatError(f"{what} is a zip archive without data.pkl, not a torch.save record")
+    if any(name == "constants.pkl" or name.startswith("code/") for name in members):
+        raise FormatError(f"{what} is a TorchScript archive, not a checkpoint")
+    if member.size > limit:
+        raise FormatError(f"{what}: data.pkl of {member.size} bytes is larger than the limit of {limit}")
+    raw = read(member_offset(read, start, member, what), member.size)
+    if member.crc and len(raw) == member.size and crc32(raw) != member.crc:  # 0: saved without
+        raise FormatError(f"{what} is damaged: data.pkl does not match its checksum")
+    return parse(raw, what=f"{what}: data.pkl")
+
+
+# of torch._utils, torch._tensor: sparse, quantized, nested, meta, subclasses; TransformerEngine's FP8 tensors
+_OTHER_TENSOR = re.compile(r"_rebuild_\w+|_make_\w+_in_reduce_ex")
+
+
+def tensor_ref(node: Any, what: str) -> TensorRef | None:
+    """The tensor that an inert node stands for, or None if it is something else.
+
+    Raises:
+        FormatError: It makes no sense, or is a tensor whose values are not those of its storage: sparse, quantized, FP8
+            with a scale, without data, or marked as conjugate or negative.
+    """
+    if not isinstance(node, Obj):
+        return None
+    func, args = f"{node.func.module}.{node.func.name}", node.args
+    if func in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state") and args:
+        return tensor_ref(args[0], what)
+    if func == "torch._tensor._rebuild_from_type_v2" and len(args) == 4 and isinstance(args[0], Global):
+        # a tensor with Python attributes: (rebuild function, type, its arguments, the attributes)
+        return tensor_ref(Obj(args[0], args[2]), what) if isinstance(args[2], tuple) else None
+    if func not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
+        if not _OTHER_TENSOR.match(node.func.name):
+            return None
+        raise UnsupportedError(
+            f"{what} is a tensor of a kind that cannot be read ({printable(func)})",
+            hint="save it once more as a plain, dense tensor, or without it",
+        )
+    marks = args[7 if func.endswith("3") else 6 :]
+    if marks and isinstance(marks[0], dict) and (marks[0].get("conj") or marks[0].get("neg")):
+        raise UnsupportedError(
+            f"{what} is a view that is marked as the conjugate or the negative of what is stored",
+            hint="save it once more as tensor.resolve_conj().resolve_neg()",
+        )
+    try:
+        storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
+        tag, kind, key, location, numel = storage.value if isinstance(storage, PersId) else (None,) * 5
+    except (TypeError, ValueError, IndexError) as error:
+        raise FormatError(f"{what} describes a tensor that makes no sense") from error
+    if tag != "storage" or not isinstance(kind, Global) or not isinstance(key, str) or location == "meta":
+        raise FormatError(f"{what} describes a tensor without data")
+    kind_type = from_storage(kind.name)
+    if kind_type is None and len(args) > 6 and isinstance(args[6], Global):  # untyped storage: v3 carries the type
+        kind_type = dtype(args[6].name)
+        numel = numel // kind_type.itemsize if isinstance(numel, int) else numel
+    if kind_type is None or not isinstance(numel, int):
+        raise UnsupportedError(f"{what} describes a tensor of unknown type {kind.module}.{kind.name}")
+    numbers = (numel, offset, *shape, *strides)
+    if not len(shape) == len(strides) <= _MOST_AXES or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise FormatError(f"{what} describes a tensor with impossible sizes {shape!s:.200}, strides {strides!s:.200}")
+    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else offset - 1
+    if last >= numel:
+        raise FormatError(f"{what} describes a tensor of {list(shape)} beyond its storage of {numel} elements")
+    return TensorRef(key, kind_type, numel, offset, shape, strides)
+
+
+def _sizes(node: Any) -> tuple[int, ...]:
+    if isinstance(node, Obj):  # torch.Size((2, 3))
+        node = node.args[0]
+    return tuple(node)
+
+
+def _reading_ahead(read: Read, start: int, nbytes: int) -> Read:
+    """Reads a file of which some bytes are read at once, as what is asked for lies among them."""
+    head = read(start, nbytes)
+    stop = start + len(head)
+    return lambda at, n: head[at - start : at - start + n] if start <= at and at + n <= stop else read(at, n)
+
+
+class TensorLocator:
+    """Locates the one tensor of each record, remembering what was learned from equal pickles.
+
+    Most records of a checkpoint have the same `data.pkl` up to a handful of shapes, so what it says is kept by content.
+    """
+
+    def __init__(self) -> None:
+        self._by_pickle: dict[bytes, TensorRef] = {}
+
+    def locate(
+        self, read: Read, start: int, length: int, what: str, *, expect: DType, shape: tuple[int, ...]
+    ) -> Payload:
+        """Where the elements of the record's tensor lie, after checking that it is the tensor the metadata promises.
+
+        Args:
+            expect: Element type according to the metadata.
+            shape: Shape of the chunk according to the metadata.
+
+        Raises:
+            FormatError: The record is damaged or holds another tensor.
+        """
+        read = _reading_ahead(read, start, min(length, _HEAD))
+        members = read_directory(read, start, length, what)
+        pickle = members.get("data.pkl")
+        if pickle is None:
+            raise FormatError(f"{what} holds no tensor: there is no data.pkl in it")
+        raw = read(member_offset(read, start, pickle, what), pickle.size)
+        ref = self._by_pickle.get(raw)
+        if ref is None:
+            ref = tensor_ref(parse(raw, what=f"{what}: data.pkl"), what)
+            if ref is None:
+                raise FormatError(f"{what} holds an object, the metadata promises a tensor")
+            self._by_pickle[raw] = ref
+        if ref.dtype != expect or ref.shape != shape:
+            raise FormatError(
+                f"{what} holds a {ref.dtype} tensor of {list(ref.shape)}",
+                details=[f"the metadata promises {expect} of {list(shape)}"],
+            )
+        return locate_tensor(read, start, length, ref, what, members)
+
+
+def locate_tensor(
+    read: Read, start: int, length: int, ref: TensorRef, what: str, members: dict[str, Member] | None = None
+) -> Payload:
+    """Where the elements of a tensor in a record lie, one of many or the only one.
+
+    Args:
+        members: The record's directory, if it was read.
+
+    Raises:
+        FormatError: The record is damaged.
+    """
+    members = members or read_directory(read, start, length, what)
+    if not ref.contiguous:
+        raise UnsupportedError(f"{what} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
+    data = members.get(f"data/{ref.storage}")
+    itemsize = ref.dtype.itemsize
+    if data is None or data.size != ref.storage_numel * itemsize:
+        size = "no such member" if data is None else f"{data.size} bytes"
+        raise FormatError(f"{what}: data/{ref.storage} should have {ref.storage_numel * itemsize} bytes, found {size}")
+    order = members.get("byteorder")
+    if order is not None and read(member_offset(read, start, order, what), order.size) != b"little":
+        raise UnsupportedError(f"{what} was written on a big-endian machine, which is not supported")
+    begin = member_offset(read, start, data, what)
+    # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
+    crc = data.crc if data.crc or members["data.pkl"].crc else None
+    return Payload(begin + ref.offset * itemsize, math.prod(ref.shape) * itemsize, crc, begin, data.size)

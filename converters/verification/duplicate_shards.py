@@ -1,0 +1,131 @@
+"""Records with the same bytes in two places of one tensor: a shard that was written twice, or a file copied over another.
+
+Their checksums are in the files; equal ones are looked at again. What is constant may be equal: zeros before the first step,
+norms that begin as ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.errors import FormatError
+from converters.formats.folder import open_source, read_at
+from converters.names import fold, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from numpy.typing import NDArray
+
+    from converters.catalog import TensorInfo
+    from converters.formats.base import Reader
+    from converters.torchzip.records import Payload
+    from converters.verification.files import RecordIndex
+    from converters.verification.report import Check
+
+__all__ = ["find_twins", "fingerprint"]
+
+_SMALLEST = 64  # bytes: a bias of a few elements may well be equal
+_MOST = 10_000  # records that are looked at again
+_BLOCK = 1 << 20
+_WIDEST = 16  # bytes of an element
+
+
+def fingerprint(payload: Payload) -> int:
+    """A number that equal elements have in common; 0 for what is too small to tell, or has no checksum."""
+    if payload.crc is None or payload.nbytes < _SMALLEST:
+        return 0
+    where = payload.offset - payload.crc_offset  # views on one storage have its checksum in common
+    return zlib.crc32(f"{payload.crc_nbytes} {where} {payload.nbytes}".encode()) << 31 | payload.crc >> 1 or 1
+
+
+def find_twins(
+    check: Check,
+    reader: Reader,
+    index: RecordIndex,
+    tensors: Mapping[str, TensorInfo],
+    seen: Iterable[tuple[int, int]],
+) -> None:
+    """Notes tensors that have the same elements in two places.
+
+    Args:
+        check: Where it is noted.
+        reader: The checkpoint.
+        index: Its records.
+        tensors: The tensors to be named.
+        seen: `(record, fingerprint)` of each.
+    """
+    groups: list[list[int]] = []
+    for group in _equal(seen):
+        if sum(map(len, groups)) < _MOST and _varied(reader, group[0]):
+            groups.append(group)
+    owners = index.tensors({record for group in groups for record in group}, tensors)
+    twins: dict[str, tuple[int, int]] = {}
+    for group in groups:
+        by_tensor: dict[str, list[int]] = {}
+        for record in group:
+            for name in owners[record]:
+                by_tensor.setdefault(name, []).append(record)
+        for name, (first, *others) in by_tensor.items():
+            twin = next((other for other in others if _same(reader, first, other)), None)
+            if twin is not None:
+                twins.setdefault(name, (first, twin))
+    for text, names in fold(twins):
+        one, other = (_file_name(reader, record) for record in twins[names[0]])
+        verb = "has" if len(names) == 1 else "have each"
+        check.error(
+            f"{printable(text)} {verb} the same elements in two places: a shard was written twice ({one} and {other})",
+            tensors=tuple(names),
+            file=other,
+            hint="restore the file of one of them from a copy",
+        )
+
+
+def _equal(seen: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+    """Records with the same fingerprint."""
+    pairs: NDArray[np.int64] = np.array([pair for pair in seen if pair[1]], np.int64).reshape(-1, 2)
+    pairs = pairs[np.argsort(pairs[:, 1], kind="stable")]
+    edges = np.flatnonzero(np.diff(pairs[:, 1])) + 1
+    for group in np.split(pairs[:, 0], edges) if len(edges) + 1 < len(pairs) else []:
+        if len(group) > 1:
+            yield group.tolist()
+
+
+def _file_name(reader: Reader, record: int) -> str:
+    path = reader.files[reader.file_of(record)]
+    base = reader.catalog.path
+    return printable(str(path.relative_to(base)) if path.is_relative_to(base) else path.name)
+
+
+def _varied(reader: Reader, record: int) -> bool:
+    """Whether a record holds more than one element again and again."""
+    start = b""
+    try:
+        for block in _blocks(reader, record):
+            start = start or block[:_WIDEST]
+            if block != start * (len(block) // len(start)) + start[: len(block) % len(start)]:
+                return True
+    except FormatError:
+        pass
+    return False
+
+
+def _same(reader: Reader, one: int, other: int) -> bool:
+    try:
+        return all(a == b for a, b in zip(_blocks(reader, one), _blocks(reader, other), strict=True))
+    except (FormatError, ValueError):  # ends early
+        return False
+
+
+def _blocks(reader: Reader, record: int) -> Iterator[bytes]:
+    with open_source(reader.files[reader.file_of(record)]) as source:
+
+        def read(at: int, n: int) -> Any:
+            return read_at(source, at, n)
+
+        payload = reader.locate(record, read)
+        for at in range(payload.offset, payload.offset + payload.nbytes, _BLOCK):
+            yield read_at(source, at, min(_BLOCK, payload.offset + payload.nbytes - at))

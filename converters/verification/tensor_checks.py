@@ -1,0 +1,250 @@
+"""Tensors that are looked at one by one: copies beside their originals, master weights beside weights, all for values."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
+from converters.names import fold, listed, printable
+from converters.optimizer.state import optimizer_state
+from converters.optimizer.storage import MASTER
+from converters.verification.moments import FIRST, judge_moments, moment_bound, moment_pairs
+from converters.verification.structure import is_tied
+from converters.verification.values import TensorTask, judge_values, value_tasks
+from converters.words import counted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.catalog import TensorInfo
+    from converters.formats.base import Reader
+    from converters.verification.report import Check, Report
+
+__all__ = ["Lookups"]
+
+SAVE = "distckpt reshard CKPT OUT --optimizer none keeps the weights"
+_CHECKS = {"equal": "copies", "rounded": "optimizer", "": "values"}
+
+
+class Lookups:
+    """What is to be compared, and what is made of the results.
+
+    Args:
+        reader: The checkpoint.
+        report: What is found already while this is planned goes there.
+
+    Attributes:
+        tensors: Everything that may be looked at, by name.
+        pairs: Tensor -> (how, tensor) that it is compared with.
+        named: The checkpoint's tensors, flat buckets under the names of their parameters.
+        tasks: What `plan` made.
+        bound: What limits the moments of Adam; None if nothing is known to.
+    """
+
+    def __init__(self, reader: Reader, report: Report) -> None:
+        self._reader, self._catalog, self._report = reader, reader.catalog, report
+        self.tensors: dict[str, TensorInfo] = {}
+        self.pairs: dict[str, tuple[str, str]] = {}
+        # what of a flat bucket belongs to no parameter was never written to: nothing looks at a bucket as it is stored
+        self.named: Mapping[str, TensorInfo] = {
+            name: info for name, info in self._catalog.tensors.items() if not (info.opaque and info.kind == "optimizer")
+        }
+        self.tasks: list[TensorTask] = []
+        self.bound: float | None = None
+        self._shown: dict[str, str] = {}  # states under the names that they are stored under
+        self._completed: dict[str, TensorInfo] = {}  # master weights that are stored as remainders
+
+    def plan(self, first: int, *, values: bool) -> None:
+        """Decides what is compared with what.
+
+        Args:
+            first: Number of the first task.
+            values: Whether all values are looked at, too.
+        """
+        self.tensors = dict(self.named)
+        for label, copy in self._catalog.copies.items():
+            if copy.name in self._catalog.tensors:
+                self.tensors[label] = replace(copy, name=label, kind="copy")
+                self.pairs[label] = ("equal", copy.name)
+        weights = self._catalog.weights
+        both = [pair for pair in _TIED if set(pair) <= weights.keys()] if is_tied(self._catalog) else []
+        for words, output in both:
+            if weights[output].parts != weights[words].parts:
+                self.pairs[output] = ("equal", words)
+        self._pair_masters()
+        whole = {name for name, info in self._completed.items() if info.remainders and info.remainders.dtype.floating}
+        self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first, read=whole))
+        self.bound = moment_bound(self._catalog) if values else None
+        if self.bound is not None:
+            states = {name: info for name, info in self.named.items() if name.startswith("optimizer.state.exp_avg")}
+            self.tensors.update(states)
+            for name, second in moment_pairs(states).items():
+                nbytes = 2 * states[name].nbytes
+                task = TensorTask(first + len(self.tasks), (name, second), "possible", False, nbytes)
+                self.tasks.append(task)
+
+    def _pair_masters(self) -> None:
+        check, catalog = self._report.check("optimizer"), self._catalog
+        try:
+            state = optimizer_state(self._reader)
+        except (RequestError, UnsupportedError) as error:  # no known optimizer, or no known order of parameters
+            check.skipped, check.summary = True, f"not understood: {printable(error.message)}"
+            check.leave(f"the optimizer state is not understood: {printable(error.message)}")
+            return
+        except (IntegrityError, FormatError) as error:
+            check.error(printable(error.message), tensors=(error.tensor,) if error.tensor else (), hint=SAVE)
+            for text in error.details[:12]:
+                check.error(printable(text))
+            return
+        kept = {name: info for name, info in catalog.tensors.items() if name not in state.replaced}
+        for older in ("fp32_param", "master_param"):
+            for name, info in state.tensors.items():
+                stored = name.replace(MASTER, f"optimizer.state.{older}.", 1)
+                if stored != name and stored in kept and kept[stored].parts == info.parts:
+                    self._shown[name] = stored
+        self.named = {**kept, **{name: info for name, info in state.tensors.items() if name not in self._shown}}
+        self.tensors.update(self.named)
+        for name, info in state.tensors.items():
+            parameter = name.removeprefix(MASTER)
+            weight = catalog.weights.get(parameter) if name.startswith(MASTER) else None
+            if weight is None or info.parts == weight.parts:
+                continue
+            if info.remainders is None:
+                self.pairs[name] = ("rounded", parameter)
+            else:
+                self._completed[name] = info
+        self.tensors |= {name: info for name, info in state.tensors.items() if name in self.pairs}
+        self._explain(check, state.tensors)
+
+    def _explain(self, check: Check, states: Mapping[str, TensorInfo]) -> None:
+        """Says why master weights are not compared, where none are."""
+        if any(how == "rounded" for how, _ in self.pairs.values()):
+            return
+        check.skipped = True
+        if self._completed:
+            check.summary = (
+                f"not checked: {counted(len(self._completed), 'master weight')} kept as remainders of the weights, "
+                "any value of which is plausible"
+            )
+            return
+        why = "no master weights" if states else "no optimizer state"
+        check.summary = f"the checkpoint has {why}: nothing to compare the weights with"
+
+    def conclude(self, results: Mapping[int, Any], *, values: bool) -> None:
+        """Notes what differs, and what values cannot be.
+
+        Args:
+            results: What the workers returned, by the numbers of the tasks.
+            values: As given to `plan`.
+        """
+        looked = [task for task in self.tasks if task.compare != "possible"]
+        self._conclude_pairs(looked, results)
+        if not values:
+            return
+        stats: dict[str, Any] = {}
+        for task in looked:
+            stats |= results[task.number]["stats"]
+        check = self._report.check("values")
+        judge_values(check, stats, self.tensors)
+        _judge_zeros(check, stats, self.tensors)
+        possible = [task for task in self.tasks if task.compare == "possible"]
+        moments = {task.names[0].removeprefix(FIRST): results[task.number] for task in possible}
+        optimizer = self._report.check("optimizer")
+        judge_moments(optimizer, moments, self.tensors)
+        optimizer.summary += f"; {len(moments):,} first moments are possible beside the second" if moments else ""
+        numel = sum(s["numel"] for s in stats.values())
+        check.summary = f"{counted(numel, 'element')} of {counted(len(stats), 'tensor')}: "
+        check.summary += "no NaN, no Inf, none empty or out of proportion"
+
+    def _conclude_pairs(self, tasks: Iterable[TensorTask], results: Mapping[int, Any]) -> None:
+        failed: dict[str, list[tuple[str, str]]] = {}
+        differing: list[tuple[TensorTask, Mapping[str, Any]]] = []
+        copies, masters = 0, dict[str, str]()  # how each parameter's master weight compares: "right", "wrong", "unread"
+        wrong = list[str]()
+        for task in tasks:
+            result, name, parameter = results[task.number], task.names[0], task.names[-1]
+            copies += task.compare == "equal"
+            if "failed" in result:
+                how = "rounded" if name in self._completed else task.compare
+                failed.setdefault(how, []).append((name, result["failed"]))
+            elif result["wrong"]:
+                differing.append((task, result))
+            if task.compare == "rounded":
+                masters[parameter] = "unread" if "failed" in result else "wrong" if result["wrong"] else "right"
+                wrong += [self._shown.get(name, name)] if result["wrong"] else []
+        for how, failures in failed.items():
+            names = [self._shown.get(name, name) for name, _ in failures]
+            folded = [text for text, _ in fold(names)]
+            text = (
+                f"{counted(len(failures), 'tensor')} cannot be read: {listed(folded, 3)}; {printable(failures[0][1])}"
+            )
+            hint = SAVE if how == "rounded" else None
+            self._report.check(_CHECKS[how]).error(text, tensors=tuple(names), hint=hint)
+        if copies:
+            self._report.check("copies").summary = (
+                "1 copy equals its original" if copies == 1 else f"{copies:,} copies equal their originals"
+            )
+        if masters:
+            self._conclude_masters(masters, wrong)
+        for task, result in differing:
+            self._differs(task, result)
+
+    def _differs(self, task: TensorTask, result: Mapping[str, Any]) -> None:
+        name, other = task.names
+        verb = "differ from" if task.compare == "equal" else "do not round to"
+        share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
+        text = f"{printable(name)}: {share}, {verb} {printable(other)}"
+        concerned = other if task.compare == "equal" else self._shown.get(name, name)
+        self._report.check(_CHECKS[task.compare]).error(text, tensors=(concerned,))
+
+    def _conclude_masters(self, masters: Mapping[str, str], wrong: Sequence[str]) -> None:
+        check = self._report.check("optimizer")
+        right = [name for name, answer in masters.items() if answer == "right"]
+        verb = "rounds to the weight beside it" if len(right) == 1 else "round to the weights beside them"
+        check.summary = f"{counted(len(right), 'master weight')} {verb}"
+        if len(right) == len(masters):
+            return
+        if wrong:
+            text = f"{len(wrong):,} of {counted(len(masters), 'master weight')} "
+            text += f"{'does' if len(wrong) == 1 else 'do'} not round to the weights beside them"
+            if self._catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
+                text += "; Megatron-Core 0.15.0 to 0.19.0 saved optimizer state shifted when there were several buckets"
+            check.error(text, tensors=tuple(wrong), hint=SAVE)
+        touched = self._report.damaged(self._catalog.weights)
+        weights = f"all weights but {touched:,}" if touched else "all weights"
+        shown = ", ".join(text for text, _ in fold(right)[:4])
+        state = f"the optimizer state of {len(right):,} of {counted(len(masters), 'parameter')}"
+        check.warn(f"what can be saved: {weights}; {state}" + (f": {shown}" if shown else ""), hint=SAVE)
+
+
+def _judge_zeros(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
+    """A matrix with as many zeros as a lost page has, where the same matrix of other layers has none at all."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in stats:
+        if tensors[name].kind == "weight" and len(tensors[name].shape) > 1 and tensors[name].dtype.floating:
+            groups[_NUMBER.sub("*", name)].append(name)
+    for names in groups.values():
+        zeros = {name: stats[name]["zero"] for name in names if stats[name]["zero"]}
+        if len(names) - len(zeros) < _FEWEST:
+            continue
+        for name, count in zeros.items():
+            if _PAGE <= count < stats[name]["numel"]:
+                text = f"{printable(name)}: {count:,} of {stats[name]['numel']:,} elements are zero, elsewhere none is"
+                check.error(
+                    f"{text}: a page that was not written looks so", tensors=(name,), needed="0", found=f"{count}"
+                )
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_PAGE, _FEWEST = 512, 4  # elements; matrices that have no zero
+# by the names of Megatron's models and of Hugging Face's: the embedding, and the output layer that may be the same
+_TIED = (
+    ("embedding.word_embeddings.weight", "output_layer.weight"),
+    ("model.embed_tokens.weight", "lm_head.weight"),
+    ("transformer.wte.weight", "lm_head.weight"),
+    ("gpt_neox.embed_in.weight", "embed_out.weight"),
+)

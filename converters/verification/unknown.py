@@ -1,0 +1,72 @@
+"""What of a checkpoint nobody here understands: neither right nor wrong, and named."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.errors import RequestError
+from converters.formats.side_files import side_files
+from converters.megatron.pipeline import Pipeline
+from converters.megatron.split import split_rule
+from converters.names import fold, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from converters.catalog import Catalog
+    from converters.verification.report import Check
+
+__all__ = ["check_known"]
+
+# param, fp32_param and master_param are masters; Adam has two moments, Lion one, SGD and Muon a momentum, AdaptiveMuon
+# one more (training-run facts: core_v0.16.1 optimizer.py, Emerging-Optimizers v0.3.1 orthogonalized_optimizer.py)
+_MASTERS = ("param", "fp32_param", "master_param")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "moment2_buffer", "step")
+_STATES = frozenset((*_MASTERS, *_MOMENTS))
+_OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
+
+
+def check_known(check: Check, catalog: Catalog) -> None:
+    """Notes what no rule knows. Its records and checksums are looked at like all others; what it means is not.
+
+    Args:
+        check: Where it is noted.
+        catalog: What the checkpoint holds.
+    """
+    if not catalog.megatron:
+        return
+    files = [file.name for file in side_files(catalog) if file.kind in ("unknown", "special")]
+    _leave(check, files, "nobody here knows this file", "nobody here knows these files")
+    weights = [name for name in catalog.weights if not _is_known(name)]
+    _leave(check, weights, "no rule knows this weight", "no rule knows these weights")
+    strange, homeless = list[str](), list[str]()
+    for name, tensor in catalog.tensors.items():
+        if tensor.kind != "optimizer" or tensor.opaque:
+            continue
+        state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
+        if not name.startswith("optimizer.state.") or state not in _STATES:
+            strange.append(name)
+        elif parameter not in catalog.weights:
+            homeless.append(name)
+    _leave(check, strange, "no optimizer is known to have this state", "no optimizer is known to have these states")
+    _leave(check, homeless, "state of no weight of the model", "states of no weight of the model")
+    names = (o.name for o in catalog.objects.values() if not o.name.endswith("._extra_state"))
+    objects = (n for n in names if n.rpartition("/")[2] not in _OBJECTS and ".dp_group_idx_" not in n)
+    _leave(check, dict.fromkeys(objects), "no rule knows this object", "no rule knows these objects")
+
+
+def _is_known(name: str) -> bool:
+    try:
+        split_rule(name)
+    except RequestError:
+        return False
+    return Pipeline.recognises(name)
+
+
+def _leave(check: Check, names: Iterable[str], one: str, many: str) -> None:
+    unknown = tuple(names)  # tensors, or keys and files, which are shown alike
+    if not unknown:
+        return
+    folded = [printable(text) for text, _ in fold(unknown)]
+    more = f" and {len(folded) - 8} more" if len(folded) > 8 else ""
+    check.leave(f"{one if len(unknown) == 1 else many}: {', '.join(folded[:8])}{more}", tensors=unknown)

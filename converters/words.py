@@ -1,0 +1,32 @@
+"""Numbers as people read them: sizes, counts, plurals. Every text that the product shows takes them from here."""
+
+from __future__ import annotations
+
+__all__ = ["counted", "format_count", "format_size"]
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: `104.70 GiB`, `0.31 MiB`, `1.27 KiB`, `12 B`."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20)):
+        limit = 10 if unit == "TiB" else 0.1
+        if nbytes >= limit * 2**power:
+            return f"{nbytes / 2**power:.2f} {unit}"
+    return f"{nbytes / 1024:.2f} KiB" if nbytes >= 1024 else f"{nbytes:.0f} B"
+
+
+def format_count(number: int) -> str:
+    """A number of parameters: `8.03 B`, `124.4 M`, `45,312`."""
+    if number >= 10**9:
+        return f"{number / 1e9:,.2f} B"
+    return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number with its noun: `1 file`, `2,400 files`, `0 copies`.
+
+    Args:
+        number: How many.
+        noun: In the singular.
+        plural: In the plural, where that is not the singular with an s.
+    """
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

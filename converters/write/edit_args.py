@@ -1,0 +1,338 @@
+"""A copy of a checkpoint whose training arguments are changed; every other byte is that of the source.
+
+The arguments are an inert Namespace in `common.pt`, in the object `common_state` (Megatron-Core 0.19), or in each rank's
+`model_optim_rng.pt` (legacy). Only the file that holds them is written anew, the others are copied:
+
+    common.pt                a new archive with the same storages
+    __0_0.distcp of 0.19     ... | common_state, of another length | later records, moved; `.metadata` says where they lie
+    model_optim_rng.pt       a new data.pkl, the storages copied behind it
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from converters.dtypes import dtype
+from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
+from converters.execute.destination import check_destination
+from converters.formats.base import COMMON_OBJECT
+from converters.formats.containers.archive_out import ArchiveOutput
+from converters.formats.dcp.moved_records import with_longer_record
+from converters.formats.folder import exists, open_source, read_at, read_small, walk
+from converters.formats.legacy.grid import MODEL
+from converters.formats.side_files import side_files
+from converters.megatron.layout import Layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.vocabulary import embedding_name
+from converters.names import printable, quoted
+from converters.pickles import Global, Obj, dumps, fields, set_field
+from converters.planning.job import OutputFile, Slice
+from converters.torchzip.records import read_directory, read_pickle
+from converters.torchzip.records_out import with_pickle
+from converters.write.side_files import LEFT_OUT, copied_file, files_beside
+from converters.write.target_state import (
+    LAYOUT_ARGUMENTS,
+    TRACKER,
+    iteration_folder,
+    open_common,
+    shown_argument,
+    tracker,
+)
+from converters.write.write_plan import Conversion, WriteOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.catalog import Catalog
+    from converters.formats.base import Reader
+
+__all__ = ["EditOptions", "argument_value", "plan_edit"]
+
+_METADATA = ".metadata"
+_METADATA_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EditOptions(WriteOptions):
+    """What is changed.
+
+    Attributes:
+        values: Argument -> its value as a Python or JSON literal, or the name of a torch type.
+        unset: Arguments that are removed.
+        new: Arguments that the checkpoint does not have may be set.
+    """
+
+    values: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()
+    new: bool = False
+
+
+def argument_value(name: str, text: str, before: Any) -> Any:
+    """The value that a text means, as the inert Namespace holds it.
+
+    Args:
+        before: The argument's value in the checkpoint; None if it has none.
+
+    Raises:
+        RequestError: It is neither a literal nor a torch type, or the argument holds an instance of a class.
+    """
+    if name.endswith("dtype") or (isinstance(before, Global) and before.module == "torch"):
+        with contextlib.suppress(UnsupportedError):
+            return Global("torch", dtype(text.removeprefix("torch.")).name)
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            raise RequestError(
+                f"the value of {printable(name)} is no literal: {printable(text)[:100]}",
+                hint=f"numbers, true, false, null, lists; a text in quotes: --set '{name}=\"...\"'; "
+                "torch types by name: params_dtype=bfloat16",
+            ) from None
+    if not _is_plain(value):
+        raise RequestError(f"the value of {printable(name)} is not plain data: {printable(text)[:100]}")
+    if isinstance(before, Obj | Global) and value is not None:
+        whose = before.path if isinstance(before, Global) else f"an instance of {before.func.path}"
+        raise RequestError(f"{printable(name)} is {whose} in the checkpoint, and a literal is none")
+    return value
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(text)  # NaN and Infinity are no JSON
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Conversion:
+    """Decides everything about a copy with other arguments; writes nothing.
+
+    Raises:
+        RequestError: Nothing would change, an argument is unknown, or a value contradicts what is stored.
+        IntegrityError: The source is damaged.
+        DestinationError: The destination cannot be written.
+    """
+    catalog = reader.catalog
+    check_destination(catalog.root, destination, overwrite=options.overwrite)
+    errors = [problem.message for problem in catalog.problems if problem.severity == "error"]
+    if errors:
+        raise IntegrityError(
+            errors[0], details=errors[1:8], hint=f"distckpt verify {quoted(catalog.root)} says what else is damaged"
+        )
+    changed = _Changes(options)
+    folder = iteration_folder(catalog)
+    rewritten = _rewritten(reader, changed)
+    _refuse_contradictions(catalog, changed)
+    files, dropped = [], []
+    reasons = {file.name: LEFT_OUT[file.kind] for file in side_files(catalog) if file.kind in LEFT_OUT}
+    for name, state in walk(catalog.path):
+        if name in reasons or not state.file:
+            dropped.append((name, reasons.get(name, LEFT_OUT["special"])))
+        elif name in rewritten:
+            files.append(replace(rewritten[name], name=f"{folder}/{name}"))
+        else:
+            files.append(copied_file(f"{folder}/{name}", catalog.path / name, state.size, state.mtime_ns))
+    beside = files_beside(
+        catalog, "torch_dist", folder, written={*(file.name for file in files), *_prefixed(folder, dropped)}
+    )
+    files += beside.files
+    lines = [f"{name} {old} -> {new}" for name, (old, new) in changed.shown.items()]
+    return Conversion(
+        command="edit-args",
+        reader=reader,
+        destination=destination,
+        job=options.job(reader, {}, ArchiveOutput([]).routes, files),
+        folder=folder,
+        extra_files={TRACKER: tracker(folder)},
+        copied=frozenset(catalog.tensors) | catalog.objects.keys(),
+        dropped=(*dropped, *beside.dropped),
+        summary=tuple(("" if number else "args", line) for number, line in enumerate(lines)),
+        facts={"changed_args": {name: {"from": old, "to": new} for name, (old, new) in changed.shown.items()}},
+        advice=("files are copied byte for byte, their checksums are not compared: distckpt verify does",),
+        next_step=f"distckpt verify {quoted(destination)}",
+        options=options,
+    )
+
+
+def _prefixed(folder: str, dropped: list[tuple[str, str]]) -> list[str]:
+    return [f"{folder}/{name}" for name, _ in dropped]
+
+
+class _Changes:
+    """The changes, made to one Namespace after the other.
+
+    Attributes:
+        shown: Arguments that differ: name -> (before, after), as JSON has them.
+        values: Their new values.
+    """
+
+    def __init__(self, options: EditOptions) -> None:
+        self._options = options
+        self.shown: dict[str, tuple[Any, Any]] = {}
+        self.values: dict[str, Any] = {}
+        if not options.values and not options.unset:
+            raise RequestError("edit-args was not told what shall change", hint="--set key=value, --unset key")
+        both = sorted(options.values.keys() & set(options.unset))
+        if both:
+            raise RequestError(f"{printable(both[0])} is both set and unset")
+
+    def apply(self, args: Any, file: str) -> None:
+        """Changes the Namespace of a file.
+
+        Raises:
+            RequestError: There is none, or an argument is unknown.
+        """
+        if not isinstance(args, Obj) or not isinstance(args.state, dict):
+            raise RequestError(
+                f"{printable(file)} holds no Namespace of training arguments",
+                hint="NeMo and Megatron-Bridge keep a configuration as text beside the tensors: edit that file",
+            )
+        stored, options = fields(args), self._options
+        unknown = [n for n in options.values if n not in stored and not options.new]
+        unknown += [n for n in options.unset if n not in stored]
+        if unknown:
+            raise RequestError(
+                f"the checkpoint has no argument {printable(unknown[0])}",
+                hint=f"distckpt inspect CKPT --args shows all; --new adds one: --set {printable(unknown[0])}=... --new",
+            )
+        for name, text in options.values.items():
+            before, value = stored.get(name), argument_value(name, text, stored.get(name))
+            if name in stored and type(before) is type(value) and shown_argument(before) == shown_argument(value):
+                continue
+            self.shown.setdefault(name, (shown_argument(before), shown_argument(value)))
+            self.values[name] = value
+            set_field(args, name, value)
+        for name in options.unset:
+            self.shown.setdefault(name, (shown_argument(stored[name]), None))
+            self.values.pop(name, None)
+            del args.state[name]
+
+
+def _rewritten(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
+    """The files that hold arguments, by name, with others in them.
+
+    Raises:
+        RequestError: The format keeps none that could be changed, or nothing would change.
+    """
+    catalog = reader.catalog
+    if catalog.format == "legacy":
+        out = _legacy(catalog, changes)
+    elif catalog.format not in ("torch_dist", "zarr"):
+        raise RequestError(
+            f"edit-args keeps the format, and the arguments of {catalog.format} are not changed in place",
+            hint="distckpt convert CKPT DST --to torch_dist first",
+        )
+    else:
+        archive, tree = open_common(reader)
+        embedded = not exists(catalog.path / "common.pt")
+        changes.apply(tree.get("args"), COMMON_OBJECT if embedded else "common.pt")
+        if embedded:
+            out = _embedded(catalog, archive.record())
+        else:
+            content = archive.dump(archive.tree, "common")
+            out = {"common.pt": OutputFile("common.pt", len(content), content)}
+    if not changes.shown:
+        raise RequestError("nothing would change: the checkpoint has these values")
+    return out
+
+
+def _embedded(catalog: Catalog, record: bytes) -> dict[str, OutputFile]:
+    """The data file with the common state, and the metadata that says where the records behind it lie."""
+    info = catalog.objects[COMMON_OBJECT]
+    path = catalog.path / info.file
+    size = next(file.size or 0 for file in catalog.files if file.name == info.file)
+    raw = read_small(catalog.path / _METADATA, limit=_METADATA_LIMIT)
+    metadata = with_longer_record(raw, info, len(record))
+    end, behind = info.start + info.length, info.start + len(record)
+    slices = [Slice(info.start, record)]
+    slices += [Slice(0, (path, 0, info.start), plain=0)] if info.start else []
+    slices += [Slice(behind, (path, end, size - end), plain=0)] if size > end else []
+    return {
+        info.file: OutputFile(info.file, behind + size - end, slices=tuple(slices)),
+        _METADATA: OutputFile(_METADATA, len(metadata), metadata),
+    }
+
+
+def _legacy(catalog: Catalog, changes: _Changes) -> dict[str, OutputFile]:
+    """Every rank's file with its Namespace."""
+    out = {}
+    for file in catalog.files:
+        if PurePath(file.name).name != MODEL or file.size is None:
+            continue
+        path = catalog.path / file.name
+        with open_source(path) as source:
+
+            def read(at: int, n: int, source: Any = source) -> bytes:
+                return read_at(source, at, n)
+
+            members = read_directory(read, 0, file.size, file.name)
+            tree = read_pickle(read, 0, file.size, file.name, members=members)
+            if not isinstance(tree, dict):
+                raise FormatError(f"{printable(file.name)} is not a dictionary")
+            changes.apply(tree.get("args"), file.name)
+            pieces, size = with_pickle(read, members, dumps(tree, 2), PurePath(MODEL).stem, file.name)
+        slices = [
+            Slice(
+                at,
+                content if isinstance(content, bytes) else (path, *content),
+                plain=-1 if isinstance(content, bytes) else 0,
+            )
+            for at, content in pieces
+        ]
+        out[file.name] = OutputFile(file.name, size, slices=tuple(slices))
+    if not out:
+        raise RequestError(f"there is no {MODEL} with training arguments")
+    return out
+
+
+def _refuse_contradictions(catalog: Catalog, changes: _Changes) -> None:
+    """Refuses values that what is stored contradicts.
+
+    A layout argument may only become what the shards show: the grid of the random states, the rows of the embedding.
+    """
+    stored = _stored_sizes(catalog)
+    for name, (before, after) in changes.shown.items():
+        if name in LAYOUT_ARGUMENTS and not (name in stored and stored[name] == after and after is not None):
+            raise RequestError(
+                f"{name} describes the layout that is stored: {before}, not {after}",
+                details=[f"the stored shards show {name} {stored[name]}"] if name in stored else [],
+                hint="distckpt reshard CKPT DST writes another layout, and its arguments with it",
+            )
+    before, after = changes.shown.get("vocab_size", (None, None))
+    if isinstance(before, int) and (not isinstance(after, int) or after < before):
+        raise RequestError(
+            f"vocab_size {after} of {before} would make trained rows padding, which other commands leave out",
+            hint="distckpt export-hf --vocab-size writes fewer rows, and says what it cuts",
+        )
+    args = {name: value for name, value in catalog.args.items() if name not in changes.shown} | changes.values
+    edited = replace(catalog, args=args)
+    before_edit = set(ModelArgs.from_catalog(catalog).contradictions(catalog))
+    texts = [t for t in ModelArgs.from_catalog(edited).contradictions(edited) if t not in before_edit]
+    if texts:
+        raise RequestError(
+            f"the stored tensors contradict {', '.join(changes.shown)}", details=[printable(text) for text in texts[:8]]
+        )
+    try:
+        Layout.saved(edited)
+    except TypeError as error:
+        raise RequestError(str(error)) from error
+
+
+def _stored_sizes(catalog: Catalog) -> dict[str, int]:
+    """Layout arguments that the stored shards show themselves."""
+    grid = next((o.grid for o in catalog.objects.values() if o.name == "rng_state"), ())
+    names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
+    sizes = dict(zip(names, grid, strict=False)) if len(grid) >= 2 else {}
+    words = embedding_name(catalog.weights)
+    return sizes | ({"padded_vocab_size": catalog.weights[words].shape[0]} if words else {})

@@ -1,0 +1,402 @@
+"""From any readable checkpoint to a folder that `transformers` loads.
+
+plan = plan_export(open_checkpoint("ckpt"), Path("out"), ExportOptions())
+plan.job.bytes_written, plan.report()["targets"]      # what would happen
+run_export(plan)                                      # makes it happen
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from converters import __version__
+from converters.box import Box
+from converters.errors import FormatError, RequestError
+from converters.execute.destination import check_destination
+from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
+from converters.megatron.adapters import read_adapters
+from converters.megatron.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
+from converters.megatron.model_args import ModelArgs
+from converters.models import by_name, check_hf_config, infer, map_to_hf
+from converters.models.adapters import map_adapters
+from converters.names import fold, printable
+from converters.optimizer.proof import Masters
+from converters.planning.job import CopyRoutes
+from converters.planning.plan import Copy, pieces_of, prove
+from converters.words import counted
+from converters.write.accounting import Accounting
+from converters.write.adapters import merge_adapters, wants_peft
+from converters.write.companion_files import hf_companions, json_bytes, own_tokenizer, read_reference
+from converters.write.imported import seen
+from converters.write.side_files import files_beside
+from converters.write.write_plan import Conversion, ExtraFile, WriteOptions, run_conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.dtypes import DType
+    from converters.formats.base import Reader
+    from converters.formats.containers.safetensors_out import SafetensorsLayout
+    from converters.models import HfMapping, Model
+
+__all__ = ["ExportOptions", "ExportPlan", "choose_mapping", "plan_export", "run_export"]
+
+REPORT = "distckpt-report.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions(WriteOptions):
+    """What a person may ask of an export.
+
+    Attributes:
+        arch: Architecture by its Hugging Face `model_type`; None to infer it.
+        dtype: Element type of the weights; None keeps what is stored.
+        vocab_size: Rows of the vocabulary to keep; None takes it from the checkpoint or `hf_config`.
+        mtp: "keep", "drop" or "auto" (keep where the architecture has a place) for multi-token-prediction layers.
+        hf_config: A Hugging Face folder whose config.json and tokenizer are taken over, after a cross-check.
+        copy_code: Its code, too: `.py` files and what names them (`auto_map`). Else nothing that could run is taken over.
+        max_shard_bytes: Largest shard.
+        check: Compare names and shapes with those of the model that transformers builds of config.json.
+        peft: Write the model's adapters (LoRA) alone, for the library of that name; of a checkpoint that holds nothing
+            else, this is what an export is.
+        merge_adapter: A checkpoint whose adapters are merged into the weights; it may be the source itself.
+        lora_alpha: Alpha of the adapters, where their checkpoint does not say it.
+    """
+
+    arch: str | None = None
+    dtype: DType | None = None
+    vocab_size: int | None = None
+    mtp: str = "auto"
+    hf_config: Path | None = None
+    copy_code: bool = False
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES
+    check: bool = False
+    peft: bool = False
+    merge_adapter: str | Path | None = None
+    lora_alpha: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportPlan(Conversion):
+    """An export, proved to be complete, with nothing moved yet.
+
+    Attributes:
+        options: What was asked.
+        model: The architecture.
+        mapping: Which element goes where, and what is dropped.
+        layout: The shards.
+        adapter: What is said of adapters that are written or merged; empty without.
+    """
+
+    options: ExportOptions
+    model: Model
+    mapping: HfMapping
+    layout: SafetensorsLayout
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+
+    def report(self) -> dict[str, Any]:
+        """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin."""
+        catalog, mapping = self.reader.catalog, self.mapping
+
+        def changes(copy: Copy) -> Iterator[str]:
+            if catalog.tensors[copy.source].update is not None:
+                yield "adapter merged"
+            if catalog.tensors[copy.source].dtype != mapping.targets[copy.target].dtype:
+                yield f"cast to {mapping.targets[copy.target].dtype}"
+
+        accounts = Accounting(mapping.targets, mapping.copies, mapping.drops, changes)
+        optimizer = [name for name, t in catalog.tensors.items() if t.kind == "optimizer"]
+        return {
+            "schema": "distckpt.export-hf/1",
+            "distckpt": __version__,
+            "source": {
+                "path": str(catalog.path.name),
+                "format": catalog.format,
+                "written_by": catalog.framework,
+                "iteration": catalog.iteration,
+            },
+            "architecture": self.model.name,
+            "source_tensors": {
+                "weights": len(catalog.weights),
+                "used": len(accounts.used),
+                "optimizer": len(optimizer),
+            },
+            "target_tensors": len(mapping.targets),
+            "parameters": accounts.parameters,
+            "total_size": sum(target.nbytes for target in mapping.targets.values()),
+            "dropped": [
+                *accounts.dropped,
+                *({"tensor": text, "elements": "all", "reason": "optimizer state"} for text, _ in fold(optimizer)),
+                *({"tensor": text, "elements": "all", "reason": "not a tensor"} for text in _object_names(catalog)),
+            ],
+            "targets": {
+                name: {
+                    "file": self.job.files[self.layout.locations[name].file].name,
+                    "dtype": target.dtype.name,
+                    "shape": list(target.shape),
+                    **accounts.origin(name),
+                }
+                for name, target in mapping.targets.items()
+            },
+            **({"adapter": dict(self.adapter)} if self.adapter else {}),
+            "notes": list(self.notes),
+        }
+
+
+def plan_export(reader: Reader, destination: Path, options: ExportOptions | None = None) -> ExportPlan:
+    """Decides everything about an export and proves it complete; writes nothing.
+
+    Raises:
+        RequestError: Unknown architecture, a contradiction, a tensor without a place.
+        IntegrityError: Needed data is missing in the source.
+        DestinationError: The destination cannot be written.
+    """
+    options = options or ExportOptions()
+    check_destination(reader.catalog.root, destination, overwrite=options.overwrite)
+    reference = read_reference(options.hf_config)
+    content = _content(reader, destination, options, reference)
+    catalog, mapping, sources = content.reader.catalog, content.mapping, content.sources
+    prove(mapping.pieces.values(), {name: t.shape for name, t in sources.items()}, mapping.drops)
+    refuse_damage(catalog, {copy.source for copy in mapping.copies})
+    layout = plan_shards(mapping.targets, sys.maxsize if content.peft else options.max_shard_bytes, content.stem)
+    copies, sources = _read_in_turn(catalog, mapping, sources)
+    pieces = pieces_of(mapping.targets, copies)
+    routes = CopyRoutes.of((piece, layout.locations[name]) for name, piece in pieces.items())
+    notes = [*mapping.notes]
+    try:
+        extra = _extra_files(content, layout, options, reference, notes)
+        own = {} if options.hf_config else own_tokenizer(catalog, notes)
+    except OSError as error:
+        what = printable(str(error.filename or options.hf_config))
+        raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+    extra = {**own, **extra}
+    carried = [] if options.hf_config else [name for name in own if name in extra]
+    beside = files_beside(catalog, "hf").dropped
+    beside = tuple(item for item in beside if item[0] != "tokenizer/" or not carried)
+    if options.check and isinstance(config := extra["config.json"], bytes):
+        _check_model(json.loads(config), mapping)
+    plan = ExportPlan(
+        command="export",
+        reader=content.reader,
+        destination=destination,
+        job=options.job(content.reader, sources, routes, layout.files, drops=mapping.drops),
+        dropped=(*_dropped(catalog, mapping), *beside),
+        notes=tuple(notes),
+        options=options,
+        proof=Masters.needed(content.reader, {}),
+        model=content.model,
+        mapping=mapping,
+        layout=layout,
+        adapter=content.adapter,
+    )
+    report = plan.report()
+    tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
+    return replace(
+        plan,
+        extra_files={**extra, REPORT: json_bytes(report)},
+        facts={**report, "config": mapping.config},
+        report_file=REPORT,
+        summary=(
+            ("model", _summary(content, report)),
+            *((("adapters", merged),) if (merged := content.adapter.get("merged")) else ()),
+            *((("tokenizer", ", ".join(carried)),) if carried else ()),
+        ),
+        advice=() if options.hf_config or carried or content.peft else (tokenizer,),
+        next_step=f"python -c {shlex.quote(_loading(content, destination))}",
+    )
+
+
+run_export = run_conversion
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What an export is of.
+
+    Attributes:
+        reader: Where it is read; its catalog holds all that has to be accounted for.
+        sources: The tensors that `mapping` accounts for.
+        peft: Adapters are written, not the model.
+        adapter: What the report says of adapters that are written or merged.
+    """
+
+    reader: Reader
+    model: Model
+    mapping: HfMapping
+    sources: dict[str, TensorInfo]
+    peft: bool = False
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stem(self) -> str:
+        """What the names of the files with tensors begin with; peft looks for one, whatever its size."""
+        return "adapter_model" if self.peft else "model"
+
+
+def _content(reader: Reader, destination: Path, options: ExportOptions, reference: Mapping[str, Any]) -> _Content:
+    """Chooses between the model, the model with adapters merged into it, and the adapters alone."""
+    path, catalog = options.merge_adapter, reader.catalog
+    if wants_peft(catalog, options.peft, path is not None):
+        return _adapters(reader, options, reference)
+    if path is None:
+        if options.lora_alpha is not None:
+            raise RequestError("--lora-alpha is of adapters, and there are none here", hint="leave it out")
+        return _Content(reader, *choose_mapping(catalog, options, reference))
+    merge = merge_adapters(reader, path, options.lora_alpha)
+    check_destination(merge.root, destination, overwrite=options.overwrite)
+    model, mapping, sources = choose_mapping(merge.catalog, options, reference)
+    sources |= {drop.source: catalog.tensors[drop.source] for drop in merge.drops}
+    mapping = replace(mapping, drops=[*mapping.drops, *merge.drops])
+    return _Content(merge.reader, model, mapping, sources, adapter=merge.facts)
+
+
+def _adapters(reader: Reader, options: ExportOptions, reference: Mapping[str, Any]) -> _Content:
+    """The adapters alone."""
+    if options.check or options.vocab_size is not None:
+        raise RequestError("--check and --vocab-size are of whole models, and only adapters are written here")
+    catalog, args = reader.catalog, ModelArgs.from_catalog(reader.catalog)
+    refuse_contradictions(args, catalog)
+    model = _choose(args, catalog, options, reference)
+    adapters = read_adapters(catalog, options.lora_alpha)
+    mapping = map_adapters(catalog, args, model, adapters, dtype=options.dtype)
+    if options.hf_config is not None:
+        whole = model.config(args, vocab_size=reference.get("vocab_size", 0), dtype=args.dtype or "float32")
+        _check_reference(reference, replace(mapping, config=whole), options.hf_config)
+        mapping.config["base_model_name_or_path"] = str(options.hf_config)
+    facts = {"rank": adapters.rank, "alpha": adapters.alpha, "weights": list(adapters.factors)}
+    return _Content(reader, model, mapping, _without_optimizer(catalog), True, facts)
+
+
+def choose_mapping(
+    catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any] | None = None
+) -> tuple[Model, HfMapping, dict[str, TensorInfo]]:
+    """The architecture, which element goes where, and the tensors that are accounted for.
+
+    Args:
+        reference: Contents of the `config.json` of `options.hf_config`.
+
+    Raises:
+        RequestError: Unknown architecture, a contradiction, a tensor without a place.
+    """
+    reference = reference or {}
+    args = ModelArgs.from_catalog(catalog)
+    refuse_foreign_names(catalog)
+    refuse_contradictions(args, catalog)
+    model = _choose(args, catalog, options, reference)
+    vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")
+    mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
+    return model, mapping, _without_optimizer(catalog)
+
+
+def _without_optimizer(catalog: Catalog) -> dict[str, TensorInfo]:
+    return {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+
+
+def _read_in_turn(
+    catalog: Catalog, mapping: HfMapping, sources: dict[str, TensorInfo]
+) -> tuple[list[Copy], dict[str, TensorInfo]]:
+    """The copies, those into tensors with elements of two halves in turn as one of each such tensor.
+
+    Written half by half, each element would be a write of its own; so they are put in turn while they are read.
+    """
+    turned = {name: target for name, target in mapping.targets.items() if target.matrix is not None}
+    if not turned:
+        return mapping.copies, sources
+    into = [copy for copy in mapping.copies if copy.target in turned]
+    assert not any(catalog.weights[copy.source].update for copy in into)  # read_adapters refuses those of experts
+    merged = {info.name: info for info in seen(catalog.weights, turned, into)}
+    merged = {name: replace(info, dtype=catalog.weights[_first(into, name)].dtype) for name, info in merged.items()}
+    copies = [copy for copy in mapping.copies if copy.target not in turned]
+    copies += [Copy(n, Box.whole(t.laid), n, Box.whole(t.laid)) for n, t in turned.items()]
+    return copies, {**sources, **merged}
+
+
+def _first(copies: Iterable[Copy], target: str) -> str:
+    return next(copy.source for copy in copies if copy.target == target)
+
+
+def _check_model(config: Mapping[str, Any], mapping: HfMapping) -> None:
+    """Raises if transformers builds another model of `config` than the one that is written."""
+    from converters.models.built import unlike_transformers
+
+    unlike = unlike_transformers(config, {name: target.shape for name, target in mapping.targets.items()})
+    if unlike:
+        raise RequestError(
+            f"transformers builds another model of config.json: {len(unlike)} tensors differ",
+            details=unlike[:8],
+        )
+
+
+def _loading(content: _Content, destination: Path) -> str:
+    folder = json.dumps(str(destination))
+    if content.peft:
+        return f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({folder})"
+    return f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({folder})"
+
+
+def _summary(content: _Content, report: Mapping[str, Any]) -> str:
+    parameters, tensors = report["parameters"], report["source_tensors"]["weights"]
+    model = content.model
+    if content.peft:
+        rank, alpha = content.adapter["rank"], content.adapter["alpha"]
+        return f"LoRA of rank {rank}, alpha {alpha:g}, for {model.name}, {parameters:,} parameters"
+    return f"{model.name} ({model.architecture}), {parameters:,} parameters, {counted(tensors, 'tensor')} accounted for"
+
+
+def _dropped(catalog: Catalog, mapping: HfMapping) -> tuple[tuple[str, str], ...]:
+    dropped = [(drop.source, drop.reason) for drop in mapping.drops]
+    dropped += [(name, "optimizer state") for name, tensor in catalog.tensors.items() if tensor.kind == "optimizer"]
+    kinds = sorted({o.name.rpartition(".")[2] for o in catalog.objects.values()})
+    return *dropped, *((kind, counted(len(catalog.objects), "stored object")) for kind in kinds)
+
+
+def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any]) -> Model:
+    if options.arch:
+        return by_name(options.arch)
+    kind = reference.get("model_type")
+    return by_name(kind) if isinstance(kind, str) else infer(args, catalog)
+
+
+def _extra_files(
+    content: _Content,
+    layout: SafetensorsLayout,
+    options: ExportOptions,
+    reference: Mapping[str, Any],
+    notes: list[str],
+) -> dict[str, ExtraFile]:
+    files: dict[str, ExtraFile] = {}
+    mapping = content.mapping
+    config = dict(mapping.config)
+    if content.peft:
+        return {"adapter_config.json": json_bytes(config)}
+    if options.hf_config is not None:
+        _check_reference(reference, mapping, options.hf_config)
+        own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
+        config = dict(reference) | own
+        files |= hf_companions(options.hf_config, options.copy_code, config, notes)
+    files["config.json"] = json_bytes(config)
+    files.setdefault("generation_config.json", json_bytes(mapping.generation_config))
+    if layout.index is not None:
+        files["model.safetensors.index.json"] = layout.index
+    return files
+
+
+def _check_reference(reference: Mapping[str, Any], mapping: HfMapping, folder: Path) -> None:
+    """Raises if the config.json of a folder does not describe what is exported."""
+    contradictions = check_hf_config(dict(reference), mapping)
+    if contradictions:
+        raise RequestError(
+            f"{printable(str(folder / 'config.json'))} does not fit the checkpoint",
+            details=[printable(text) for text in contradictions[:8]],
+            hint="leave --hf-config out to have a config.json made from the checkpoint",
+        )
+
+
+def _object_names(catalog: Catalog) -> list[str]:
+    return [text for text, _ in fold(dict.fromkeys(o.name for o in catalog.objects.values()))]

@@ -1,0 +1,151 @@
+"""A Hugging Face folder seen as a checkpoint of Megatron: the same records, under Megatron's names and with its arguments.
+
+Whatever writes a Megatron checkpoint takes it as its source; nothing is copied in between.
+
+    q_proj  | q0 | q1 | q2 | q3 |                     decoder.layers.0.self_attention.linear_qkv.weight
+    k_proj  | k0 | k1 |              seen as          | q0 | q1 | k0 | v0 | q2 | q3 | k1 | v1 |
+    v_proj  | v0 | v1 |                               eight pieces of three records
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from converters.box import Box, runs
+from converters.catalog import Catalog, Chunk, TensorInfo, ViewPart
+from converters.dtypes import dtype
+from converters.formats.base import ReaderView
+from converters.formats.common_state import Archive
+from converters.models.quantized import dequantized
+from converters.param_order import trainable
+from converters.pickles import Global, Obj
+from converters.planning.job import landing
+from converters.planning.plan import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from converters.catalog import StoredArray
+    from converters.dtypes import DType
+    from converters.formats.base import Reader
+    from converters.models.importing import MegatronMapping
+    from converters.models.quantized import Dequantized
+    from converters.planning.plan import Copy, Target
+
+__all__ = ["ImportedReader", "dequantized_folder", "seen"]
+
+
+class ImportedReader(ReaderView):
+    """An open Hugging Face folder as a checkpoint of Megatron-LM without optimizer.
+
+    Args:
+        folder: The folder.
+        mapping: Which of its elements Megatron's tensors consist of.
+        arguments: Megatron-LM's arguments for the model.
+        cast: Type of the weights in the job; None leaves each as stored. Router biases are float32 in any case.
+        iteration: That the checkpoint shall be of; None for a release.
+    """
+
+    name: ClassVar[str] = "safetensors"
+
+    def __init__(
+        self,
+        folder: Reader,
+        mapping: MegatronMapping,
+        arguments: Mapping[str, Any],
+        *,
+        cast: DType | None = None,
+        iteration: int | None = None,
+    ) -> None:
+        stored = dict(folder.catalog.tensors)
+        stored |= {name: stored[name].reshaped(shape) for name, shape in mapping.matrices.items()}
+        tensors = {info.name: info for info in seen(stored, mapping.targets, mapping.copies)}
+        kept = dtype("float32")
+        types = {name: (cast or info.dtype) if trainable(name) else kept for name, info in tensors.items()}
+        catalog = Catalog(
+            path=folder.catalog.path,
+            format=folder.catalog.format,
+            framework=folder.catalog.framework,
+            tensors=tensors,
+            args=dict(arguments),
+            common={},
+            iteration=iteration,
+            opened=folder.catalog.opened,
+            imported=types,
+        )
+        super().__init__(folder, catalog)
+
+    def common_state(self) -> Archive:
+        """What Megatron-LM saves of a job that has not begun, but for the optimizer."""
+        tree = {
+            "args": Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args)),
+            "checkpoint_version": 3.0,
+            "iteration": self.catalog.iteration or 0,
+            "num_floating_point_operations_so_far": 0,
+        }
+        return Archive.of(tree, {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}, "common.pt")
+
+
+def seen(
+    stored: Mapping[str, TensorInfo], targets: Mapping[str, Target], all_copies: Iterable[Copy]
+) -> Iterator[TensorInfo]:
+    """Tensors that consist of pieces of stored ones, as if they were stored themselves.
+
+    Args:
+        stored: What is stored, by name.
+        targets: The tensors, by name.
+        all_copies: Which elements each consists of.
+    """
+    copies: dict[str, list[Copy]] = defaultdict(list)
+    for copy in all_copies:
+        copies[copy.target].append(copy)
+    for name, target in targets.items():
+        pieces: dict[int, tuple[StoredArray, list[Chunk]]] = {}
+        for copy in copies[name]:
+            for part in stored[copy.source].parts:
+                array_pieces = pieces.setdefault(id(part.array), (part.array, []))[1]
+                kept = part.array.scales is not None
+                array_pieces += [piece for chunk in part.chunks() for piece in _seen(chunk, copy, kept)]
+        parts = tuple(ViewPart(array, tuple(array_pieces)) for array, array_pieces in pieces.values())
+        shift = -1 if any(copy.op is Op.SUBTRACT_ONE for copy in copies[name]) else 0
+        yield TensorInfo(name, target.dtype, target.laid, "weight", parts, shift=shift)
+
+
+def _seen(chunk: Chunk, copy: Copy, kept: bool) -> Iterator[Chunk]:
+    """A stored piece of a copy's source, as a piece of its target.
+
+    Args:
+        kept: The piece keeps its place in the stored array, for its elements have scales there.
+    """
+    part: Box | None = chunk.box.intersect(copy.source_box)
+    if part is None:
+        return
+    inside, shape = chunk.stored(part)
+    box, base = landing(copy, part), chunk.base
+    while len(shape) > len(box.shape) and inside.shape[0] == 1 and not kept:  # one expert of all
+        base += inside.start[0] * math.prod(shape[1:])
+        inside, shape = Box(inside.start[1:], inside.shape[1:]), shape[1:]
+    chunk = replace(chunk, base=base)
+    first, _, outer = runs(inside, shape)
+    transposed = chunk.transposed != (copy.op is Op.TRANSPOSE)
+    if outer or transposed or kept:
+        yield replace(chunk, box=box, window=(inside.start, shape), transposed=transposed)
+    else:
+        yield Chunk(box, chunk.record, chunk.base + first)
+
+
+def dequantized_folder(reader: Reader) -> tuple[Reader, Dequantized | None]:
+    """A Hugging Face folder with its quantized weights multiplied out; any other checkpoint as it is.
+
+    Raises:
+        RequestError: The weights are quantized by a method that is not known here.
+        IntegrityError: A quantized weight has no scales, or not those of its shape.
+    """
+    catalog = reader.catalog
+    plain = dequantized(catalog.config, catalog.tensors) if catalog.framework == "Hugging Face" else None
+    if plain is None:
+        return reader, None
+    return ReaderView(reader, replace(catalog, tensors=plain.tensors, config=plain.config)), plain

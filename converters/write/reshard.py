@@ -1,0 +1,247 @@
+"""From any readable checkpoint to a torch_dist checkpoint as a job at another layout would have written it.
+
+plan = plan_reshard(open_checkpoint("ckpt"), Path("out"), Layout(tp=2, pp=2))
+run_reshard(plan)
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import RequestError
+from converters.execute.destination import check_destination
+from converters.formats.torch_dist.output import TorchDistOutput
+from converters.megatron.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
+from converters.megatron.layout_check import check as check_layout
+from converters.megatron.model_args import ModelArgs
+from converters.megatron.split import Outline
+from converters.names import printable, quoted
+from converters.optimizer.groups import read_param_groups
+from converters.optimizer.proof import Masters
+from converters.optimizer.storage import MASTER, as_remainders, keeps_remainders
+from converters.write.framework_files import companions, keeps_framework
+from converters.write.reshard_state import ReshardOptions, State, target_state
+from converters.write.reshard_targets import Targets
+from converters.write.side_files import files_beside
+from converters.write.target_state import TRACKER, chosen_optimizer, describe, job_flags, optimizer_flags, tracker
+from converters.write.write_plan import Conversion, run_conversion
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from converters.catalog import Catalog, TensorInfo
+    from converters.formats.base import Reader
+    from converters.formats.torch_dist.parts import BucketOut, ObjectOut
+    from converters.megatron.layout import Layout
+    from converters.optimizer.groups import ParamGroups
+    from converters.optimizer.state import OptimizerState
+    from converters.write.framework_files import Companions
+    from converters.write.write_plan import ExtraFile
+
+__all__ = ["ReshardOptions", "ReshardPlan", "TorchDistOptions", "plan_reshard", "run_reshard"]
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistOptions(ReshardOptions):
+    """As of a reshard, for Megatron-LM whichever framework wrote the source."""
+
+    framework: str = "megatron-lm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReshardPlan(Conversion):
+    """A reshard, decided and proved, with nothing moved yet; the destination is a training root with one iteration.
+
+    Attributes:
+        layout: The target layout.
+        options: What was asked.
+        output: The data files.
+        state: Everything that is not a tensor, at the target layout.
+    """
+
+    layout: Layout
+    options: ReshardOptions
+    output: TorchDistOutput
+    state: State
+
+
+def plan_reshard(
+    reader: Reader,
+    destination: Path,
+    layout: Layout,
+    options: ReshardOptions | None = None,
+) -> ReshardPlan:
+    """Decides everything about a reshard and proves it complete; writes nothing.
+
+    Args:
+        destination: Where the result shall appear: a training root with one iteration and its tracker file.
+        layout: The layout of the job that will load it.
+
+    Raises:
+        RequestError: The model cannot be laid out so; the numbers and the nearest possible ones are named.
+        IntegrityError: Needed data is missing in the source.
+        DestinationError: The destination cannot be written.
+    """
+    options = (options or ReshardOptions()).resolved()
+    if options.masters not in ("fp32", "remainders"):
+        raise RequestError(f"--masters {printable(options.masters)} is not known", hint="fp32 or remainders")
+    catalog = reader.catalog
+    if not keeps_framework(catalog):
+        options = replace(options, framework="megatron-lm")
+    check_destination(catalog.root, destination, overwrite=options.overwrite)
+    refuse_damaged(catalog, "weight", *(["optimizer"] if options.optimizer != "none" else []))
+    draft = _draw(reader, layout, options)
+    options, targets, groups = draft.options, draft.targets, draft.targets.groups
+    masters = {n: t for n, t in draft.sources.items() if n.startswith(MASTER)}
+    state = target_state(
+        reader,
+        layout,
+        targets.outline,
+        options,
+        groups,
+        stacked=targets.stacked,
+        padded_vocab=targets.padded_vocab(),
+        completed=keeps_remainders(masters),
+    )
+    output = TorchDistOutput(targets.columns(), draft.buckets, [*draft.objects, *state.objects])
+    around = companions(
+        catalog,
+        layout,
+        framework=options.framework,
+        rng=state.rng,
+        optimizer=options.optimizer != "none",
+        completed=keeps_remainders(masters),
+    )
+    folder = around.folder
+    files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
+    extra = _extra_files(output, state, around, options)
+    beside = files_beside(catalog, "torch_dist", folder, layout, written={*extra, *(file.name for file in files)})
+    files += beside.files
+    job = options.job(reader, draft.sources, output, files, seals=output, drops=targets.drops(draft.sources))
+    summary, facts = describe(catalog, layout, options.optimizer, state.changed)
+    return ReshardPlan(
+        command="reshard",
+        reader=reader,
+        destination=destination,
+        job=job,
+        folder=folder,
+        extra_files=extra,
+        dropped=(*_unused(catalog, options), *state.dropped, *around.dropped, *beside.dropped),
+        notes=(*draft.notes, *_loader_notes(groups), *state.notes, *around.notes),
+        summary=(*summary, *beside.summary),
+        facts={**facts, "objects": len(state.objects)},
+        advice=(
+            around.advice or f"start the job with {_flags(destination, layout, catalog, groups, options.optimizer)}",
+        ),
+        next_step=f"distckpt inspect {quoted(destination)}",
+        options=options,
+        proof=Masters.needed(reader, masters),
+        layout=layout,
+        output=output,
+        state=state,
+    )
+
+
+run_reshard = run_conversion
+
+
+def _flags(root: Path, layout: Layout, catalog: Catalog, groups: ParamGroups | None, form: str) -> str:
+    """What Megatron-LM has to be told to load the result."""
+    words = ["--no-load-optim"] if groups is None else optimizer_flags(catalog.args, groups, form)
+    return job_flags(root, layout, *words)
+
+
+def _loader_notes(groups: ParamGroups | None) -> list[str]:
+    """What a person should know of Megatron's own loader."""
+    if groups is not None and any(part.part.algorithm.startswith("SGD") for part in groups.parts):
+        return [
+            "Megatron-LM 0.16.1 cannot load an SGD optimizer, not even its own (TypeError: 'NoneType' object is not "
+            "callable, in init_state_fn): start such a job with --no-load-optim"
+        ]
+    return []
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """The tensors of the target, and what they are filled from.
+
+    Attributes:
+        options: What was asked, "keep" and "there is no optimizer" resolved.
+        targets: The tensors that have keys of their own.
+        sources: The source tensors.
+        buckets: The stored parts of flat buckets.
+        objects: Objects that belong to them.
+        notes: Sentences a person should read.
+    """
+
+    options: ReshardOptions
+    targets: Targets
+    sources: Mapping[str, TensorInfo]
+    buckets: Sequence[BucketOut]
+    objects: Sequence[ObjectOut]
+    notes: Sequence[str]
+
+
+_REMAINDERS = (
+    "master weights stay remainders: for a job with --use-precision-aware-optimizer of Megatron-Core 0.17 or later "
+    "(0.16.1 ends with \"'bool' object has no attribute 'dtype'\" on its own files of this kind)"
+)
+
+
+def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
+    """Works everything out from the catalog."""
+    catalog = reader.catalog
+    args = ModelArgs.from_catalog(catalog)
+    refuse_foreign_names(catalog)
+    refuse_contradictions(args, catalog)
+    shapes = {name: t.shape for name, t in catalog.weights.items()}
+    notes = check_layout(args, layout, shapes)
+    outline = Outline.of(args, shapes)
+    sources = dict(catalog.weights)
+    state, options = chosen_optimizer(reader, options, _kept)
+    if options.masters == "remainders" and state.tensors:
+        state = replace(state, tensors=as_remainders(catalog, state.tensors, options.optimizer))
+        notes = [*notes, _REMAINDERS]
+    groups = None if options.optimizer == "none" else read_param_groups(reader).stored_as(options.optimizer)
+    targets = Targets(catalog, layout, outline, options, args, groups)
+    targets.make(sources)
+    states = targets.named_states(state)
+    targets.make(states)
+    buckets: Sequence[BucketOut] = ()
+    objects: Sequence[ObjectOut] = ()
+    if options.optimizer == "dp_reshardable":
+        buckets, objects = targets.flatten(state)
+        states = state.tensors
+    return _Draft(options, targets, sources | states, buckets, objects, (*notes, *state.notes))
+
+
+def _extra_files(
+    output: TorchDistOutput, state: State, around: Companions, options: ReshardOptions
+) -> dict[str, ExtraFile]:
+    """What lies beside the data files, in Megatron's order: `metadata.json` comes last, then the tracker."""
+    folder = around.folder
+    files: dict[str, ExtraFile] = {f"{folder}/.metadata": lambda: output.metadata(folder)}
+    if state.common:
+        files[f"{folder}/common.pt"] = state.common
+    # all versions read the form with four fields; those before 0.19 read no other
+    backends: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    if options.mcore != "0.19":
+        backends |= {"common_backend": "torch", "common_backend_version": 1}
+    files |= {**around.files, f"{folder}/metadata.json": json.dumps(backends).encode()}
+    return files | ({TRACKER: tracker(folder)} if around.tracker else {})
+
+
+def _kept(state: OptimizerState, form: str) -> str:
+    """The form that "keep" means (flat buckets stay flat buckets), or "auto"."""
+    if not any(part.distributed for part in state.recognised.parts):
+        return "plain"
+    return "fully_reshardable" if state.candidate is None or form == "auto" else "dp_reshardable"
+
+
+def _unused(catalog: Catalog, options: ReshardOptions) -> list[tuple[str, str]]:
+    if options.optimizer != "none":
+        return []
+    return [(name, "optimizer state is not wanted") for name, t in catalog.tensors.items() if t.kind == "optimizer"]

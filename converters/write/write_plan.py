@@ -1,0 +1,346 @@
+"""What every command that writes makes, and how it is carried out: in one process or on many ranks.
+
+A writer is a module with `plan_<format>(reader, destination, ...) -> Conversion`. It decides and proves everything, reads
+and writes no tensor data, and says in the conversion what a person and a program may want to know of it.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from converters.errors import DestinationError, FormatError, IntegrityError
+from converters.events import Moved, Note, Phase, PlanReady
+from converters.execute.destination import beside, free_bytes, os_trouble, replaced
+from converters.execute.publish import Staging, TeamStaging
+from converters.execute.ranks import Ranks
+from converters.execute.run import Stats, run
+from converters.execute.upload import Upload
+from converters.execute.work_sharing import Crew
+from converters.formats.base import fingerprint_of
+from converters.formats.containers.safetensors_out import check_readable
+from converters.formats.folder import Status, read_small, status
+from converters.io.cast import choose_device
+from converters.names import printable
+from converters.planning.job import Job
+from converters.planning.plan import account
+from converters.remote.address import RemotePath
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from converters.catalog import TensorInfo
+    from converters.events import Listener, StopFlag
+    from converters.execute.work_sharing import Worker
+    from converters.formats.base import Reader
+    from converters.planning.job import OutputFile, Routes
+
+__all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
+
+MIB = 1 << 20
+_NOTHING = Status(False, False, 0, 0)
+
+ExtraFile = bytes | Path | Callable[[], bytes]
+"""Contents of a small file: given, those of another file, or made when everything else is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """What a person may ask of every command that writes.
+
+    Attributes:
+        max_memory: Bytes of buffers.
+        threads: Workers in this process.
+        overwrite: Replace an existing destination after success.
+        scratch: For a destination in an object store: where the result is made before it is uploaded.
+        device: Where elements are cast: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it has work.
+    """
+
+    max_memory: int = 64 * MIB
+    threads: int = 2
+    overwrite: bool = False
+    scratch: Path | None = None
+    device: str = "cpu"
+
+    def job(
+        self,
+        reader: Reader,
+        sources: Mapping[str, TensorInfo],
+        routes: Routes,
+        files: Sequence[OutputFile],
+        **more: Any,
+    ) -> Job:
+        """`Job.build` with these resources; `more` are its further arguments."""
+        digest, memory = fingerprint_of(reader), self.max_memory
+        return Job.build(
+            sources, routes, files, source_fingerprint=digest, max_memory=memory, threads=self.threads, **more
+        )
+
+
+class Proof(Protocol):
+    """Something that must be true of the source's data.
+
+    Attributes:
+        claim: What, in a few words.
+    """
+
+    claim: str
+
+    @property
+    def tasks(self) -> Sequence[Any]:
+        """What is to be looked at, as a `Crew` takes it."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read for it."""
+        ...
+
+    def worker(self) -> Worker[Any]:
+        """What one thread does tasks with."""
+        ...
+
+    def judge(self, results: Mapping[int, Any]) -> None:
+        """Raises if it is not true, given what the workers found."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """Something to be written, decided and proved, with nothing moved yet.
+
+    Attributes:
+        command: The verb, as progress shows it: `reshard`.
+        destination: Where the result will appear; with several ranks, on a file system that all share.
+        job: The work; planned alike on every rank.
+        folder: Where in the destination the checkpoint lies: `iter_0050000`; empty if it is the destination itself.
+        copied: Names of tensors and objects whose files are copied as they are, beside what the job reads.
+        extra_files: Small files of the result by name within the destination, in the order in which they are written.
+        dropped: `(what, reason)` of what is not carried over: tensors and objects by their names.
+        notes: Sentences a person should read before it begins.
+        summary: What it is, as `(label, text)` lines.
+        facts: The same and more for a program, as JSON has it.
+        advice: Sentences a person should read when it is done.
+        next_step: A command to type then; empty if there is none.
+        report_file: Name of the extra file that accounts for everything; empty if there is none.
+        options: What was asked.
+        single: The destination is a file: the job's only one.
+        proof: What has to be proved of the source's data before anything is written; None if nothing is in doubt.
+    """
+
+    command: str
+    reader: Reader
+    destination: Path
+    job: Job
+    folder: str = ""
+    copied: Collection[str] = frozenset()
+    extra_files: Mapping[str, ExtraFile] = field(default_factory=dict)
+    dropped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    summary: tuple[tuple[str, str], ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    advice: tuple[str, ...] = ()
+    next_step: str = ""
+    report_file: str = ""
+    options: WriteOptions = field(default_factory=WriteOptions)
+    single: bool = False
+    proof: Proof | None = None
+
+    def __post_init__(self) -> None:
+        """Every tensor of the source is read, copied with its file, or left out with a reason, whoever made this.
+
+        Raises:
+            RequestError: One is neither.
+        """
+        elsewhere = (*self.copied, *(what for what, _ in self.dropped))
+        account(self.reader.catalog.tensors, self.job.sources, elsewhere)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that may still be written where the result is made.
+
+        Raises:
+            DestinationError: It cannot be looked at.
+        """
+        if isinstance(self.destination, RemotePath):
+            return free_bytes(self.options.scratch or Path(tempfile.gettempdir()))
+        return free_bytes(beside(self.destination, "partial").parent)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The notes, doubts about the source, and what `overwrite` deletes: to be read before it begins."""
+        doubts = (problem.message for problem in self.reader.catalog.problems if problem.severity == "warning")
+        gone = replaced(self.destination) if self.options.overwrite else None
+        return tuple(dict.fromkeys((*self.notes, *doubts, *([gone] if gone else []))))
+
+
+def run_conversion(
+    plan: Conversion,
+    *,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    ranks: Ranks | None = None,
+) -> Stats:
+    """Carries out a conversion; the destination appears complete, or not at all.
+
+    Args:
+        plan: What to do; with several ranks, every one of them has made the same plan.
+        listener: Told about progress, of all ranks, on rank 0.
+        stop: Polled between tiles.
+        ranks: The processes that do this together; by default this one alone.
+
+    Raises:
+        DistckptError: See `converters.execute.run.run`; also when the disk has not enough room, before anything is written.
+            Every rank raises an error of the same exit code.
+    """
+    ranks, job, destination = ranks or Ranks(), plan.job, plan.destination
+    if isinstance(destination, RemotePath):
+        return _run_into_store(plan, destination, listener, stop, ranks)
+    tell = listener if listener is not None and ranks.rank == 0 else _ignore
+    with Crew(
+        plan.command,
+        job.fingerprint,
+        threads=job.threads,
+        ranks=ranks,
+        destination=destination,
+        listener=tell,
+        stop=stop,
+    ) as crew:
+        if plan.proof is not None:
+            _prove(plan.proof, tell, crew)
+        device, device_note = choose_device(
+            plan.options.device, computes=job.computes, local_rank=ranks.local, buffers=job.peak_memory
+        )
+        if not crew.leads:
+            return _follow(job, plan.reader, destination, crew, device)
+        _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
+        tell(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
+        for text in (*plan.remarks, *([device_note] if device_note else [])):
+            tell(Note(text))
+        crew.assemble()
+        staging = Staging(
+            destination,
+            job.fingerprint,
+            job.files,
+            overwrite=plan.options.overwrite,
+            meeting=crew.folder,
+            single=plan.single,
+        )
+        for text in staging.notes:
+            tell(Note(text))
+        try:
+            stats = run(job, plan.reader, staging, listener=tell, crew=crew, device=device)
+            tell(Phase("publishing"))
+            for name, content in plan.extra_files.items():
+                staging.add(name, _contents(content))
+            for file in job.files:
+                if file.name.endswith(".safetensors"):
+                    check_readable(staging.folder / file.name)
+            staging.publish()
+        except (IntegrityError, FormatError) as error:
+            if not isinstance(error.__cause__, OSError):  # no passing trouble with a disk: what was read of it is wrong
+                crew.end(error)  # the others write into it until they know
+                staging.discard()
+            elif staging.folder.exists():
+                kept = printable(str(staging.folder))
+                error.details.append(f"what is written so far is kept in {kept}; the same command continues it")
+            raise
+        finally:
+            staging.close()
+    return stats
+
+
+def _run_into_store(
+    plan: Conversion, destination: RemotePath, listener: Listener | None, stop: StopFlag | None, ranks: Ranks
+) -> Stats:
+    """Makes the result on a disk, as any other, and uploads it."""
+    tell = listener or _ignore
+    upload = Upload(
+        destination, plan.job.fingerprint, plan.options.scratch, overwrite=plan.options.overwrite, ranks=ranks
+    )
+    gone = replaced(destination) if plan.options.overwrite else None
+    if ranks.rank == 0:
+        upload.begin()
+        for text in [gone] if gone else []:
+            tell(Note(text))
+    if upload.is_staged:
+        stats = Stats()
+        stats.bytes_kept = plan.job.bytes_written
+    else:
+        staged = replace(plan, destination=upload.staged, options=replace(plan.options, overwrite=False))
+        stats = run_conversion(staged, listener=listener, stop=stop, ranks=ranks)
+    if ranks.rank == 0:
+        upload.run(tell, stop)
+    return stats
+
+
+def _prove(proof: Proof, tell: Listener, crew: Crew) -> None:
+    """Shares a proof among threads and ranks; all of them raise if it fails, for the others wait for what comes next."""
+    tell(Phase(f"checking {proof.claim}"))
+    tell(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
+    results = crew.map(proof.tasks, lambda: _Prover(proof.worker(), crew), last=False)
+    if crew.leads:
+        proof.judge(results)
+
+
+class _Prover:
+    """A worker of a proof that tells how far it is."""
+
+    def __init__(self, worker: Worker[Any], crew: Crew) -> None:
+        self._worker, self._crew, self.close = worker, crew, worker.close
+
+    def do(self, task: Any) -> Any:
+        result = self._worker.do(task)
+        self._crew.moved(Moved(task.nbytes), task.nbytes)
+        return result
+
+
+def _contents(content: ExtraFile) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    return read_small(content) if isinstance(content, Path) else content()
+
+
+def _known_size(files: Mapping[str, ExtraFile]) -> int:
+    try:
+        return sum(
+            len(content) if isinstance(content, bytes) else (status(content) or _NOTHING).size
+            for content in files.values()
+            if not callable(content)
+        )
+    except OSError as error:
+        raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
+
+
+def _follow(job: Job, reader: Reader, destination: Path, crew: Crew, device: str) -> Stats:
+    """What ranks other than 0 do."""
+    crew.await_share()
+    staging = TeamStaging(destination, job.fingerprint, crew.ranks.rank)
+    try:
+        stats = run(job, reader, staging, crew=crew, device=device)
+    finally:
+        staging.close()
+    crew.agree(None)
+    return stats
+
+
+def _ignore(event: object) -> None:
+    pass
+
+
+def _need_room(destination: Path, needed: int) -> None:
+    try:
+        staged = beside(destination, "partial")
+        free = free_bytes(staged.parent)
+        staged_bytes = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
+    except OSError as error:
+        raise os_trouble(error, destination, "checking") from error
+    if needed > free + staged_bytes:
+        raise DestinationError(
+            f"not enough room for {printable(str(destination))}",
+            details=[f"{needed:,} bytes are needed, {free:,} are free"],
+            hint="free some space, or choose a directory on another disk",
+        )

@@ -1,0 +1,150 @@
+"""`distckpt doctor`: what an error of a training job or a converter means, and what to run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from distckpt_cli.console import UsageProblem
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import Speaking, output, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.overview.symptoms import Diagnosis
+    from distckpt_cli.console import Console
+
+What = Annotated[str, typer.Argument(metavar="LOG", help="A log file, - for standard input, or the text of an error.")]
+
+
+@spread
+def doctor(
+    what: What,
+    ckpt: Annotated[
+        str | None, typer.Argument(metavar="[CKPT]", help="The checkpoint concerned, to be named in the commands.")
+    ] = None,
+    *,
+    job: Annotated[
+        str | None,
+        output("--for", metavar="FLAGS", help="Flags of a job: LOG is a checkpoint; will the job load it?"),
+    ] = None,
+    names: Annotated[bool, output("--names", help="Names of the errors only.")] = False,
+    speaking: Speaking,
+) -> int:
+    """Explain errors of Megatron, NeMo, Megatron-Bridge, torch and other converters: what they mean and what to run.
+
+    Exit code 0 if an error is recognised, 1 if none is.
+
+    With --for "--tp 4 --pp 2 --mcore 0.16 --use-distributed-optimizer", the first argument is a checkpoint: says whether a
+    job with these flags loads it, and which command makes it so. Exit code 0 if it does, as far as that can be decided,
+    1 if not.
+    """
+    if job is not None:
+        if ckpt is not None or names:
+            raise UsageProblem("--for takes one checkpoint", hint='distckpt doctor CKPT --for "--tp 4 --pp 2"')
+        return _examine(what, job, speaking)
+    from converters.overview.symptoms import diagnose
+
+    with _lines(what) as lines:
+        diagnoses = diagnose(lines)
+    console = speaking.console
+    if speaking.as_json:
+        console.document("distckpt.doctor/1", {"errors": [_document(one, ckpt) for one in diagnoses]})
+    elif names:
+        console.lines(one.symptom.name for one in diagnoses)
+    else:
+        _show(console, diagnoses, ckpt)
+    return ExitCode.OK if diagnoses else ExitCode.NO
+
+
+_ANSWERS = {True: "yes", False: "no", None: "not decided"}
+
+
+def _examine(source: str, flags: str, speaking: Speaking) -> int:
+    """Whether a job loads a checkpoint."""
+    from converters.formats import open_checkpoint
+    from converters.overview.job_fit import Job, job_findings, job_remedy
+    from distckpt_cli.console import named
+
+    job, catalog = Job.parse(flags), open_checkpoint(named(source)).catalog
+    findings = job_findings(catalog, job)
+    loads = not any(finding.fits is False for finding in findings)
+    remedy = "" if loads else job_remedy(catalog, job).replace("CKPT", shlex.quote(source))
+    console = speaking.console
+    if speaking.as_json:
+        reasons = [{"subject": f.subject, "answer": _ANSWERS[f.fits], "reason": f.reason} for f in findings]
+        console.document("distckpt.doctor-job/1", {"loads": loads, "reasons": reasons, "remedy": remedy or None})
+        return ExitCode.OK if loads else ExitCode.NO
+    undecided = any(finding.fits is None for finding in findings)
+    answer = ("yes, as far as this can be decided" if undecided else "yes") if loads else "no"
+    console.fact("loads", answer, style="ok" if loads else "error")
+    styles = {True: "ok", False: "error", None: "warning"}
+    for finding in findings:
+        console.fact(finding.subject, f"{_ANSWERS[finding.fits]}: {finding.reason}", style=styles[finding.fits])
+    if remedy:
+        console.next_step(remedy)
+    elif not loads:
+        console.note("no single command is known that makes it so")
+    return ExitCode.OK if loads else ExitCode.NO
+
+
+@contextlib.contextmanager
+def _lines(what: str) -> Iterator[Iterator[str]]:
+    if what == "-":
+        yield iter(sys.stdin)
+    elif "\n" not in what and len(what) < 4096 and os.path.lexists(what):
+        path = Path(what)
+        if path.is_dir():
+            raise UsageProblem(f"{what} is a folder", hint=f"distckpt verify {shlex.quote(what)} examines a checkpoint")
+        try:
+            with path.open(encoding="utf-8", errors="replace") as file:
+                yield iter(file)
+        except OSError as error:
+            from converters.errors import FormatError
+
+            raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+    elif "/" in what and not any(character.isspace() for character in what):
+        from converters.errors import FormatError
+
+        raise FormatError(f"{what} does not exist")
+    else:
+        yield iter(what.splitlines())
+
+
+def _remedies(one: Diagnosis, ckpt: str | None) -> list[str]:
+    return [text.replace("CKPT", shlex.quote(ckpt) if ckpt else "CKPT") for text in one.symptom.remedies]
+
+
+def _show(console: Console, diagnoses: list[Diagnosis], ckpt: str | None) -> None:
+    for number, one in enumerate(diagnoses):
+        if number:
+            console.out()
+        times = f"  ({one.count:,} lines)" if one.count > 1 else ""
+        console.fact(
+            "error", f"line {one.line}: {one.text}{times}", style="warning" if one.symptom.harmless else "error"
+        )
+        console.fact("means", one.symptom.meaning + (" The job may go on." if one.symptom.harmless else ""))
+        for row, text in enumerate(_remedies(one, ckpt)):
+            console.fact("" if row else "try", text, style="hint")
+    if not diagnoses:
+        console.out("no error that distckpt knows")
+        console.next_step(f"distckpt verify {shlex.quote(ckpt) if ckpt else 'CKPT'}")
+
+
+def _document(one: Diagnosis, ckpt: str | None) -> dict[str, object]:
+    return {
+        "name": one.symptom.name,
+        "line": one.line,
+        "text": one.text,
+        "count": one.count,
+        "meaning": one.symptom.meaning,
+        "harmless": one.symptom.harmless,
+        "remedies": _remedies(one, ckpt),
+    }

@@ -1,0 +1,55 @@
+"""`distckpt edit-args`: a checkpoint with other training arguments."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from distckpt_cli.console import UsageProblem, named
+from distckpt_cli.options import Ckpt, spread
+from distckpt_cli.writing import Target, Writing, carry_out
+
+
+@spread
+def edit_args(
+    src: Ckpt,
+    dst: Target,
+    *,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set an argument: a number, true, false, null, a list, '\"text\"', or a torch type by name.",
+        ),
+    ] = None,
+    unset: Annotated[list[str] | None, typer.Option("--unset", metavar="KEY", help="Remove an argument.")] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="Allow --set of arguments that the checkpoint does not have.")
+    ] = False,
+    writing: Writing,
+) -> int:
+    """Copy a checkpoint with other training arguments; format, layout and every tensor stay, byte for byte.
+
+    Arguments that describe the layout are changed by `reshard`, which moves the tensors, too. What the stored tensors
+    contradict is refused.
+    """
+    from converters.commands import plan_command
+
+    values: dict[str, str] = {}
+    for word in settings or ():
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UsageProblem(f"--set {word} is not KEY=VALUE", hint="--set num_experts=8")
+        if key in values:
+            raise UsageProblem(f"--set {key} is given twice")
+        values[key] = text
+    if not values and not unset:
+        raise UsageProblem("edit-args was not told what shall change", hint="--set KEY=VALUE, --unset KEY")
+    options = {"values": values, "unset": tuple(unset or ()), "new": new, **writing.options}
+    return carry_out(
+        "distckpt.edit-args/1",
+        writing,
+        lambda _: plan_command("edit-args", src, named(dst), options, follow_links=writing.follow_links),
+    )

@@ -1,0 +1,147 @@
+"""`distckpt ls`: which checkpoints there are below a folder."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from converters.names import printable
+from converters.words import counted, format_count, format_size
+from distckpt_cli.choices import choice
+from distckpt_cli.console import Console, UsageProblem
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import FollowLinks, Speaking, output, spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from converters.overview.runs import CheckpointSummary
+
+__all__ = ["ls", "print_summaries", "show_summaries", "summary_document"]
+
+Folders = Annotated[
+    list[str] | None, typer.Argument(metavar="[PATH]...", help="Folders to search; by default the working directory.")
+]
+_STYLES = {"complete": "ok", "incomplete": "warning", "unreadable": "error"}
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+@spread
+def ls(
+    paths: Folders = None,
+    *,
+    sort: Annotated[
+        str,
+        output(
+            metavar="KEY",
+            help="path, iteration, size or age (newest first).",
+            autocompletion=choice("path", "iteration", "size", "age").complete,
+        ),
+    ] = "path",
+    names: Annotated[bool, output("--names", help="Paths only, one on each line.")] = False,
+    speaking: Speaking,
+    follow_links: FollowLinks = False,
+) -> int:
+    """List every run and checkpoint below the folders: format, model, iteration, layout, size, age, complete or not.
+
+    Reads names, sizes and metadata, never tensor data. Incomplete is a checkpoint whose save has not ended, or that lacks
+    bytes that its metadata needs; `distckpt verify` checks the bytes themselves. `*` marks what the run's tracker names.
+    """
+    if names and speaking.as_json:
+        raise UsageProblem("--names prints paths and --json a document", hint="choose one")
+    from converters.overview.runs import survey
+
+    folders = paths or ["."]
+    summaries = sorted(survey(*folders, follow_links=follow_links), key=_KEYS[sort])
+    if names:
+        speaking.console.lines(printable(str(summary.path)) for summary in summaries)
+    else:
+        show_summaries(speaking.console, summaries, folders)
+    return ExitCode.OK
+
+
+def show_summaries(console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str]) -> int:
+    """A row for each checkpoint, and the totals; the exit code, 0."""
+    if console.json_asked:
+        console.document("distckpt.ls/1", {"checkpoints": [summary_document(summary) for summary in summaries]})
+        return ExitCode.OK
+    print_summaries(console, summaries)
+    _print_total(console, summaries, paths)
+    return ExitCode.OK
+
+
+def _path_key(summary: CheckpointSummary) -> Any:
+    from converters.names import natural_key
+
+    return natural_key(str(summary.path))
+
+
+_KEYS: dict[str, Callable[[CheckpointSummary], Any]] = {
+    "path": _path_key,
+    "iteration": lambda s: (s.iteration is None, s.iteration or 0, _path_key(s)),
+    "size": lambda s: (-(s.nbytes or 0), _path_key(s)),
+    "age": lambda s: (-(s.modified or 0.0), _path_key(s)),
+}
+
+
+def print_summaries(console: Console, summaries: Sequence[CheckpointSummary]) -> None:
+    """A table with one row for each checkpoint, and below it why some are not complete."""
+    from converters.overview.card import describe_layout
+
+    now = time.time()
+    rows = [
+        (
+            summary.status,
+            summary.format or "-",
+            _model(summary),
+            "-" if summary.iteration is None else str(summary.iteration),
+            describe_layout(summary.layout).partition(" (")[0] if summary.layout else "-",
+            summary.optimizer or "-",
+            "-" if summary.nbytes is None else format_size(summary.nbytes),
+            _age(now, summary.modified),
+            f"{summary.path}{' *' if summary.latest else ''}",
+        )
+        for summary in summaries
+    ]
+    if rows:
+        columns = ["STATUS", "FORMAT", "MODEL", ">ITERATION", "LAYOUT", "OPTIMIZER", ">SIZE", ">AGE", "PATH"]
+        console.table(columns, rows)
+    for summary in summaries:
+        if summary.reason:
+            console.fact(f"{summary.path}  ", f"{summary.status}: {summary.reason}", style=_STYLES[summary.status])
+
+
+def _print_total(console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str]) -> None:
+    if not summaries:
+        console.out(f"no checkpoint below {', '.join(paths)}")
+        return
+    console.out(f"{counted(len(summaries), 'checkpoint')}, {format_size(sum(s.nbytes or 0 for s in summaries))}")
+    worst = next((s for s in summaries if s.status != "complete"), None)
+    if worst is not None:
+        console.next_step(f"distckpt verify {shlex.quote(str(worst.path))}")
+    else:
+        console.next_step(f"distckpt inspect {shlex.quote(str(summaries[-1].path))}")
+
+
+def _model(summary: CheckpointSummary) -> str:
+    """The model in three words: architecture, parameters, element type."""
+    size = format_count(summary.parameters).replace(" ", "") if summary.parameters is not None else None
+    return " ".join(word for word in (summary.model, size, summary.dtype) if word) or "-"
+
+
+def _age(now: float, modified: float | None) -> str:
+    if modified is None:
+        return "-"
+    seconds = max(0, int(now - modified))
+    span, unit = next(((span, unit) for span, unit in _UNITS if seconds >= span), (1, "s"))
+    return f"{seconds // span} {unit}"
+
+
+def summary_document(summary: CheckpointSummary) -> dict[str, Any]:
+    """A checkpoint for programs; `modified` in seconds since 1970."""
+    return {**asdict(summary), "path": str(Path(summary.path))}

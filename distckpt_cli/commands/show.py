@@ -1,0 +1,227 @@
+"""`distckpt show`: the values of tensors."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distckpt_cli.choices import complete_tensors
+from distckpt_cli.console import Console, UsageProblem
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import Ckpt, FollowLinks, Speaking, panel, spread
+
+if TYPE_CHECKING:
+    from converters.box import Box
+    from converters.catalog import TensorInfo
+    from converters.overview.checkpoint import Checkpoint
+    from converters.overview.statistics import Statistics
+
+_shown = panel("What to show")
+_BINS = 16
+_BAR = 40
+_PREVIEW = (4, 8)  # rows and columns that are shown where nothing was asked for
+_MOST_VALUES = 1 << 20
+_RANGE = re.compile(r"(-?\d+)?(?:(:)(-?\d+)?)?")
+_UNREADABLE = "read as START:STOP, a number or nothing for each axis, with commas between: 0:4,:8"
+
+Tensor = Annotated[
+    str,
+    typer.Argument(
+        metavar="TENSOR",
+        help="A tensor's name, or a glob: one row for each that matches.",
+        autocompletion=complete_tensors,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown of a tensor."""
+
+    slice: Annotated[str | None, _shown(metavar="RANGES", help="Values of this part: 0:4,:8 or 17 or :,3.")] = None
+    values: Annotated[bool, _shown("--values", help="Values only, without statistics.")] = False
+    histogram: Annotated[bool, _shown("--histogram", help="Also how the values are distributed.")] = False
+
+
+@spread
+def show(
+    ckpt: Ckpt,
+    tensor: Tensor,
+    view: View,
+    speaking: Speaking,
+    *,
+    follow_links: FollowLinks = False,
+) -> int:
+    """Show the values of a tensor and their statistics: a weight, a master weight or a moment, in any format.
+
+    Optimizer state is named by its parameter: optimizer.state.param.NAME (master weight), .exp_avg.NAME, .exp_avg_sq.NAME.
+    Statistics are exact, of the slice if one is given; the tensor is read in tiles, once for each 16 bits of an element.
+    """
+    from converters.overview.checkpoint import Checkpoint
+
+    console = speaking.console
+    with Checkpoint(ckpt, framework="np", follow_links=follow_links) as checkpoint:
+        names = _chosen(checkpoint, tensor)
+        if len(names) == 1:
+            _show_one(console, checkpoint, names[0], view)
+        elif view.slice or view.values:
+            hint = "--slice and --values show the values of one"
+            raise UsageProblem(f"{len(names):,} tensors match {tensor!r}", hint=hint)
+        else:
+            _show_rows(console, checkpoint, names)
+            console.next_step(f"distckpt show {shlex.quote(ckpt)} {shlex.quote(names[0])}")
+    return ExitCode.OK
+
+
+def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
+    from converters.names import matcher
+    from distckpt_cli.listing import nothing
+
+    names = checkpoint.keys(optimizer=pattern.startswith(("optimizer", "*")))
+    chosen = [pattern] if pattern in names else list(filter(matcher(pattern), names))
+    if not chosen:
+        raise nothing("tensor", pattern, names)
+    return chosen
+
+
+def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -> None:
+    from converters.overview.checkpoint import as_numpy
+    from converters.overview.statistics import tensor_statistics
+
+    info = checkpoint.info(name)
+    box = parse_ranges(view.slice, info.shape)
+    shown = box if view.slice else _preview(info.shape)
+    if shown.volume > _MOST_VALUES:
+        raise UsageProblem(
+            f"--slice {view.slice} has {shown.volume:,} values, more than {_MOST_VALUES:,}", hint="name a smaller part"
+        )
+    values = as_numpy(checkpoint.read(name, shown), info.dtype)
+    if view.values and not console.json_asked:
+        console.lines(_rows(values))
+        return
+    stats = tensor_statistics(checkpoint, name, box, bins=_BINS if view.histogram else 0)
+    if console.json_asked:
+        document = {**_document(info, stats), "statistics_of": _ranges(box)}
+        document |= {"values": _plain(values), "values_of": _ranges(shown)}
+        console.document("distckpt.show/1", document)
+        return
+    console.fact(f"{name}  ", f"{info.dtype}, {_shape(info.shape)}", style="bold")
+    for label, text in _facts(stats):
+        console.fact(label, text)
+    for line in _bars(stats):
+        console.out(line)
+    console.out()
+    console.fact("values", f"[{_ranges(shown)}]")
+    console.lines(_rows(values))
+
+
+def _show_rows(console: Console, checkpoint: Checkpoint, names: list[str]) -> None:
+    from converters.overview.statistics import tensor_statistics
+
+    pairs = [(checkpoint.info(name), tensor_statistics(checkpoint, name)) for name in names]
+    if console.json_asked:
+        console.document("distckpt.show/1", {"tensors": [_document(info, stats) for info, stats in pairs]})
+        return
+    columns = ["DTYPE", ">SHAPE", ">MIN", ">MAX", ">MEAN", ">STD", ">NORM", ">ZERO", ">NAN/INF", "TENSOR"]
+    rows = [
+        (
+            info.dtype.short,
+            _shape(info.shape),
+            *(_number(x) for x in (stats.minimum, stats.maximum, stats.mean, stats.std, stats.norm)),
+            f"{stats.zero:,}",
+            f"{stats.nan + stats.infinite:,}",
+            info.name,
+        )
+        for info, stats in pairs
+    ]
+    console.table(columns, rows)
+
+
+def parse_ranges(text: str | None, shape: tuple[int, ...]) -> Box:
+    """The box that `--slice` means; None is the whole tensor. A missing last axis is taken whole.
+
+    Raises:
+        UsageProblem: It cannot be read, or lies outside of the tensor.
+    """
+    from converters.box import Box
+
+    words = [] if text is None else [word.strip() for word in text.strip().strip("[]").split(",")]
+    if len(words) > len(shape):
+        raise UsageProblem(f"--slice {text} has {len(words)} ranges, the tensor {len(shape)} axes", hint=_UNREADABLE)
+    start, stop = [0] * len(shape), list(shape)
+    for axis, word in enumerate(words):
+        parsed = _RANGE.fullmatch(word)
+        if parsed is None or not word:
+            raise UsageProblem(f"--slice: {word!r} is not a range", hint=_UNREADABLE)
+        size, low = shape[axis], int(parsed[1] or 0)
+        high = int(parsed[3]) if parsed[3] else size if parsed[2] else low + 1
+        low, high = (low + size if low < 0 else low), (high + size if high < 0 or (high == 0 and low < 0) else high)
+        if 0 <= high <= low <= size:
+            raise UsageProblem(f"--slice: {word} is empty: it ends before it begins", hint=_UNREADABLE)
+        if not 0 <= low < high <= size:
+            raise UsageProblem(f"--slice: {word} is outside of axis {axis}, which has {size:,} elements")
+        start[axis], stop[axis] = low, high
+    return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+
+def _preview(shape: tuple[int, ...]) -> Box:
+    from converters.box import Box
+
+    limits = (*(1,) * (len(shape) - 2), *_PREVIEW[-min(len(shape), 2) :]) if shape else ()
+    return Box((0,) * len(shape), tuple(min(n, limit) for n, limit in zip(shape, limits, strict=True)))
+
+
+def _ranges(box: Box) -> str:
+    return ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.6g}"
+
+
+def _facts(stats: Statistics) -> list[tuple[str, str]]:
+    finite = stats.numel - stats.nan - stats.infinite
+    bad = [f"{count:,} {word}" for count, word in ((stats.nan, "NaN"), (stats.infinite, "infinite")) if count]
+    lines = [("elements", ", ".join([f"{stats.numel:,}", f"{stats.zero:,} zero", *(bad or ["all finite"])]))]
+    if finite:
+        pairs = (("min", stats.minimum), ("max", stats.maximum), ("mean", stats.mean), ("std", stats.std))
+        lines.append(("range", "  ".join(f"{word} {_number(value)}" for word, value in (*pairs, ("norm", stats.norm)))))
+        lines.append(("quantiles", "  ".join(f"{q:.0%} {_number(value)}" for q, value in stats.quantiles.items())))
+    return lines
+
+
+def _bars(stats: Statistics) -> list[str]:
+    if not stats.histogram or stats.minimum is None or stats.maximum is None:
+        return []
+    most, width = max(stats.histogram), (stats.maximum - stats.minimum) / len(stats.histogram)
+    return [
+        f"{_number(stats.minimum + number * width):>12}  {'#' * -(-count * _BAR // most) if most else '':<{_BAR}}  {count:,}"
+        for number, count in enumerate(stats.histogram)
+    ]
+
+
+def _rows(values: Any) -> list[str]:
+    """Values as text, a line for each row of the last axis."""
+    rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+    cells = [[f"{value:.6g}" if isinstance(value, float) else str(value) for value in row] for row in _plain(rows)]
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    return ["  ".join(cell.rjust(width) for cell in row) for row in cells]
+
+
+def _plain(values: Any) -> Any:
+    """Nested lists of numbers; what numpy itself has no type for (bf16, fp8) as fp64."""
+    return (values if values.dtype.kind in "biufc" else values.astype("float64")).tolist()
+
+
+def _document(info: TensorInfo, stats: Statistics) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {"name": info.name, "dtype": info.dtype.name, "shape": list(info.shape), "statistics": asdict(stats)}

@@ -1,0 +1,164 @@
+"""`distckpt watch`: every complete new iteration of a training run, through another command."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from distckpt_cli.console import UsageProblem
+from distckpt_cli.exits import ExitCode
+from distckpt_cli.options import Speaking, panel, spread
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from distckpt_cli.console import Console
+
+__all__ = ["watch"]
+
+_watching = panel("Watching")
+_WRITERS = ("export-hf", "reshard", "convert", "strip")
+_OF_ONE_ITERATION = (ExitCode.NO, ExitCode.SOURCE)  # what fails with these does not keep the others waiting
+
+
+@dataclass(frozen=True)
+class Watching:
+    """When and how the command is started."""
+
+    once: Annotated[bool, _watching("--once", help="Do what there is and end; for cron, CI, Slurm.")] = False
+    every: Annotated[int, _watching(metavar="SECONDS", min=1, help="How often to look, 60 by default.")] = 60
+    execute: Annotated[
+        str | None,
+        _watching("--exec", metavar="CMD", help="Shell command after each new iteration; $1 is what was written."),
+    ] = None
+    run_as: Annotated[
+        str | None, _watching(metavar="WORDS", help="How to start distckpt: 'srun distckpt', 'distckpt --workers 4'.")
+    ] = None
+
+
+@dataclass
+class _Run:
+    """What has become of the iterations.
+
+    Attributes:
+        written: New ones, by name.
+        failed: Exit code by name of those that could not be read or are damaged.
+    """
+
+    written: list[str] = field(default_factory=list)
+    failed: dict[str, int] = field(default_factory=dict)
+
+
+@spread
+def watch(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The training run's folder, with its tracker file.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder of the results: OUT/iter_N each.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="export-hf, reshard, convert or strip, with options.")
+    ],
+    watching: Watching,
+    speaking: Speaking,
+) -> int:
+    """Convert every iteration of a training run that is complete and not converted yet, oldest first; then wait for more.
+
+    OUT/iter_N appears complete or not at all, so this may be interrupted and started again at any time: it continues. An
+    iteration that is damaged or cannot be read is tried again later; any other failure ends it. Exit code: that of the
+    first failure.
+    """
+    if command[0] not in _WRITERS:
+        hint = "distckpt watch RUN OUT --once -- export-hf"
+        raise UsageProblem(f"watch runs {', '.join(_WRITERS)}, not {command[0]!r}", hint=hint)
+    from converters.errors import FormatError
+    from converters.formats.folder import is_file
+    from converters.formats.resolve import TRACKER
+    from converters.remote.address import named_path
+
+    console, root, results = speaking.console, named_path(run), named_path(out)
+    if results.resolve() == root.resolve():  # whose own iterations would pass for results
+        raise UsageProblem(f"OUT {out} is RUN itself", hint="name another folder")
+    done = _Run()
+    try:
+        while True:
+            if is_file(root / TRACKER):
+                code = _convert_new(console, root, results, command, watching, done)
+                if code:
+                    return code
+            elif watching.once:
+                hint = "no iteration is complete yet, or it is no training run"
+                raise FormatError(f"{run} has no {TRACKER}", hint=hint)
+            if watching.once:
+                break
+            time.sleep(watching.every)
+    finally:
+        _summarize(console, out, results, done)
+    return next(iter(done.failed.values()), ExitCode.OK)
+
+
+def _convert_new(
+    console: Console, root: Path, results: Path, command: list[str], watching: Watching, done: _Run
+) -> int:
+    """Converts what is new; an exit code if that ends it all."""
+    for name in _complete(root):
+        if _is_written(results / name) or (name in done.failed and not watching.once):
+            continue
+        console.label("==", name)
+        started = shlex.split(watching.run_as) if watching.run_as else [sys.executable, "-m", "distckpt_cli"]
+        code = _start([*started, command[0], str(root / name), str(results / name), *command[1:]])
+        if code in _OF_ONE_ITERATION:
+            done.failed[name] = code
+            continue
+        if code == 0 and watching.execute is not None:
+            code = _start(["sh", "-c", watching.execute, "sh", str(results / name)])
+        if code:
+            return code
+        done.failed.pop(name, None)
+        done.written.append(name)
+    return ExitCode.OK
+
+
+def _start(words: list[str]) -> int:
+    process = subprocess.Popen(words)
+    try:
+        return process.wait()
+    except BaseException:  # a signal: the command stops where it can continue
+        process.terminate()
+        process.wait()
+        raise
+
+
+def _complete(root: Path) -> list[str]:
+    """Names of the iterations that the run has finished; its job writes the tracker file last."""
+    from converters.formats.folder import read_small
+    from converters.formats.resolve import TRACKER, iterations
+
+    text = read_small(root / TRACKER, 4096).decode("ascii", "replace").strip()
+    latest = int(text) if text.isdigit() else None
+    names = [name for name in iterations(root) if name != "release"]
+    return [name for name in names if latest is None or int(name.removeprefix("iter_")) <= latest]
+
+
+def _is_written(folder: Path) -> bool:
+    from converters.formats.folder import exists, listing
+
+    return exists(folder) and bool(listing(folder))
+
+
+def _summarize(console: Console, out: str, results: Path, done: _Run) -> None:
+    from converters.formats.folder import exists
+    from converters.formats.resolve import iterations
+    from converters.words import counted
+
+    total = len(iterations(results)) if exists(results) else 0
+    if console.json_asked:
+        body: dict[str, Any] = {"written": done.written, "failed": done.failed, "total": total}
+        console.document("distckpt.watch/1", body)
+        return
+    console.out(f"{len(done.written):,} new of {counted(total, 'iteration')} in {out}")
+    if done.failed:
+        console.out(f"failed: {', '.join(done.failed)} (see above; each is tried again the next time)")

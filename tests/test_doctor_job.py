@@ -1,0 +1,79 @@
+"""`distckpt doctor CKPT --for FLAGS`: will a job load it, and does the command that is named make it so?"""
+
+import json
+import shlex
+
+import pytest
+from support import GOLDEN
+
+from distckpt_cli.app import main
+
+DIST = "--use-distributed-optimizer"
+
+
+def _doctor(path, flags, capsys):
+    code = main(["doctor", str(path), "--for", flags, "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert code == (0 if document["loads"] else 1)
+    return document
+
+
+def _no(document):
+    return {reason["subject"] for reason in document["reasons"] if reason["answer"] == "no"}
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "wrong"),
+    [
+        ("llama_adam_tp2pp2", "--tp 1 --pp 1 --mcore 0.16", set()),
+        ("llama_adam_tp2pp2", "--tp 2 --pp 2 --mcore 0.16 --ckpt-format torch", {"format"}),
+        ("llama_adam_tp2pp2", "--tp 3", {"layout"}),
+        ("llama_adam_tp2pp2", f"--tp 1 --mcore 0.16 {DIST}", {"optimizer"}),
+        ("llama_fullyreshardable_tp2pp2dp2", f"--tp 1 --pp 1 --dp 8 --mcore 0.16 {DIST}", set()),
+        ("llama_fullyreshardable_tp2pp2dp2", f"--tp 1 --mcore 0.14 {DIST}", {"optimizer"}),
+        ("llama_fullyreshardable_tp2pp2dp2", "--tp 1 --mcore 0.16", {"optimizer"}),
+        ("llama_dpreshardable_tp2pp2dp2", f"--tp 4 --pp 1 --mcore 0.16 {DIST}", {"optimizer"}),
+        ("llama_dpreshardable_tp2pp2dp2", f"--tp 4 --pp 1 --mcore 0.16 {DIST} --no-load-optim", set()),
+        ("llama_dpzero_tp2pp2dp2", f"--tp 2 --pp 2 --dp 4 --mcore 0.16 {DIST}", set()),
+        ("v014_llama_modelspace_tp2pp2dp2", f"--tp 1 --pp 1 --mcore 0.16 {DIST}", {"optimizer"}),
+        ("v014_llama_modelspace_tp2pp2dp2", f"--tp 1 --pp 1 --mcore 0.14 {DIST}", set()),
+        ("v019_llama_fullyreshardable_tp2dp2", f"--tp 1 --mcore 0.16 {DIST}", {"format"}),
+        ("v019_llama_fullyreshardable_tp2dp2", f"--tp 1 --mcore 0.19 {DIST}", set()),
+        ("legacy_llama_adam_tp2pp2", "--tp 1 --pp 1 --ckpt-format torch", {"layout", "optimizer"}),
+        ("legacy_llama_adam_tp2pp2", "--tp 2 --pp 2 --ckpt-format torch", set()),
+        ("legacy_llama_distopt_tp2pp2dp2", f"--tp 1 --pp 1 --ckpt-format torch {DIST}", {"layout", "optimizer"}),
+        ("sgd16_tp2", "--tp 2 --mcore 0.16", {"optimizer"}),
+        ("hf_llama_safetensors", "--tp 2", {"format"}),
+    ],
+)
+def test_answers_and_the_command_makes_it_so(name, flags, wrong, tmp_path, capsys):
+    document = _doctor(GOLDEN / name, flags, capsys)
+    assert _no(document) == wrong
+    if document["remedy"]:
+        words = shlex.split(document["remedy"])
+        assert main([str(tmp_path / "out") if word == "DST" else word for word in words[1:]]) == 0
+        capsys.readouterr()
+        again = _doctor(tmp_path / "out", flags, capsys)
+        assert again["loads"], again
+    else:
+        assert not wrong or name in ("sgd16_tp2", "hf_llama_safetensors") or "--tp 3" in flags or "0.14" in flags
+
+
+def test_remainders_are_told(capsys):
+    flags = f"--tp 2 --mcore 0.16 {DIST}"
+    reasons = _doctor(GOLDEN / "pao16_dpr_tp2dp2", flags, capsys)["reasons"]
+    assert any(r["subject"] == "masters" and r["answer"] in ("no", "not decided") for r in reasons)
+
+
+def test_what_is_not_known_is_said_and_does_not_count(capsys):
+    document = _doctor(GOLDEN / "llama_adam_tp2pp2", "--tp 2 --pp 2 --mcore 0.16 --no-such-flag 3", capsys)
+    assert document["loads"]
+    assert any(r["answer"] == "not decided" and "--no-such-flag 3" in r["reason"] for r in document["reasons"])
+    assert main(["doctor", str(GOLDEN / "llama_adam_tp2pp2"), "--for", "--no-such-flag 3"]) == 0
+    assert "as far as this can be decided" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", ["--tp", "--tp two", "--tp 0", "--mcore new", "--tp '2"])
+def test_wrong_flags(flags, capsys):
+    assert main(["doctor", str(GOLDEN / "llama_adam_tp2pp2"), "--for", flags]) == 4
+    assert "error" in capsys.readouterr().err
