@@ -29,7 +29,9 @@ def slow_down():
 
     def scatter(self, *arguments):
         if PIDS and not (Path(PIDS) / str(RANK)).exists():
-            (Path(PIDS) / str(RANK)).write_text(str(os.getpid()))
+            new = Path(PIDS) / f"{RANK}.new"
+            new.write_text(str(os.getpid()))
+            new.replace(Path(PIDS) / str(RANK))  # whoever sees it can read it
         if os.environ.get("BUG_RANK") == str(RANK):
             raise ZeroDivisionError("a bug of this rank")
         if not SLOW_RANKS or str(RANK) in SLOW_RANKS.split(","):

@@ -25,7 +25,9 @@ if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
     from converters.execute.worker import Worker
     original = Worker._scatter
     def scatter(self, *arguments):
-        (pathlib.Path(os.environ["PIDS"]) / os.environ["RANK"]).write_text(str(os.getpid()))
+        pid = pathlib.Path(os.environ["PIDS"]) / os.environ["RANK"]
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").replace(pid)  # whoever sees it can read it
         time.sleep(0.3)
         original(self, *arguments)
     Worker._scatter = scatter
@@ -70,8 +72,8 @@ def slow(tmp_path, path):
     pids.mkdir()
     env = {"PYTHONPATH": path, "PIDS": str(pids), "DISTCKPT_RANK_TIMEOUT": "5"}
     process = distckpt("--workers", 2, "reshard", SOURCE, tmp_path / "out", *RESHARD, **env)
-    deadline = time.monotonic() + 30
-    while len(list(pids.iterdir())) < 2:
+    deadline = time.monotonic() + 120
+    while not all((pids / str(rank)).exists() for rank in range(2)):
         assert process.poll() is None, finish(process)
         assert time.monotonic() < deadline
         time.sleep(0.02)
