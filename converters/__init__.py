@@ -12,6 +12,8 @@
     converters.diff("ckpt/iter_0050000", "resharded").identical
     converters.reshard("ckpt/iter_0050000", "resharded", tp=2, pp=2).path
     converters.convert("ckpt/iter_0050000", "model.pt", to="torch")
+    converters.strip("ckpt/iter_0050000", "weights-only")
+    converters.edit_args("ckpt/iter_0050000", "edited", values={"lr": 1e-5})
     converters.export_hf("ckpt/iter_0050000", "llama-hf", dtype="bf16")
     converters.import_hf("llama-hf", "start", tp=2)
 
@@ -25,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from converters.commands import convert as convert
+    from converters.commands import edit_args as edit_args
     from converters.commands import export_hf as export_hf
     from converters.commands import import_hf as import_hf
     from converters.commands import reshard as reshard
+    from converters.commands import strip as strip
     from converters.comparison import diff as diff
     from converters.comparison.compare import DiffReport as DiffReport
     from converters.errors import DistckptError as DistckptError
@@ -61,6 +65,7 @@ _HOMES = {
     "WriteReport": "write.written",
     "convert": "commands",
     "diff": "comparison",
+    "edit_args": "commands",
     "export_hf": "commands",
     "import_hf": "commands",
     "iter_tensors": "loading.state",
@@ -70,6 +75,7 @@ _HOMES = {
     "load_plain_tensors": "loading.state",
     "open": "overview.checkpoint",
     "reshard": "commands",
+    "strip": "commands",
     "survey": "overview.runs",
     "verify": "verification",
 }

@@ -28,7 +28,7 @@ from converters.write.edit_args import EditOptions, plan_edit
 from converters.write.export import ExportOptions, plan_export
 from converters.write.import_hf import ImportOptions, plan_import
 from converters.write.reshard import ReshardOptions, plan_reshard
-from converters.write.write_plan import run_conversion
+from converters.write.write_plan import WriteOptions, run_conversion
 from converters.write.written import WriteReport
 
 if TYPE_CHECKING:
@@ -37,16 +37,18 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.formats.base import Reader
-    from converters.write.write_plan import Conversion, WriteOptions
+    from converters.write.write_plan import Conversion
 
 __all__ = [
     "CHOICES",
     "LAYOUT_OPTIONS",
     "convert",
+    "edit_args",
     "export_hf",
     "import_hf",
     "plan_command",
     "reshard",
+    "strip",
     "target_layout",
 ]
 
@@ -286,6 +288,50 @@ def export_hf(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
         DestinationError: The destination cannot be written.
     """
     return _carry_out("export-hf", src, dst, options)
+
+
+@_takes(WriteOptions, "format")
+def strip(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
+    """Writes a checkpoint without optimizer, random states and rerun state; format, layout and every weight stay.
+
+    Args:
+        src: A checkpoint in torch_dist or legacy format.
+        dst: The training root to make.
+        options: `dry_run`, `format`, `follow_links`, `listener`, `stop`, `ranks` as of `reshard`.
+
+    Returns:
+        What was done; `path` is the new checkpoint.
+
+    Raises:
+        RequestError: The format is not written so.
+        FormatError: The source cannot be read.
+        IntegrityError: It is damaged.
+        DestinationError: The destination cannot be written.
+    """
+    return _carry_out("strip", src, dst, options)
+
+
+@_takes(EditOptions, "format")
+def edit_args(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
+    """Writes a copy of a checkpoint with other training arguments; every other byte stays.
+
+    Args:
+        src: A checkpoint in torch_dist, zarr or legacy format.
+        dst: The training root to make.
+        options: `values={"lr": 1e-5, "params_dtype": "bfloat16"}` sets arguments, `unset=("save",)` removes them, `new=True`
+            allows to set what the checkpoint does not have: see `converters.write.edit_args.EditOptions`. `dry_run`,
+            `format`, `follow_links`, `listener`, `stop`, `ranks` as of `reshard`.
+
+    Returns:
+        What was done; `path` is the new checkpoint.
+
+    Raises:
+        RequestError: Nothing would change, an argument is unknown, or a value contradicts what is stored.
+        FormatError: The source cannot be read.
+        IntegrityError: It is damaged.
+        DestinationError: The destination cannot be written.
+    """
+    return _carry_out("edit-args", src, dst, options)
 
 
 @_takes(ImportOptions, layout=True)

@@ -1,15 +1,21 @@
 """`distckpt edit-args`: other training arguments, every other byte as it was."""
 
 import json
+import os
 import pickle
+import shutil
+import signal
 
 import pytest
 import torch
 from support import GOLDEN
 
 import converters
+from converters.errors import DistckptError
+from converters.events import Moved, StopFlag
 from converters.pickles import Global
 from converters.torchzip.records import read_directory
+from converters.write.edit_args import LiteralText, argument_value
 from distckpt_cli.app import main
 
 COMMON, EMBEDDED, LEGACY = (
@@ -32,7 +38,7 @@ def _edit(name, out, *words):
 @pytest.mark.parametrize("name", REWRITTEN)
 @pytest.mark.parametrize("text", ["x", LONG])
 def test_arguments_change_and_nothing_else(name, text, tmp_path, capsys):
-    words = ["--set", "lr=0.5", "--set", "params_dtype=float16", "--set", f"save={json.dumps(text)}"]
+    words = ["--set", "lr=0.5", "--set", "main_grads_dtype=float16", "--set", f"save={json.dumps(text)}"]
     words += ["--set", "invented=[1, null]", "--new", "--unset", "weight_decay"]
     assert _edit(name, tmp_path / "out", *words) == 0
     before, after = (_files(root / "iter_0000010") for root in (GOLDEN / name, tmp_path / "out"))
@@ -43,7 +49,7 @@ def test_arguments_change_and_nothing_else(name, text, tmp_path, capsys):
     with converters.open(GOLDEN / name) as old, converters.open(tmp_path / "out") as new:
         changed = {k for k in old.args | new.args if repr(old.args.get(k)) != repr(new.args.get(k))}
         changed -= {k for k, v in old.args.items() if v is not None and "<" in repr(v)}
-        assert changed | {"params_dtype"} == {"lr", "params_dtype", "save", "invented", "weight_decay"}
+        assert changed | {"main_grads_dtype"} == {"lr", "main_grads_dtype", "save", "invented", "weight_decay"}
         assert "weight_decay" not in new.args
         assert new.args["save"] == text
         assert new.args["invented"] == [1, None]
@@ -110,7 +116,16 @@ def _record(path, place):
         (["--set", "save=text"], 4, "is no literal"),
         (["--set", "save=__import__('os').getcwd()"], 4, "is no literal"),
         (["--set", "save=b'raw'"], 4, "not plain data"),
-        (["--set", "params_dtype=3"], 4, "a literal is none"),
+        (["--set", "params_dtype=3"], 4, "and 3 is none"),
+        (["--set", "params_dtype=float32"], 4, "no weight is float32, they are bfloat16"),
+        (["--set", "fp16=true"], 4, "no weight is float16"),
+        (["--set", 'lr="abc"'], 4, "lr is a number in the checkpoint, 0.01, and 'abc' is none"),
+        (["--set", "lr=true"], 4, "lr is a number"),
+        (["--set", "lr=1e999"], 4, "is not plain data: inf"),
+        (["--set", "num_workers=1.5"], 4, "num_workers is a whole number"),
+        (["--set", "bf16=1"], 4, "bf16 is true or false"),
+        (["--set", "save=[1]"], 4, "save is a text"),
+        (["--set", "iteration=11"], 4, "which is of iteration 10"),
         (["--set", "lr=0.01"], 4, "nothing would change"),
         (["--set", "lr"], 2, "not KEY=VALUE"),
         ([], 2, "what shall change"),
@@ -140,19 +155,65 @@ def test_a_wrong_layout_argument_is_put_right(tmp_path, monkeypatch):
         ("None", 1, None),
         ("true", None, True),
         ("8", None, 8),
+        ("8", 1.0, 8.0),
         ("1e-5", 1.0, 1e-5),
         ('"8"', None, "8"),
         ("(1, 2)", None, (1, 2)),
+        ("[1, 2]", (3,), (1, 2)),
         ('{"a": [1]}', None, {"a": [1]}),
     ],
 )
 def test_literals(text, before, value):
-    from converters.write.edit_args import argument_value
-
-    parsed = argument_value("x", text, before)
+    parsed = argument_value("x", LiteralText(text), before)
     assert (parsed, type(parsed)) == (value, type(value))
-    kind = argument_value("params_dtype", "torch.bfloat16", Global("torch", "float32"))
-    assert kind.path == "torch.bfloat16"
+    for typed in ("torch.bfloat16", LiteralText('"bfloat16"'), torch.bfloat16):
+        assert argument_value("params_dtype", typed, Global("torch", "float32")).path == "torch.bfloat16"
+
+
+def test_the_library_takes_values_of_python(tmp_path):
+    report = converters.edit_args(
+        GOLDEN / COMMON, tmp_path / "out", values={"lr": 1, "save": "a", "main_grads_dtype": torch.bfloat16}
+    )
+    with converters.open(report.path) as checkpoint:
+        assert (checkpoint.args["lr"], checkpoint.args["save"]) == (1.0, "a")
+    assert converters.edit_args(GOLDEN / COMMON, tmp_path / "dry", unset=("lr",), dry_run=True).stats is None
+    assert not (tmp_path / "dry").exists()
+
+
+@pytest.mark.parametrize("name", [EMBEDDED, LEGACY])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_copy_that_is_stopped_goes_on(name, threads, tmp_path):
+    """Files are copied by the engine: in tiles, with a journal, and a second run copies what is left."""
+    edit = {"values": {"save": LONG}, "max_memory": 1 << 20}
+    converters.edit_args(GOLDEN / name, tmp_path / "whole", **edit)
+    stop, seen = StopFlag(), []
+
+    def listener(event):
+        if isinstance(event, Moved):
+            seen.append(event.nbytes)
+            stop.set(signal.SIGTERM)
+
+    with pytest.raises(DistckptError, match="finished work is kept"):
+        converters.edit_args(GOLDEN / name, tmp_path / "out", listener=listener, stop=stop, threads=1, **edit)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / ".out.distckpt-partial" / ".journal").exists()
+    report = converters.edit_args(GOLDEN / name, tmp_path / "out", threads=threads, **edit)
+    assert report.stats.bytes_kept == sum(seen) > 0
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole")
+
+
+def test_a_source_that_changes_meanwhile_is_noticed(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / LEGACY, source)
+    file = next(source.rglob("distrib_optim.pt"))
+
+    def listener(event):
+        if isinstance(event, Moved):
+            os.utime(file, (1, 1))
+
+    with pytest.raises(DistckptError, match="the source changed"):
+        converters.edit_args(source, tmp_path / "out", values={"lr": 0.5}, listener=listener)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["hf_llama_safetensors", "nemo2_llama4_weights_tp2pp2"])

@@ -28,3 +28,9 @@ def test_other_formats_are_refused_with_the_way_that_remains(tmp_path, capsys):
     assert main(["strip", str(GOLDEN / "hf_llama_safetensors"), str(tmp_path / "out")]) == 4
     assert "--to safetensors" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_library_strips_too(tmp_path):
+    report = converters.strip(GOLDEN / "llama_adam_tp2pp2", tmp_path / "out", threads=1)
+    with converters.open(report.path) as after:
+        assert not [t for t in after.catalog.tensors.values() if t.kind == "optimizer"]

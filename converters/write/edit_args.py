@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,8 @@ from converters.dtypes import dtype
 from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
 from converters.execute.destination import check_destination
 from converters.formats.base import COMMON_OBJECT
-from converters.formats.containers.archive_out import ArchiveOutput
 from converters.formats.dcp.moved_records import with_longer_record
+from converters.formats.file_bytes import byte_copies
 from converters.formats.folder import exists, open_source, read_at, read_small, walk
 from converters.formats.legacy.grid import MODEL
 from converters.formats.side_files import side_files
@@ -55,6 +56,20 @@ __all__ = ["EditOptions", "argument_value", "plan_edit"]
 
 _METADATA = ".metadata"
 _METADATA_LIMIT = 1 << 30
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "a dictionary",
+}
+
+
+class LiteralText(str):
+    """A value as somebody typed it: a Python or JSON literal, or the name of a torch type."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,45 +77,64 @@ class EditOptions(WriteOptions):
     """What is changed.
 
     Attributes:
-        values: Argument -> its value as a Python or JSON literal, or the name of a torch type.
+        values: Argument -> its value: plain data, the name of a torch type for an argument that is one, or `LiteralText`.
         unset: Arguments that are removed.
         new: Arguments that the checkpoint does not have may be set.
     """
 
-    values: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
     new: bool = False
 
 
-def argument_value(name: str, text: str, before: Any) -> Any:
-    """The value that a text means, as the inert Namespace holds it.
+def argument_value(name: str, value: Any, before: Any) -> Any:
+    """A value as the inert Namespace holds it.
 
     Args:
+        value: See `EditOptions.values`.
         before: The argument's value in the checkpoint; None if it has none.
 
     Raises:
-        RequestError: It is neither a literal nor a torch type, or the argument holds an instance of a class.
+        RequestError: It is not plain data, or of another type than the one before.
     """
-    if name.endswith("dtype") or (isinstance(before, Global) and before.module == "torch"):
+    is_type = isinstance(before, Global) and before.module == "torch"
+    if is_type or (name.endswith("dtype") and before is None):
         with contextlib.suppress(UnsupportedError):
-            return Global("torch", dtype(text.removeprefix("torch.")).name)
+            return Global("torch", dtype(str(value).strip("'\"").removeprefix("torch.")).name)
+    if isinstance(value, LiteralText):
+        value = _literal(name, value)
+    shown = printable(repr(value))[:100]
+    if not _is_plain(value):
+        raise RequestError(f"the value of {printable(name)} is not plain data: {shown}")
+    if value is None or before is None:
+        return value
+    if isinstance(before, Obj | Global):
+        whose = before.path if isinstance(before, Global) else f"an instance of {before.func.path}"
+        raise RequestError(f"{printable(name)} is {whose} in the checkpoint, and {shown} is none")
+    if type(before) is float and type(value) is int:
+        return float(value)
+    kinds = (list, tuple) if isinstance(before, list | tuple) else (type(before),)
+    if type(value) not in kinds:
+        raise RequestError(
+            f"{printable(name)} is {_KINDS.get(kinds[0], 'of another kind')} in the checkpoint, "
+            f"{printable(str(shown_argument(before)))[:100]}, and {shown} is none",
+            hint=f"--set {printable(name)}=null stores that it has no value" if type(before) is not bool else None,
+        )
+    return type(before)(value) if kinds == (list, tuple) else value
+
+
+def _literal(name: str, text: str) -> Any:
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         try:
-            value = ast.literal_eval(text)
+            return ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             raise RequestError(
                 f"the value of {printable(name)} is no literal: {printable(text)[:100]}",
                 hint=f"numbers, true, false, null, lists; a text in quotes: --set '{name}=\"...\"'; "
                 "torch types by name: params_dtype=bfloat16",
             ) from None
-    if not _is_plain(value):
-        raise RequestError(f"the value of {printable(name)} is not plain data: {printable(text)[:100]}")
-    if isinstance(before, Obj | Global) and value is not None:
-        whose = before.path if isinstance(before, Global) else f"an instance of {before.func.path}"
-        raise RequestError(f"{printable(name)} is {whose} in the checkpoint, and a literal is none")
-    return value
 
 
 def _refuse_constant(text: str) -> None:
@@ -112,7 +146,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, float, str)
+    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Conversion:
@@ -148,17 +182,19 @@ def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Convers
     )
     files += beside.files
     lines = [f"{name} {old} -> {new}" for name, (old, new) in changed.shown.items()]
+    copies = byte_copies(reader, files, "what the new arguments take the place of")
     return Conversion(
         command="edit-args",
-        reader=reader,
+        reader=copies.reader,
         destination=destination,
-        job=options.job(reader, {}, ArchiveOutput([]).routes, files),
+        job=options.job(copies.reader, copies.sources, copies.routes, copies.files, drops=copies.drops),
         folder=folder,
         extra_files={TRACKER: tracker(folder)},
         copied=frozenset(catalog.tensors) | catalog.objects.keys(),
         dropped=(*dropped, *beside.dropped),
         summary=tuple(("" if number else "args", line) for number, line in enumerate(lines)),
-        facts={"changed_args": {name: {"from": old, "to": new} for name, (old, new) in changed.shown.items()}},
+        facts={"tensors": len(catalog.tensors)}
+        | {"changed_args": {name: {"from": old, "to": new} for name, (old, new) in changed.shown.items()}},
         advice=("files are copied byte for byte, their checksums are not compared: distckpt verify does",),
         next_step=f"distckpt verify {quoted(destination)}",
         options=options,
@@ -309,6 +345,8 @@ def _refuse_contradictions(catalog: Catalog, changes: _Changes) -> None:
                 details=[f"the stored shards show {name} {stored[name]}"] if name in stored else [],
                 hint="distckpt reshard CKPT DST writes another layout, and its arguments with it",
             )
+    _refuse_other_iteration(catalog, changes)
+    _refuse_other_types(catalog, changes)
     before, after = changes.shown.get("vocab_size", (None, None))
     if isinstance(before, int) and (not isinstance(after, int) or after < before):
         raise RequestError(
@@ -327,6 +365,32 @@ def _refuse_contradictions(catalog: Catalog, changes: _Changes) -> None:
         Layout.saved(edited)
     except TypeError as error:
         raise RequestError(str(error)) from error
+
+
+def _refuse_other_iteration(catalog: Catalog, changes: _Changes) -> None:
+    """The iteration is also in the folder's name, the tracker file and the schedulers' state."""
+    before, after = changes.shown.get("iteration", (None, None))
+    if "iteration" in changes.shown and after != catalog.iteration:
+        raise RequestError(
+            f"iteration {printable(str(after))} contradicts the checkpoint, which is of iteration {catalog.iteration}",
+            details=[f"its argument iteration is {before}, its folder {printable(catalog.path.name)}"],
+            hint="a job that starts with --finetune begins at iteration 0",
+        )
+
+
+def _refuse_other_types(catalog: Catalog, changes: _Changes) -> None:
+    """The element types that arguments state must be those of stored weights."""
+    stored = {tensor.dtype.name for tensor in catalog.weights.values()}
+    stated = {"bf16": "bfloat16", "fp16": "float16"}
+    for name, (_, after) in changes.shown.items():
+        kind = stated[name] if name in stated and after is True else None
+        if name == "params_dtype":
+            kind = str(after).removeprefix("torch.")
+        if kind is not None and stored and kind not in stored:
+            raise RequestError(
+                f"the stored tensors contradict {name} {after}: no weight is {kind}, they are {', '.join(sorted(stored))}",
+                hint="distckpt export-hf --dtype writes weights of another type",
+            )
 
 
 def _stored_sizes(catalog: Catalog) -> dict[str, int]:

@@ -36,15 +36,16 @@ def edit_args(
     contradict is refused.
     """
     from converters.commands import plan_command
+    from converters.write.edit_args import LiteralText
 
-    values: dict[str, str] = {}
+    values: dict[str, LiteralText] = {}
     for word in settings or ():
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise UsageProblem(f"--set {word} is not KEY=VALUE", hint="--set num_experts=8")
         if key in values:
             raise UsageProblem(f"--set {key} is given twice")
-        values[key] = text
+        values[key] = LiteralText(text)
     if not values and not unset:
         raise UsageProblem("edit-args was not told what shall change", hint="--set KEY=VALUE, --unset KEY")
     options = {"values": values, "unset": tuple(unset or ()), "new": new, **writing.options}

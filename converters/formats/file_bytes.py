@@ -1,0 +1,128 @@
+"""The files of a checkpoint as arrays of bytes, so that the engine copies them as it copies tensors.
+
+A copy of files then is a job like any other: in tiles, by several threads and ranks, with a journal, continued after a kill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converters.box import Box
+from converters.catalog import TensorInfo
+from converters.chunks import Part, StoredArray
+from converters.dtypes import dtype
+from converters.formats.base import ReaderView
+from converters.formats.folder import status
+from converters.planning.job import CopyRoutes, OutputFile, Place
+from converters.planning.plan import Copy, Drop, Piece
+from converters.torchzip.records import Payload
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from converters.formats.base import Read, Reader
+
+__all__ = ["ByteCopies", "byte_copies"]
+
+_BYTE = dtype("uint8")
+
+
+class _FileBytes(ReaderView):
+    """The same checkpoint, of which each record is a whole file."""
+
+    def __init__(self, reader: Reader, files: Sequence[Path], sizes: Sequence[int]) -> None:
+        super().__init__(reader, reader.catalog)
+        self.files, self._sizes = files, sizes
+
+    def file_of(self, record: int) -> int:
+        """See `Reader`."""
+        return record
+
+    def locate(self, record: int, read: Read) -> Payload:
+        """See `Reader`; a file has no checksum of its own."""
+        return Payload(0, self._sizes[record], None, 0, self._sizes[record])
+
+    def fingerprint(self) -> str:
+        """See `Reader`; also of files that are no part of the tensors."""
+        digest = hashlib.sha256(super().fingerprint().encode())
+        for path in self.files:
+            state = status(path)
+            digest.update(f"{path}:{(state.size, state.mtime_ns) if state else None};".encode())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ByteCopies:
+    """Files to be written, and what copies parts of others into them.
+
+    Attributes:
+        reader: What the job reads.
+        sources: The files that are copied from, as arrays of bytes.
+        routes: Where their bytes go.
+        files: The files to be written, without the slices that are copied.
+        drops: Bytes of the sources that go nowhere.
+    """
+
+    reader: Reader
+    sources: Mapping[str, TensorInfo]
+    routes: CopyRoutes
+    files: Sequence[OutputFile]
+    drops: Sequence[Drop]
+
+
+def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> ByteCopies:
+    """Makes copies of what the slices of files name of plain files; archives that are compared while they are copied stay.
+
+    Args:
+        reader: The checkpoint that the files are of.
+        files: What is to be written.
+        reason: Why bytes that no slice names are left out.
+
+    Raises:
+        OSError: A file cannot be looked at.
+    """
+    placed: list[tuple[Piece, Place]] = []
+    taken: dict[Path, list[tuple[int, int]]] = {}
+    rest: list[OutputFile] = []
+    for number, file in enumerate(files):
+        kept = []
+        for part in file.slices:
+            if isinstance(part.content, bytes) or part.plain < 0:
+                kept.append(part)
+                continue
+            path, offset, length = part.content
+            name = f"{file.name}@{part.at}"
+            copy = Copy(str(path), Box((offset,), (length,)), name, Box((0,), (length,)))
+            placed.append((Piece(name, _BYTE, (length,), copies=(copy,)), Place(number, part.at)))
+            taken.setdefault(path, []).append((offset, offset + length))
+        rest.append(replace(file, slices=tuple(kept)))
+    states = {path: status(path) for path in taken}
+    sizes = [state.size if state else 0 for state in states.values()]
+    sources = {str(path): _array(str(path), size, n) for n, (path, size) in enumerate(zip(taken, sizes, strict=True))}
+    drops = [
+        Drop(str(path), Box((start,), (end - start,)), reason)
+        for (path, ranges), size in zip(taken.items(), sizes, strict=True)
+        for start, end in _between(ranges, size)
+    ]
+    return ByteCopies(_FileBytes(reader, list(taken), sizes), sources, CopyRoutes.of(placed), rest, drops)
+
+
+def _array(name: str, size: int, record: int) -> TensorInfo:
+    stored = StoredArray(name, (size,), np.array([[0]]), np.array([[size]]), np.array([record]))
+    return TensorInfo(name, _BYTE, (size,), "other", (Part(stored),))
+
+
+def _between(ranges: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """What of a file no range names."""
+    at = 0
+    for start, end in sorted(ranges):
+        if start > at:
+            yield at, start
+        at = max(at, end)
+    if at < size:
+        yield at, size
