@@ -16,25 +16,30 @@ import shlex
 from collections import defaultdict
 from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from converters.model_parts import split_part
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = [
+    "MASTER",
     "ParsedKey",
+    "StateName",
     "StoredKey",
     "any_of",
     "fold",
+    "master_name",
     "match_glob",
     "matcher",
     "natural_key",
+    "parameter_of",
     "parse_key",
     "printable",
     "quoted",
     "split_wrapper",
+    "state_names",
     "stored_key",
 ]
 
@@ -51,6 +56,48 @@ _STACKED = re.compile(r"^((?:language_model\.|vision_model\.)?(?:decoder|encoder
 _EXPERTS = re.compile(r"\.experts\.experts\.(\d+\.)?")
 # multi_token_prediction.py renamed its inner module in 0.17; the saved keys of GPT models kept the old name
 _MTP_INNER = re.compile(r"^(mtp\.layers\.\d+)\.mtp_model_layer\.(?!layers\.)")
+
+
+MASTER = "param"
+"""The state of an optimizer that is the master weight of its parameter."""
+_STATE = "optimizer.state."
+
+
+class StateName(NamedTuple):
+    """The canonical name of what an optimizer keeps for a parameter: `optimizer.state.STATE.PARAMETER`.
+
+    Attributes:
+        state: `param` for the master weight, `exp_avg`, `exp_avg_sq`, `momentum_buffer`.
+        parameter: Canonical name of the parameter.
+    """
+
+    state: str
+    parameter: str
+
+    @classmethod
+    def parse(cls, name: str) -> StateName | None:
+        """The parts of a canonical name; None if it is no state of a parameter."""
+        state, dot, parameter = name[len(_STATE) :].partition(".") if name.startswith(_STATE) else ("", "", "")
+        return cls(state, parameter) if dot else None
+
+    def __str__(self) -> str:
+        return f"{_STATE}{self.state}.{self.parameter}"
+
+
+def state_names(names: Iterable[str]) -> Iterator[tuple[str, StateName]]:
+    """Those canonical names that are states of parameters, each with its parts."""
+    return ((name, parts) for name in names if (parts := StateName.parse(name)) is not None)
+
+
+def parameter_of(name: str) -> str:
+    """The parameter that a canonical name is a state of, or the name itself."""
+    parts = StateName.parse(name)
+    return name if parts is None else parts.parameter
+
+
+def master_name(parameter: str) -> str:
+    """The canonical name of a parameter's master weight."""
+    return str(StateName(MASTER, parameter))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +124,7 @@ def parse_key(key: str) -> ParsedKey:
     match = _OPTIMIZER.fullmatch(key)
     if match:
         of = parse_key(match[3])
-        return ParsedKey(f"optimizer.state.{match[2]}.{of.template}", of.axes, "optimizer", of.half)
+        return ParsedKey(str(StateName(match[2], of.template)), of.axes, "optimizer", of.half)
     if key.startswith(("optimizer.", "chained_")):
         return ParsedKey(_escape(key), (), "optimizer")
     _, name = split_wrapper(key)

@@ -21,7 +21,7 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.vocabulary import is_vocabulary
 from converters.models import by_name, check_hf_config, infer, map_to_hf, of_type
 from converters.models.described import COMPUTED
-from converters.names import natural_key
+from converters.names import StateName, natural_key, parameter_of
 from converters.optimizer.state import has_optimizer, optimizer_state
 from converters.planning.plan import Copy
 
@@ -85,7 +85,7 @@ class Side:
         rest = {
             name: t
             for name, t in catalog.tensors.items()
-            if t.kind == "optimizer" and name not in state.replaced and not name.startswith("optimizer.state.")
+            if t.kind == "optimizer" and name not in state.replaced and StateName.parse(name) is None
         }
         return cls(label, reader, kept | rest | state.tensors, tuple(f"{label}: {text}" for text in state.notes))
 
@@ -175,14 +175,9 @@ def _in_order(a: Iterable[str], b: Iterable[str]) -> list[str]:
     return [*(n for n in names if not n.startswith("optimizer.")), *(n for n in names if n.startswith("optimizer."))]
 
 
-def _parameter(name: str) -> str:
-    """The parameter that a state of the optimizer belongs to, or the name itself."""
-    return name.split(".", 3)[3] if name.startswith("optimizer.state.") and name.count(".") > 2 else name
-
-
 def _same_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...], vocab: int | None) -> None:
     rows = min(a[0], b[0]) if a and b else 0
-    true = vocab if vocab is not None and is_vocabulary(_parameter(name)) else None
+    true = vocab if vocab is not None and is_vocabulary(parameter_of(name)) else None
     if a != b and (true is None or len(a) != len(b) or a[1:] != b[1:] or true > rows):
         out.shapes[name] = a, b
         return

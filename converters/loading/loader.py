@@ -43,7 +43,7 @@ from converters.loading.prepare import prepare
 from converters.loading.rank_plan import plan_load
 from converters.loading.run import LoadOptions, LoadReport, LoadRequest
 from converters.megatron.layout import Layout
-from converters.names import printable
+from converters.names import StateName, printable, state_names
 from converters.param_order import Order
 from converters.words import counted
 
@@ -81,7 +81,7 @@ class LoadedState(dict[str, Any]):
 
     def chunk(self, number: int = 0) -> dict[str, Any]:
         """The state dict of one model chunk, without optimizer state."""
-        model = {name: value for name, value in self.items() if not name.startswith("optimizer.state.")}
+        model = {name: value for name, value in self.items() if StateName.parse(name) is None}
         prefix = f"model{number}."
         if any(name.startswith("model0.") for name in model):
             return {name.removeprefix(prefix): value for name, value in model.items() if name.startswith(prefix)}
@@ -90,10 +90,8 @@ class LoadedState(dict[str, Any]):
     def optimizer(self) -> dict[str, dict[str, torch.Tensor]]:
         """Key of the parameter -> {"param": ..., "exp_avg": ..., "exp_avg_sq": ...}."""
         out: dict[str, dict[str, torch.Tensor]] = {}
-        for name, value in self.items():
-            if name.startswith("optimizer.state."):
-                state, _, key = name.removeprefix("optimizer.state.").partition(".")
-                out.setdefault(key, {})[state] = value
+        for name, (state, key) in state_names(self):
+            out.setdefault(key, {})[state] = self[name]
         return out
 
 

@@ -17,7 +17,7 @@ from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, is_vocabulary
 from converters.model_parts import LANGUAGE
 from converters.models import by_name, infer, map_to_hf
-from converters.names import parse_key, printable
+from converters.names import StateName, parameter_of, parse_key, printable, state_names
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.param_order import trainable
@@ -39,7 +39,6 @@ MIB = 1 << 20
 _SMALLEST = MIB
 _MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte
 _LITTLE = 100  # one row in so many may be read for a checksum alone
-_STATE = "optimizer.state."
 _FP8 = (
     "FP8 scaling factors and their histories are not loaded: TransformerEngine would execute what stands in the file; "
     "delayed scaling begins anew, other recipes keep none"
@@ -186,7 +185,7 @@ def _account(catalog: Catalog, local: LocalModel, state: _OptimizerState | None)
         return
     stored = {name: info for name, info in catalog.tensors.items() if info.kind == "optimizer"}
     trained = {name for name in local.tensors if local.trains(name)}
-    used = {n: info for n, info in state.tensors.items() if n.removeprefix(_STATE).partition(".")[2] in trained}
+    used = {n: info for n, info in state.tensors.items() if parameter_of(n) in trained}
     account(stored, used, ())
 
 
@@ -197,8 +196,7 @@ class _OptimizerState:
         stored = optimizer_state(reader)
         self.tensors, self.notes = proved_when_read(reader.catalog, stored.tensors), stored.notes
         self.states: dict[str, list[str]] = defaultdict(list)
-        for name in stored.tensors:
-            state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
+        for _, (state, parameter) in state_names(stored.tensors):
             self.states[parameter].append(state)
         if not stored.tensors:
             raise RequestError("the checkpoint has no optimizer state", hint="load without optimizer=True")
@@ -211,10 +209,10 @@ class _OptimizerState:
         for state in states_of_sources[0] if states_of_sources else ():
             if not all(state in states for states in states_of_sources):
                 raise RequestError(f"the optimizer holds {state} for some parts of {tensor.name} only")
-            first = self.tensors[f"optimizer.state.{state}.{tensor.copies[0].source}"]
-            key = f"optimizer.state.{state}.{name}"
+            first = self.tensors[str(StateName(state, tensor.copies[0].source))]
+            key = str(StateName(state, name))
             copies = [replace(copy, target=key) for copy in tensor.copies] + list(padding)
-            copies = [replace(copy, source=f"optimizer.state.{state}.{copy.source}") for copy in copies]
+            copies = [replace(copy, source=str(StateName(state, copy.source))) for copy in copies]
             yield OutTensor(key, first.dtype, tensor.shape, tensor.laid, tuple(tensor.fills)), copies
 
 
@@ -287,7 +285,8 @@ class _Peers(dict[tuple[str, Box], list[int]]):
                 self.setdefault(key, []).extend(ranks)
 
     def __missing__(self, key: tuple[str, Box]) -> list[int]:
-        return self[key[0].removeprefix(_STATE).partition(".")[2], key[1]] if key[0].startswith(_STATE) else []
+        parts = StateName.parse(key[0])
+        return [] if parts is None else self[parts.parameter, key[1]]
 
 
 def _keys(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Box]]:

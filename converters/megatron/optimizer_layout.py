@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts, stated_sharding
+from converters.names import MASTER, StateName, state_names
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog
@@ -174,8 +175,8 @@ def _legacy(catalog: Catalog, states: tuple[str, ...]) -> OptimizerLayout:
 
 
 def _state(name: str) -> str:
-    if name.startswith("optimizer.state."):
-        return name.split(".")[2]
+    if (parts := StateName.parse(name)) is not None:
+        return parts.state
     return name.rpartition(".")[2] if ".bucket_idx_" in name else ""
 
 
@@ -188,10 +189,11 @@ def _guessed(catalog: Catalog) -> tuple[str, str]:
         return ("fully_sharded_bucket_space" if plans else "dp_reshardable"), "flat optimizer buckets"
     if any(o.name.endswith(".param_state") for o in catalog.objects.values()):
         return "dp_zero_gather_scatter", "param_state objects"
-    if any(t.name.startswith("optimizer.state.param.") for t in tensors):
+    states = {parts.state for _, parts in state_names(t.name for t in tensors)}
+    if MASTER in states:
         return "fully_reshardable", "keys optimizer.state.param.*"
-    if any(t.name.startswith("optimizer.state.module.") for t in tensors):
+    if "module" in states:
         return "fsdp_dtensor", "keys optimizer.state.module.*"
-    if any(t.name.startswith("optimizer.state.") for t in tensors):
+    if states:
         return "not distributed", "optimizer tensors have the shapes of the weights, no sharding type is stated"
     return "unknown", "no key says"

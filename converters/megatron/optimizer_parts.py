@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.model_parts import second_names, untrained
-from converters.names import fold, listed, printable
+from converters.names import StateName, fold, listed, printable
 from converters.param_order import trainable
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class LostStates:
     @property
     def keys(self) -> tuple[str, ...]:
         """What is missing, under canonical names."""
-        return tuple(f"optimizer.state.{state}.{name}" for name in self.names for state in self.states)
+        return tuple(str(StateName(state, name)) for name in self.names for state in self.states)
 
     def __str__(self) -> str:
         if self.why:
@@ -245,8 +245,8 @@ def _stored_states(catalog: Catalog) -> tuple[dict[str, set[str]], set[str], set
         if tensor.opaque:
             if ".bucket_idx_" in tensor.name:
                 flat.add(tensor.name.rpartition(".")[2])
-        elif tensor.name.startswith("optimizer.state."):
-            state, _, name = tensor.name.removeprefix("optimizer.state.").partition(".")
+        elif (parts := StateName.parse(tensor.name)) is not None:
+            state, name = parts
             if state == "fp32_param" and all(part.block is None for part in tensor.parts):
                 spelled_whole.add(name)
             by_name[name].add(MASTERS.get(state, state))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from converters.box import Box
 from converters.errors import RequestError
 from converters.megatron.split import padded_vocab
 from converters.model_parts import LANGUAGE, language_name
+from converters.names import parameter_of
+from converters.planning.plan import Drop
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Callable, Container, Iterator, Mapping
 
-    from converters.catalog import Catalog
+    from converters.catalog import Catalog, TensorInfo
 
-__all__ = ["embedding_name", "is_embedding", "is_vocabulary", "vocabulary_rows"]
+__all__ = ["embedding_name", "is_embedding", "is_vocabulary", "padding_rows", "vocabulary_rows"]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = frozenset(
@@ -37,6 +40,19 @@ def is_embedding(name: str) -> bool:
 def embedding_name(names: Container[str]) -> str | None:
     """Which of some canonical names is that of the word embedding."""
     return next((name for name in (_EMBEDDING, LANGUAGE + _EMBEDDING) if name in names), None)
+
+
+def padding_rows(sources: Mapping[str, TensorInfo], rows: Callable[[str, TensorInfo], int]) -> Iterator[Drop]:
+    """What of the vocabulary the source has and the target does not: padding.
+
+    Args:
+        sources: Stored tensors and states of an optimizer.
+        rows: Rows in the target of a parameter, by its name and the source.
+    """
+    for source, info in sources.items():
+        name = parameter_of(source)
+        if info.shape and is_vocabulary(name) and (kept := rows(name, info)) < info.shape[0]:
+            yield Drop(source, Box.rows(info.shape, kept), "padding rows of the vocabulary")
 
 
 def vocabulary_rows(

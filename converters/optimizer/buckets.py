@@ -19,6 +19,7 @@ from converters.box import Box, flat_range
 from converters.formats.torch_dist.parts import BucketOut, ObjectOut
 from converters.megatron.buffers import Bucket, Local, Rules, arrange, dp_chunks
 from converters.megatron.rank_state_dict import LocalModel
+from converters.names import StateName
 from converters.pickles import Global
 from converters.planning.plan import Copy, Piece, end_to_end
 from converters.torchzip.records_out import object_record
@@ -199,5 +200,5 @@ class _Flattener:
 
 
 def _piece(state: str, parameter: str, box: Box, dtype: DType) -> Piece:
-    name = f"optimizer.state.{state}.{parameter}"
+    name = str(StateName(state, parameter))
     return Piece(name, dtype, box.shape, copies=[Copy(name, box, name, Box.whole(box.shape))])

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from converters.dtypes import DType, dtype
 from converters.megatron.buffers import Misfit, arrange, fit
-from converters.names import printable
+from converters.megatron.optimizer_parts import MASTERS
+from converters.names import StateName, printable
 from converters.pickles import Global
 from converters.torchzip.records import tensor_ref
 
@@ -42,9 +43,6 @@ __all__ = [
     "read_buffers",
     "stored_groups",
 ]
-
-MASTERS = {"fp32_param": "param", "master_param": "param"}
-"""Older names of states."""
 
 # (gbuf_idx, dtypes) -> state -> bucket_idx
 _Buffers: TypeAlias = "dict[tuple[int, str], dict[str, dict[int, StoredFlat]]]"
@@ -229,19 +227,13 @@ def collect_states(
             raise Misfit(f"{what} has {flats[0].numel:,} elements, its parameters take {total:,}")
         if not stored.coalesced and len(flats) != len(buckets):
             raise Misfit(f"{what} has {len(flats)} buckets, its parameters fill {len(buckets)}")
-        base = 0
+        base, prefix = 0, str(StateName(MASTERS.get(state, state), ""))
         for number, bucket in enumerate(buckets):
             flat = flats[0 if stored.coalesced else number]
             if base + bucket.numel_unpadded > flat.numel:
                 raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
             for local, start in bucket.placed:
-                out.add(
-                    f"optimizer.state.{MASTERS.get(state, state)}.",
-                    local,
-                    flat.array,
-                    flat.dtype,
-                    flat.first + base + start,
-                )
+                out.add(prefix, local, flat.array, flat.dtype, flat.first + base + start)
             base += bucket.numel_unpadded if stored.coalesced else 0
 
 

@@ -19,8 +19,8 @@ from converters.errors import IntegrityError
 from converters.io.block_runner import TileChecker
 from converters.io.questions import RoundsTo
 from converters.io.sources import Sources
-from converters.names import fold, listed_lines
-from converters.optimizer.storage import MASTER, first_elements, spread
+from converters.names import MASTER, fold, listed_lines, master_name, state_names
+from converters.optimizer.storage import first_elements, spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,10 +71,11 @@ class Masters:
         self._reader = reader
         names = [weight.name for weight in _provable(reader.catalog, tensors).values()]
         self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
-        self.tensors = {MASTER + n: tensors[MASTER + n] for n in names} | {n: weights[n] for n in names}
+        pairs = [(name, master_name(name)) for name in names]
+        self.tensors = {master: tensors[master] for _, master in pairs} | {n: weights[n] for n in names}
         for label, copy in self._copies.items():
             self.tensors |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
-        pairs = [*((n, MASTER + n) for n in names), *((copy.name, label) for label, copy in self._copies.items())]
+        pairs += [(copy.name, label) for label, copy in self._copies.items()]
         self.tasks = [
             MasterTask(number, name, self.tensors[other].nbytes + weights[name].nbytes, other)
             for number, (name, other) in enumerate(pairs)
@@ -158,10 +159,10 @@ def _provable(catalog: Catalog, tensors: Mapping[str, TensorInfo]) -> dict[str, 
     weights = catalog.weights
     return {
         name: weight
-        for name, info in tensors.items()
-        if name.startswith(MASTER)
-        and (weight := weights.get(name.removeprefix(MASTER))) is not None
-        and info.remainders is None
+        for name, parts in state_names(tensors)
+        if parts.state == MASTER
+        and (weight := weights.get(parts.parameter)) is not None
+        and (info := tensors[name]).remainders is None
         and info.dtype.floating
         and info.parts != weight.parts
     }

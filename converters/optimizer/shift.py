@@ -28,8 +28,7 @@ from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.split import Outline
-from converters.names import printable, quoted
-from converters.optimizer.storage import MASTER
+from converters.names import MASTER, StateName, printable, quoted
 from converters.param_order import trainable
 from converters.planning.plan import Target
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["refuse_shifted"]
 
-_STATES = (MASTER, "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
+_STATES = (MASTER, "exp_avg", "exp_avg_sq")
 
 
 def refuse_shifted(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
@@ -65,8 +64,8 @@ def refuse_shifted(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
         for local, padding in _padded_buffers(catalog):
             padded = padded or local
             for name, box in _end_of(local, padding):
-                for state in _STATES:
-                    if state + name in stored and gatherer.gather(state + name, box).any():
+                for key in (str(StateName(state, name)) for state in _STATES):
+                    if key in stored and gatherer.gather(key, box).any():
                         return
     if padded is not None:
         raise RequestError(

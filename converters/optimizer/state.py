@@ -25,7 +25,7 @@ from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_p
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.split import Outline
 from converters.model_parts import untrained
-from converters.names import printable, quoted
+from converters.names import StateName, master_name, printable, quoted, state_names
 from converters.optimizer.flat import collect_states, stored_groups
 from converters.optimizer.proof import mismatches, refusal
 from converters.optimizer.shift import refuse_shifted
@@ -129,10 +129,11 @@ def _named(catalog: Catalog) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     weights = catalog.weights if catalog.megatron else {}
     for info in catalog.tensors.values():
-        if info.kind != "optimizer" or not info.name.startswith("optimizer.state."):
+        parts = StateName.parse(info.name)
+        if info.kind != "optimizer" or parts is None:
             continue
-        state, _, name = info.name.removeprefix("optimizer.state.").partition(".")
-        renamed = f"optimizer.state.{MASTERS.get(state, state)}.{name}"
+        state, name = parts
+        renamed = str(StateName(MASTERS.get(state, state), name))
         weight = weights.get(name)
         if weight is not None and info.shape[1:] != weight.shape[1:]:  # rows may be padded otherwise
             raise RequestError(
@@ -180,8 +181,8 @@ def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple
     """A parameter that is itself fp32 has no master copy in the plain optimizer: it is its own master."""
     added = 0
     for name, weight in catalog.weights.items():
-        master = f"optimizer.state.param.{name}"
-        if f"optimizer.state.exp_avg.{name}" in tensors and master not in tensors and weight.dtype.name == "float32":
+        master = master_name(name)
+        if str(StateName("exp_avg", name)) in tensors and master not in tensors and weight.dtype.name == "float32":
             tensors[master] = TensorInfo(master, weight.dtype, weight.shape, "optimizer", weight.parts)
             added += 1
     return (
@@ -355,6 +356,6 @@ class _Unflattener:
             collect_states(stored, buffer.parameters, [rules], what, self.collected)
 
     def _tensors(self) -> dict[str, TensorInfo]:
-        states = sorted({name.split(".", 3)[2] for name in self.collected.pieces})
-        names = ((f"optimizer.state.{state}.{n}", t.shape) for n, t in self.weights.items() for state in states)
+        states = sorted({parts.state for _, parts in state_names(self.collected.pieces)})
+        names = ((str(StateName(state, n)), t.shape) for n, t in self.weights.items() for state in states)
         return {n: self.collected.tensor(n, shape, "optimizer") for n, shape in names if n in self.collected.pieces}

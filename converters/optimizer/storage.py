@@ -25,7 +25,7 @@ from converters.io.questions import RoundsTo
 from converters.io.remainders import are_remainders
 from converters.io.sources import Sources
 from converters.megatron.buffers import Misfit
-from converters.names import fold, listed_lines, printable, quoted
+from converters.names import MASTER, fold, listed_lines, master_name, parameter_of, printable, quoted, state_names
 from converters.pickles import Global
 
 if TYPE_CHECKING:
@@ -36,10 +36,8 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
 
-__all__ = ["MASTER", "as_remainders", "complete_masters", "keeps_remainders", "spread"]
+__all__ = ["as_remainders", "complete_masters", "keeps_remainders", "spread"]
 
-MASTER = "optimizer.state.param."
-"""What stands before a parameter's name in that of its master weight."""
 _FP32, _INT16 = dtype("float32"), dtype("int16")
 _SAMPLE = 1 << 12  # elements
 
@@ -55,8 +53,8 @@ def complete_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> dict[
         IntegrityError: Some parameters have none, though they have other state.
         RequestError: It cannot be said what the master weights are.
     """
-    masters = [name for name in tensors if name.startswith(MASTER)]
-    _refuse_missing(reader.catalog, tensors)
+    masters = {name: at.parameter for name, at in state_names(tensors) if at.state == MASTER}
+    _refuse_missing(reader.catalog, tensors, set(masters.values()))
     narrow = [name for name in masters if tensors[name].dtype.name == "int16"]
     strange = [name for name in masters if not tensors[name].dtype.floating and name not in narrow]
     if strange:
@@ -67,27 +65,25 @@ def complete_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> dict[
         beside = reader.catalog.weights
         wide = [
             name
-            for name in masters
+            for name, parameter in masters.items()
             if tensors[name].dtype.name == "float32"
-            and (weight := beside.get(name.removeprefix(MASTER))) is not None
+            and (weight := beside.get(parameter)) is not None
             and weight.dtype.name == "bfloat16"
         ]
         wide = wide if wide and _are_remainders(reader, tensors, wide) else []
     return dict(tensors) | {name: _completed(reader.catalog, tensors[name]) for name in (*narrow, *wide)}
 
 
-def _refuse_missing(catalog: Catalog, tensors: Mapping[str, TensorInfo]) -> None:
+def _refuse_missing(catalog: Catalog, tensors: Mapping[str, TensorInfo], with_master: set[str]) -> None:
     """A parameter that has other state has a master weight where others have one, unless it is one itself."""
-    with_master = {name.removeprefix(MASTER) for name in tensors if name.startswith(MASTER)}
-    for name in tensors if with_master else ():
-        parameter = name.split(".", 3)[3]
+    for name, (_, parameter) in state_names(tensors) if with_master else ():
         weight = catalog.weights.get(parameter)
         if parameter not in with_master and weight is not None and weight.dtype.name != "float32":
             raise IntegrityError(
-                f"{printable(MASTER + parameter)} is missing",
+                f"{printable(master_name(parameter))} is missing",
                 details=[f"there is {printable(name)}, and {len(with_master):,} other parameters have master weights"],
                 hint="distckpt verify says what else is; --optimizer none keeps the weights",
-                tensor=MASTER + parameter,
+                tensor=master_name(parameter),
             )
 
 
@@ -139,7 +135,7 @@ def _may_keep_remainders(catalog: Catalog) -> bool:
 
 
 def _completed(catalog: Catalog, info: TensorInfo) -> TensorInfo:
-    weight = catalog.weights.get(info.name.removeprefix(MASTER))
+    weight = catalog.weights.get(parameter_of(info.name))
     if weight is None or weight.dtype.name != "bfloat16":
         beside = "there is no weight beside it" if weight is None else f"the weight beside it is {weight.dtype}"
         raise _not_understood(catalog, f"are {info.dtype}, the lower halves of fp32 numbers, but {beside}", [info.name])
@@ -158,12 +154,11 @@ def _are_remainders(reader: Reader, tensors: Mapping[str, TensorInfo], names: li
     weights = reader.catalog.weights
     remainders, plain = list[str](), list[str]()
     chosen = [name for _, members in fold(names) for name in spread(members)]
-    both = {name: tensors[name] for name in chosen}
-    both |= {name: weights[name] for name in (n.removeprefix(MASTER) for n in chosen)}
+    both = {name: tensors[name] for name in chosen} | {n: weights[n] for n in map(parameter_of, chosen)}
     sources = Sources(reader, both, checked=False)
     with contextlib.closing(TileChecker([sources, sources])) as checker:
         for name in chosen:
-            master, weight = tensors[name], weights[name.removeprefix(MASTER)]
+            master, weight = tensors[name], weights[parameter_of(name)]
             question = _Remainders(master, weight)
             checker.ask(question, [first_elements(master, weight)], name, weight.name)
             if question.whole and question.wrong:

@@ -20,7 +20,7 @@ from converters.io.arithmetic import UNSIGNED
 from converters.io.gather import Gatherer
 from converters.io.sources import Sources
 from converters.megatron.identity import SavedLayout, identify
-from converters.names import printable
+from converters.names import StateName, printable
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import has_optimizer, optimizer_state
 from converters.overview.card import card_lines
@@ -40,7 +40,6 @@ __all__ = ["Checkpoint", "TensorSlice", "as_numpy", "open"]
 
 _FRAMEWORKS = ("pt", "np")
 _TILE_BYTES = 8 << 20
-_STATE = "optimizer.state."
 
 
 def open(
@@ -130,7 +129,7 @@ class Checkpoint:
             RequestError: There is no such tensor.
         """
         info = self._tensors.get(name)
-        if info is None and name.startswith(_STATE):
+        if info is None and StateName.parse(name) is not None:
             info = self._optimizer_tensors().get(name)
         if info is None:
             raise RequestError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
-from converters.names import printable
+from converters.names import StateName, printable, state_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from converters.io.arithmetic import OnHost
     from converters.verification.report import Check
 
-__all__ = ["FIRST", "PossibleMoments", "judge_moments", "moment_bound", "moment_pairs"]
+__all__ = ["PossibleMoments", "judge_moments", "moment_bound", "moment_pairs"]
 
-FIRST, _SECOND = "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _FP32 = dtype("float32")
 _TINY = 1e-30  # a square below is no number of float32 with all its bits
 MARGIN = 2.0
@@ -49,9 +49,9 @@ def moment_bound(catalog: Catalog) -> float | None:
 def moment_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """First moments in fp32 with the second ones beside them."""
     pairs: dict[str, str] = {}
-    for name, info in tensors.items():
-        second = _SECOND + name.removeprefix(FIRST)
-        other = tensors.get(second) if name.startswith(FIRST) else None
+    for name, (state, parameter) in state_names(tensors):
+        info, second = tensors[name], str(StateName(_SECOND, parameter))
+        other = tensors.get(second) if state == _FIRST else None
         if other is not None and info.shape == other.shape and {info.dtype.name, other.dtype.name} == {"float32"}:
             pairs[name] = second
     return pairs
@@ -100,7 +100,7 @@ def judge_moments(check: Check, results: Mapping[str, Mapping[str, Any]], tensor
     """
     for parameter, result in results.items():
         if result["wrong"]:
-            first, second = FIRST + parameter, _SECOND + parameter
+            first, second = (str(StateName(state, parameter)) for state in (_FIRST, _SECOND))
             share = f"{result['wrong']:,} of {tensors[first].numel:,} elements"
             text = f"{printable(parameter)}: {share} of the first moment are"
             text += f" too large for the second, up to {result['excess'] ** 0.5:,.1f} times what Adam can make them"

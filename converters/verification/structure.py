@@ -14,7 +14,7 @@ from converters.formats.links import escape
 from converters.megatron.damage import check_stored
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import optimizer_parts
-from converters.names import fold, listed, printable
+from converters.names import StateName, fold, listed, printable, state_names
 from converters.verification.hugging_face import check_hugging_face
 from converters.verification.provenance import check_origin
 from converters.verification.unknown import check_known
@@ -192,15 +192,13 @@ def _check_optimizer_names(check: Check, catalog: Catalog) -> None:
     if catalog.megatron:
         return
     states: dict[str, set[str]] = defaultdict(set)
-    for name in catalog.tensors:
-        if name.startswith("optimizer.state."):
-            state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
-            states[state].add(parameter)
+    for _, (state, parameter) in state_names(catalog.tensors):
+        states[state].add(parameter)
     first, second = states.get("exp_avg", set()), states.get("exp_avg_sq", set())
     complete = frozenset[str]().union(*(part.names for part in recognised.parts))
     for state, lost in (("exp_avg_sq", first - second - complete), ("exp_avg", second - first - complete)):
         if lost and first and second:  # Lion has no second moment
-            names = tuple(f"optimizer.state.{state}.{name}" for name in sorted(lost))
+            names = tuple(str(StateName(state, name)) for name in sorted(lost))
             alike = {_NUMBER.sub(".*.", name) for name in first & second}
             if catalog.args.get("optimizer") != "adam" and alike.isdisjoint(_NUMBER.sub(".*.", name) for name in lost):
                 text = f"{printable(fold(names)[0][0])} is not stored: whether the optimizer has one is not known"

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
-from converters.names import fold, listed, printable
+from converters.names import MASTER, StateName, fold, listed, parameter_of, printable, state_names
 from converters.optimizer.state import optimizer_state
-from converters.optimizer.storage import MASTER
-from converters.verification.moments import FIRST, judge_moments, moment_bound, moment_pairs
+from converters.verification.moments import judge_moments, moment_bound, moment_pairs
 from converters.verification.structure import is_tied
 from converters.verification.values import TensorTask, judge_values, value_tasks
 from converters.words import counted
@@ -80,7 +79,7 @@ class Lookups:
         self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first, read=whole))
         self.bound = moment_bound(self._catalog) if values else None
         if self.bound is not None:
-            states = {name: info for name, info in self.named.items() if name.startswith("optimizer.state.exp_avg")}
+            states = {n: self.named[n] for n, at in state_names(self.named) if at.state.startswith("exp_avg")}
             self.tensors.update(states)
             for name, second in moment_pairs(states).items():
                 nbytes = 2 * states[name].nbytes
@@ -102,15 +101,14 @@ class Lookups:
             return
         kept = {name: info for name, info in catalog.tensors.items() if name not in state.replaced}
         for older in ("fp32_param", "master_param"):
-            for name, info in state.tensors.items():
-                stored = name.replace(MASTER, f"optimizer.state.{older}.", 1)
-                if stored != name and stored in kept and kept[stored].parts == info.parts:
+            for name, parts in state_names(state.tensors):
+                stored = str(StateName(older, parts.parameter))
+                if parts.state == MASTER and stored in kept and kept[stored].parts == state.tensors[name].parts:
                     self._shown[name] = stored
         self.named = {**kept, **{name: info for name, info in state.tensors.items() if name not in self._shown}}
         self.tensors.update(self.named)
-        for name, info in state.tensors.items():
-            parameter = name.removeprefix(MASTER)
-            weight = catalog.weights.get(parameter) if name.startswith(MASTER) else None
+        for name, (kind, parameter) in state_names(state.tensors):
+            info, weight = state.tensors[name], catalog.weights.get(parameter) if kind == MASTER else None
             if weight is None or info.parts == weight.parts:
                 continue
             if info.remainders is None:
@@ -152,7 +150,7 @@ class Lookups:
         judge_values(check, stats, self.tensors)
         _judge_zeros(check, stats, self.tensors)
         possible = [task for task in self.tasks if task.compare == "possible"]
-        moments = {task.names[0].removeprefix(FIRST): results[task.number] for task in possible}
+        moments = {parameter_of(task.names[0]): results[task.number] for task in possible}
         optimizer = self._report.check("optimizer")
         judge_moments(optimizer, moments, self.tensors)
         optimizer.summary += f"; {len(moments):,} first moments are possible beside the second" if moments else ""

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
 from converters.formats.side_files import side_files
+from converters.megatron.optimizer_parts import MASTERS
 from converters.megatron.pipeline import Pipeline
 from converters.megatron.split import split_rule
-from converters.names import fold, printable
+from converters.names import MASTER, StateName, fold, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,9 +21,8 @@ __all__ = ["check_known"]
 
 # param, fp32_param and master_param are masters; Adam has two moments, Lion one, SGD and Muon a momentum, AdaptiveMuon
 # one more (training-run facts: core_v0.16.1 optimizer.py, Emerging-Optimizers v0.3.1 orthogonalized_optimizer.py)
-_MASTERS = ("param", "fp32_param", "master_param")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "moment2_buffer", "step")
-_STATES = frozenset((*_MASTERS, *_MOMENTS))
+_STATES = frozenset((MASTER, *MASTERS, *_MOMENTS))
 _OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
 
 
@@ -43,10 +43,10 @@ def check_known(check: Check, catalog: Catalog) -> None:
     for name, tensor in catalog.tensors.items():
         if tensor.kind != "optimizer" or tensor.opaque:
             continue
-        state, _, parameter = name.removeprefix("optimizer.state.").partition(".")
-        if not name.startswith("optimizer.state.") or state not in _STATES:
+        parts = StateName.parse(name)
+        if parts is None or parts.state not in _STATES:
             strange.append(name)
-        elif parameter not in catalog.weights:
+        elif parts.parameter not in catalog.weights:
             homeless.append(name)
     _leave(check, strange, "no optimizer is known to have this state", "no optimizer is known to have these states")
     _leave(check, homeless, "state of no weight of the model", "states of no weight of the model")

@@ -19,7 +19,7 @@ from converters.io.arithmetic import BLOCK, UNSIGNED, squares
 from converters.io.block_runner import TileChecker
 from converters.io.questions import Question, RoundsTo, Together
 from converters.io.sources import Sources
-from converters.names import printable
+from converters.names import StateName, printable
 from converters.verification.moments import PossibleMoments
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
                     needed="finite numbers",
                     found=f"{tensor_stats[what]} {word}",
                 )
-        if name.startswith("optimizer.state.exp_avg_sq.") and (tensor_stats["min"] or 0) < 0:
+        if name.startswith(str(StateName("exp_avg_sq", ""))) and (tensor_stats["min"] or 0) < 0:
             text = f"{shown}: a second moment cannot be negative, the smallest is {tensor_stats['min']:.3g}"
             check.error(text, tensors=(name,), needed=">= 0", found=f"{tensor_stats['min']:.3g}")
         if info.kind == "weight":

@@ -27,7 +27,7 @@ from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
 from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
 from converters.formats.folder import read_small
 from converters.megatron.damage import refuse_damage, refuse_damaged
-from converters.names import printable, quoted
+from converters.names import parameter_of, printable, quoted
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import Masters
 from converters.optimizer.state import OptimizerState
@@ -226,4 +226,4 @@ def _archived_optimizer(file: ArchiveFile, reader: Reader, used: Mapping[str, Se
 
 def _parameter(tensor: Piece) -> str:
     """Canonical name of the parameter that a tensor of the optimizer's state is of."""
-    return tensor.copies[0].source.split(".", 3)[3]
+    return parameter_of(tensor.copies[0].source)

@@ -24,7 +24,6 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.box import Box
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.execute.destination import check_destination
@@ -42,12 +41,11 @@ from converters.megatron.extra_states import with_extra_states
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
-from converters.megatron.vocabulary import embedding_name, is_vocabulary
+from converters.megatron.vocabulary import embedding_name, padding_rows
 from converters.names import fold, parse_key, quoted
 from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
 from converters.pickles import Obj, fields, set_field
-from converters.planning.plan import Drop
 from converters.write.side_files import files_beside
 from converters.write.target_state import (
     TRACKER,
@@ -79,6 +77,7 @@ if TYPE_CHECKING:
     from converters.optimizer.state import OptimizerState
     from converters.param_order import Order
     from converters.pickles import Node
+    from converters.planning.plan import Drop
 
 __all__ = ["LegacyOptions", "plan_legacy"]
 
@@ -347,11 +346,7 @@ class _Writer:
                 details=[text for text, _ in fold(lost)][:8],
                 hint="--optimizer none",
             )
-        drops = []
-        for source, info in sources.items():
-            name = source.split(".", 3)[3] if source.startswith("optimizer.state.") else source
-            if info.shape and is_vocabulary(name) and (rows := self._model.tensors[name].shape[0]) < info.shape[0]:
-                drops.append(Drop(source, Box.rows(info.shape, rows), "padding rows of the vocabulary"))
+        drops = list(padding_rows(sources, lambda name, _: self._model.tensors[name].shape[0]))
         self.dropped += [(drop.source, drop.reason) for drop in drops if drop.source in self._catalog.weights]
         if not self._chains:
             optimizer = (name for name, tensor in self._catalog.tensors.items() if tensor.kind == "optimizer")

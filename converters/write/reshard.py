@@ -17,10 +17,10 @@ from converters.megatron.damage import refuse_contradictions, refuse_damaged, re
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.split import Outline
-from converters.names import printable, quoted
+from converters.names import MASTER, printable, quoted, state_names
 from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import Masters
-from converters.optimizer.storage import MASTER, as_remainders, keeps_remainders
+from converters.optimizer.storage import as_remainders, keeps_remainders
 from converters.write.framework_files import companions, keeps_framework
 from converters.write.reshard_state import ReshardOptions, State, target_state
 from converters.write.reshard_targets import Targets
@@ -95,7 +95,7 @@ def plan_reshard(
     refuse_damaged(catalog, "weight", *(["optimizer"] if options.optimizer != "none" else []))
     draft = _draw(reader, layout, options)
     options, targets, groups = draft.options, draft.targets, draft.targets.groups
-    masters = {n: t for n, t in draft.sources.items() if n.startswith(MASTER)}
+    masters = {n: draft.sources[n] for n, parts in state_names(draft.sources) if parts.state == MASTER}
     state = target_state(
         reader,
         layout,

@@ -8,14 +8,13 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from converters.box import Box
 from converters.errors import RequestError
 from converters.formats.torch_dist.columns import Columns
 from converters.formats.torch_dist.parts import ArrayOut, Cut
 from converters.megatron.split import Outline, holders, shards
-from converters.megatron.vocabulary import embedding_name, is_vocabulary, vocabulary_rows
+from converters.megatron.vocabulary import embedding_name, is_vocabulary, padding_rows, vocabulary_rows
 from converters.model_parts import language_name, split_part, untrained
-from converters.names import printable, stored_key
+from converters.names import StateName, parameter_of, printable, state_names, stored_key
 from converters.optimizer.buckets import flatten
 from converters.optimizer.state import OptimizerState, candidates
 from converters.param_order import trainable
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Targets"]
 
-_STATE = re.compile(r"optimizer\.state\.(\w+?)\.(.*)", re.DOTALL)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -132,17 +130,10 @@ class Targets:
 
     def drops(self, sources: Mapping[str, TensorInfo]) -> Iterator[Drop]:
         """Rows of the vocabulary that the source has and the target does not."""
-        for source, tensor in sources.items():
-            name = _STATE.sub(r"\2", source)
-            if tensor.shape and is_vocabulary(name):
-                rows = self._target_shape(name, tensor.shape)[0]
-                if rows < tensor.shape[0]:
-                    yield Drop(source, Box.rows(tensor.shape, rows), "padding rows of the vocabulary")
+        return padding_rows(sources, lambda name, tensor: self._target_shape(name, tensor.shape)[0])
 
     def _one(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> None:
-        state, name = "", source
-        if source.startswith("optimizer.state."):
-            state, name = source.split(".", 3)[2:]
+        state, name = StateName.parse(source) or ("", source)
         pattern, numbers = _NUMBER.sub("*", name), _NUMBER.findall(name)
         kind = (pattern, state, tensor.dtype.name, tensor.shape)
         family = self._families.get(kind)
@@ -221,12 +212,11 @@ class Targets:
         """
         whole = {n for chained in self._chain if not chained.part.distributed for n in chained.part.names}
         flat, out = self.options.optimizer == "dp_reshardable", {}
-        for key, tensor in optimizer.tensors.items():
-            state, name = key.split(".", 3)[2:]
+        for key, (state, name) in state_names(optimizer.tensors):
             weight = self.catalog.weights.get(name)
             own = state == "param" and weight is not None and self.catalog.trained_type(weight).name == "float32"
             if (name in whole and not own) or not (flat or name in whole):
-                out[key] = tensor
+                out[key] = optimizer.tensors[key]
         return out
 
     def flatten(self, optimizer: OptimizerState) -> tuple[list[BucketOut], list[ObjectOut]]:
@@ -239,14 +229,13 @@ class Targets:
             if trainable(name) and name not in frozen
         }
         order = optimizer.candidate.order if optimizer.candidate else next(candidates(self.catalog, self.layout)).order
-        parts = [(key.split(".", 3)[2:], info) for key, info in optimizer.tensors.items()]
         whole = {n for chained in self._chain if not chained.part.distributed for n in chained.part.names}
         return flatten(
             parameters,
             self.layout,
             self.outline,
             order,
-            states={s: t.dtype for (s, n), t in parts if n not in whole},
+            states={s: optimizer.tensors[k].dtype for k, (s, n) in state_names(optimizer.tensors) if n not in whole},
             chain=self._chain,
             scaler=(self.groups.scaler, self.groups.storages),
             args=self.catalog.job_options,
@@ -327,7 +316,7 @@ def _expert_counts(sources: Mapping[str, TensorInfo]) -> Counter[str]:
     """How many experts share a key: by name with numbers replaced, over one layer."""
     seen: dict[str, set[str]] = defaultdict(set)
     for name in sources:
-        bare = match[2] if (match := _STATE.fullmatch(name)) else name
+        bare = parameter_of(name)
         if (expert := re.search(r"\.experts\.(\d+)\.", bare)) is not None:
             seen[_NUMBER.sub("*", bare)].add(expert[1])
     return Counter({pattern: len(numbers) for pattern, numbers in seen.items()})

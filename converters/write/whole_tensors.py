@@ -19,7 +19,7 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.pipeline import Pipeline
 from converters.megatron.rank_state_dict import LocalModel
 from converters.megatron.vocabulary import is_embedding, is_vocabulary
-from converters.names import printable
+from converters.names import StateName, printable, state_names
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Global
 from converters.planning.plan import Copy, Drop, Piece
@@ -161,26 +161,24 @@ def named_optimizer(reader: Reader) -> OptimizerState:
 
 def state_tensors(content: Content, state: Mapping[str, TensorInfo]) -> dict[str, list[Piece]]:
     """The optimizer's tensors by kind of state, cut and put together as their parameters are."""
-    kinds = dict.fromkeys(name.split(".")[2] for name in state)
     out: dict[str, list[Piece]] = {}
-    for kind in kinds:
-        prefix = f"optimizer.state.{kind}."
+    for kind in dict.fromkeys(parts.state for _, parts in state_names(state)):
         for tensor in content.tensors:
-            of_sources = [state.get(prefix + copy.source) for copy in tensor.copies]
+            of_sources = [state.get(str(StateName(kind, copy.source))) for copy in tensor.copies]
             stored = [info for info in of_sources if info is not None]
             if not stored:
                 continue
             if len(stored) < len(of_sources):
                 raise RequestError(f"only a part of {tensor.name} has optimizer state {kind}", tensor=tensor.name)
-            copies = tuple(replace(copy, source=prefix + copy.source) for copy in tensor.copies)
+            copies = tuple(replace(copy, source=str(StateName(kind, copy.source))) for copy in tensor.copies)
             out.setdefault(kind, []).append(replace(tensor, dtype=stored[0].dtype, copies=copies))
     return out
 
 
 def state_drops(content: Content, state: Mapping[str, TensorInfo]) -> list[Drop]:
     """What is left out of the optimizer's tensors, as it is of their parameters."""
-    kinds = dict.fromkeys(name.split(".")[2] for name in state)
-    return [replace(drop, source=f"optimizer.state.{kind}.{drop.source}") for kind in kinds for drop in content.drops]
+    kinds = dict.fromkeys(parts.state for _, parts in state_names(state))
+    return [replace(drop, source=str(StateName(kind, drop.source))) for kind in kinds for drop in content.drops]
 
 
 _NOT_COMMON = ("args", "optimizer", "content_metadata", "rerun_state_machine", "rng_state", "iteration")

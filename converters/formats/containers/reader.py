@@ -27,7 +27,7 @@ from converters.formats.legacy.optimizer import tensors_in
 from converters.formats.legacy.rank_model import RankModel, flattened
 from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
-from converters.names import natural_key, printable
+from converters.names import StateName, natural_key, parameter_of, printable
 from converters.pickles import Global, Obj, PickleFormatError, pairs
 from converters.torchzip.records import tensor_ref
 
@@ -217,9 +217,9 @@ class WholeReader(StorageReader):
             for kind, tensors in states.items():
                 if isinstance(tensors, Mapping):
                     named = dict(flattened(tensors, self._storages.files[0]))
-                    out |= self._megatron({"model": named}, args, f"optimizer.state.{kind}.")
+                    out |= self._megatron({"model": named}, args, str(StateName(kind, "")))
             for name, info in out.items():
-                weight = weights.get(name.split(".", 3)[3])
+                weight = weights.get(parameter_of(name))
                 if weight is None or weight.shape != info.shape:
                     shape = "no such weight" if weight is None else f"the weight is {list(weight.shape)}"
                     raise FormatError(f"{printable(name)} is {list(info.shape)}: {shape}", tensor=name)

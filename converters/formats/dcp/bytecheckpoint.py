@@ -26,7 +26,7 @@ from converters.catalog import FlatPart, Part, Problem, TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.dcp.torch_dcp import TorchDcpReader
-from converters.names import natural_key, printable
+from converters.names import natural_key, parameter_of, printable
 from converters.pickles import Obj, fields, parse
 from converters.torchzip.records import Payload, tensor_ref
 
@@ -42,7 +42,6 @@ __all__ = ["ByteCheckpointReader"]
 _STEP = re.compile(r"global_step_(\d+)")
 _FLAT = "_flat_param"
 _COLUMNS = ("flat_param_to_fqns", "is_padding_mask", "numels_with_padding", "shapes")
-_STATE = re.compile(r"(optimizer\.state\.\w+)\.(.*)", re.DOTALL)
 
 
 class ByteCheckpointReader(TorchDcpReader):
@@ -106,9 +105,9 @@ class ByteCheckpointReader(TorchDcpReader):
         tensors, flat = super()._tensors(named, problems), _flat_parameters(self.metadata.attributes)
         out: dict[str, TensorInfo] = {}
         for name, info in tensors.items():
-            state = _STATE.fullmatch(name)
-            pieces = flat.get(state[2] if state else name)
-            inner = dict(_split(info, *pieces, f"{state[1]}." if state else "")) if pieces is not None else {}
+            parameter = parameter_of(name)
+            pieces = flat.get(parameter)
+            inner = dict(_split(info, *pieces, name.removesuffix(parameter))) if pieces is not None else {}
             out |= inner or {name: info}
         return {name: out[name] for name in sorted(out, key=natural_key)}
 

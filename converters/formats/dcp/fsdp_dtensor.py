@@ -33,7 +33,7 @@ from converters.formats.dcp.names import paths
 from converters.formats.dcp.reader import DcpReader
 from converters.formats.folder import open_source, read_at
 from converters.formats.megatron import common_facts
-from converters.names import printable
+from converters.names import StateName, printable
 from converters.torchzip.records_out import storage_node, tensor_node
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class FsdpDtensorReader(DcpReader):
         model, state = _MODEL.fullmatch(key), _STATE.fullmatch(key)
         if state is not None:
             # torch's own Adam keeps a step for each parameter: a number of the group in every other format
-            return None if state[2] == "step" else f"optimizer.state.{state[2]}.{_experts(state[1])}"
+            return None if state[2] == "step" else str(StateName(state[2], _experts(state[1])))
         return _experts(model[1]) if model is not None else key
 
     def _steps(self) -> dict[str, int]:

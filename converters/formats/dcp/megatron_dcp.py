@@ -22,6 +22,7 @@ from converters.formats.canonical import object_info
 from converters.formats.dcp.fsdp_dtensor import FsdpDtensorReader
 from converters.formats.legacy.groups import group_members
 from converters.megatron.buffers import Misfit
+from converters.names import StateName
 from converters.param_order import trainable
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class MegatronDcpReader(FsdpDtensorReader):
                 raise Misfit(f"{key} belongs to no parameter")
             if self.metadata.tensors[key].shape != self.metadata.tensors[f"model.{name}"].shape:
                 raise Misfit(f"{key} has another shape than {name}")
-            out.append((key, f"optimizer.state.{state}.{name}"))
+            out.append((key, str(StateName(state, name))))
         return out
 
     def _random_states(self, args: Mapping[str, Any]) -> dict[str, tuple[ObjectInfo, dict[str, KeyPath]]]:

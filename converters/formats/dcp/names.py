@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from converters.names import StateName
 from converters.pickles import Global
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def name_keys(paths_of: Mapping[str, Path]) -> dict[str, Named]:
     for key, path in paths_of.items():
         state = _optimizer_state(path)
         if state is not None:
-            out[key] = Named(f"optimizer.state.{state[0]}.{state[1]}", "optimizer")
+            out[key] = Named(str(StateName(*state)), "optimizer")
         elif any(_OPTIMIZER.fullmatch(part) for part in path[:-1]):
             out[key] = Named(key, "optimizer")
         else:

@@ -24,7 +24,7 @@ from converters.errors import FormatError
 from converters.formats.dcp.names import Named, name_keys
 from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.formats.registry import dcp_folders
-from converters.names import printable
+from converters.names import StateName, printable, state_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +37,6 @@ __all__ = ["VeScaleReader"]
 
 _TYPED = re.compile(r"torch\.\w+")
 _KEY = re.compile(r"torch\.\w+?\.(.+)\.(\w+)", re.DOTALL)
-_MOMENT = "optimizer.state.exp_avg."
 _MASTERS = {"shard_casted_float16_groups": "param"}
 
 
@@ -90,10 +89,10 @@ class VeScaleReader(TorchDcpReader):
 
 def _without_state(tensors: Mapping[str, TensorInfo]) -> list[str]:
     """Weights without optimizer state, if others have some."""
-    trained = {name.removeprefix(_MOMENT) for name in tensors if name.startswith(_MOMENT)}
+    trained = {at.parameter for _, at in state_names(tensors) if at.state == "exp_avg"}
     weights = (name for name, t in tensors.items() if t.kind == "weight" and t.dtype.floating)
     return [name for name in weights if trained and name not in trained]
 
 
 def _state(name: str, state: str) -> Named:
-    return Named(f"optimizer.state.{_MASTERS.get(state, state)}.{name}", "optimizer")
+    return Named(str(StateName(_MASTERS.get(state, state), name)), "optimizer")

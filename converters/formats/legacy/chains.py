@@ -13,6 +13,7 @@ from converters.errors import RequestError
 from converters.formats.containers.archive_out import ArchiveFile
 from converters.formats.legacy.output import Chain, buffers, flat_places, flat_state
 from converters.megatron.buffers import Rules
+from converters.names import state_names
 from converters.optimizer.groups import read_param_groups
 
 if TYPE_CHECKING:
@@ -58,11 +59,10 @@ class Chains:
         self.groups = read_param_groups(reader).stored_as("fully_reshardable" if distributed else "plain")
         self._chain = self.groups.chain(self._layout.ep)
         kinds: dict[tuple[int, str], DType] = {}
-        for name, info in optimizer.tensors.items():
-            state, parameter = name.split(".", 3)[2:]
+        for name, (state, parameter) in state_names(optimizer.tensors):
             number = next((n for n, chained in enumerate(self._chain) if chained.has(parameter)), -1)
-            kinds.setdefault((number, state), info.dtype)
-        self.trained = {name.split(".", 3)[3] for name in optimizer.tensors}
+            kinds.setdefault((number, state), optimizer.tensors[name].dtype)
+        self.trained = {at.parameter for _, at in state_names(optimizer.tensors)}
         self._states = [
             {s: k for (m, s), k in sorted(kinds.items(), key=_by_state) if m == n} for n in range(len(self._chain))
         ]

@@ -26,6 +26,7 @@ from converters.errors import FormatError
 from converters.formats.legacy.groups import group_members
 from converters.megatron.buffers import Local, Misfit, Rules, arrange
 from converters.megatron.optimizer_parts import entry_groups, group_algorithm
+from converters.names import StateName
 from converters.optimizer.flat import StoredFlat, bucket_sizes, collect_states, read_buffers
 from converters.torchzip.records import tensor_ref
 
@@ -154,7 +155,7 @@ def _place_states(nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, stor
             continue
         if ref is None or ref.shape != parameter.shape:
             raise Misfit(f"{what} is {list(ref.shape) if ref else 'missing'}, the parameter {list(parameter.shape)}")
-        out.add(f"optimizer.state.{state}.", parameter.local, storages.array(file, ref, what), ref.dtype, ref.offset)
+        out.add(str(StateName(state, "")), parameter.local, storages.array(file, ref, what), ref.dtype, ref.offset)
 
 
 def _chained(entries: Sequence[Any], owned: Sequence[Owned], what: str) -> list[tuple[Any, list[Owned]]]:

@@ -23,6 +23,7 @@ from converters.dtypes import dtype
 from converters.formats.legacy.groups import group_members
 from converters.megatron.buffers import Local, arrange
 from converters.megatron.rank_state_dict import LocalTensor
+from converters.names import StateName
 from converters.pickles import Obj
 from converters.planning.plan import end_to_end
 from converters.torchzip.records_out import named, tensor_node
@@ -161,7 +162,7 @@ def flat_places(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[t
 
 def _state_of(parameter: LocalTensor, state: str, kind: DType) -> Piece:
     """What the optimizer keeps for a parameter, filled as the parameter is."""
-    copies = [replace(copy, source=f"optimizer.state.{state}.{copy.source}") for copy in parameter.copies]
+    copies = [replace(copy, source=str(StateName(state, copy.source))) for copy in parameter.copies]
     return replace(parameter, dtype=kind, copies=copies)
 
 

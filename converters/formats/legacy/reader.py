@@ -43,7 +43,7 @@ from converters.formats.legacy.rank_model import CHUNK, RankModel
 from converters.formats.megatron import common_facts, find_framework
 from converters.megatron.buffers import Misfit
 from converters.megatron.flat_index import Collected
-from converters.names import natural_key, printable
+from converters.names import MASTER, StateName, natural_key, printable, state_names
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -250,16 +250,17 @@ class LegacyReader(StorageReader):
         trained = {
             name: model.shapes[name] for owned in model.owned.values() for p in owned for name, _ in p.local.segments
         }
-        prefixes = dict.fromkeys(".".join(name.split(".")[:3]) for name in collected.pieces)
-        for prefix in prefixes:
+        states = dict.fromkeys(at.state for _, at in state_names(collected.pieces))
+        for state in states:
             for name, shape in trained.items():
-                missing = collected.missing(f"{prefix}.{name}", shape)
+                key = str(StateName(state, name))
+                missing = collected.missing(key, shape)
                 # another algorithm may train it, with other states: those that all lack are for `optimizer_parts` to tell
-                other = prefix == "optimizer.state.param" or any(f"{p}.{name}" in collected.pieces for p in prefixes)
+                other = state == MASTER or any(str(StateName(s, name)) in collected.pieces for s in states)
                 if missing and not (other and missing == Box.whole(shape).volume):
-                    raise Misfit(f"{missing:,} elements of {prefix}.{name} are in no file", tensor=name)
+                    raise Misfit(f"{missing:,} elements of {key} are in no file", tensor=name)
                 if not missing:
-                    out[f"{prefix}.{name}"] = collected.tensor(f"{prefix}.{name}", shape, "optimizer")
+                    out[key] = collected.tensor(key, shape, "optimizer")
         return out
 
     def _place_layers(self, model: WholeModel, rank: Rank, collected: Collected) -> None:
