@@ -23,7 +23,7 @@ from converters.errors import DistckptError, Interrupted
 from converters.execute.error_json import disk_trouble
 from converters.execute.ranks import Ranks
 from converters.names import printable
-from distckpt_cli.console import Console, UsageProblem
+from distckpt_cli.console import COMMAND_LINE, Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup
 from distckpt_cli.signals import STOPS, Signalled, raise_on_signals
@@ -114,6 +114,7 @@ def _main(args: list[str]) -> int:
 
 def _run(args: list[str]) -> int:
     form = _ErrorForm.of(args)
+    COMMAND_LINE.set(tuple(args))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # see `__main__`, and `launch`
         result = get_command(app).main(args=args or ["--help"], prog_name="distckpt", standalone_mode=False, obj=args)

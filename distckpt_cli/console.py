@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
+from contextvars import ContextVar
 from typing import IO, TYPE_CHECKING, Any
 
 from converters.errors import DistckptError
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Console", "UsageProblem", "named", "parse_size", "plain", "table"]
+__all__ = ["COMMAND_LINE", "Console", "UsageProblem", "named", "parse_size", "plain", "table"]
+
+COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
+"""The words behind `distckpt`, as they were typed."""
 
 _STYLES = {"error": "31;1", "warning": "33;1", "ok": "32", "dim": "2", "bold": "1", "hint": "36"}
 _LABEL = 10  # width of the labels of a card: "model     "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from distckpt_cli.choices import DEVICES, check_device
-from distckpt_cli.console import parse_size
+from distckpt_cli.console import COMMAND_LINE, parse_size
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import MaxMemory, Running, output, resources, workers
 
@@ -84,7 +84,7 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
         report = WriteReport(conversion, None)
     else:
         with writing.watched(console) as watched:
-            report = WriteReport(conversion, run_conversion(conversion, **watched))
+            report = WriteReport(conversion, run_conversion(conversion, typed=COMMAND_LINE.get(), **watched))
     _show(console, schema, report)
     return ExitCode.OK
 

@@ -10,18 +10,35 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["JOURNAL", "append", "header", "merged", "read"]
+__all__ = ["JOURNAL", "append", "first_line", "header", "merged", "read"]
 
 JOURNAL = ".journal"
 _VERSION = 1
+_LONGEST = 1 << 20
 
 
-def header(fingerprint: str) -> dict[str, Any]:
-    """The first line of the journal of a job."""
-    return {"version": _VERSION, "fingerprint": fingerprint}
+def header(fingerprint: str, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The first line of the journal of a job.
+
+    Args:
+        about: What a person wants to know who comes across it; plain data.
+    """
+    return {"version": _VERSION, "fingerprint": fingerprint, **({"about": dict(about)} if about else {})}
+
+
+def first_line(path: Path) -> dict[str, Any] | None:
+    """The first line of a file if that is a journal's; None if it is not, or cannot be read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            document = json.loads(file.readline(_LONGEST))
+    except (OSError, ValueError, RecursionError):
+        return None
+    ours = isinstance(document, dict) and document.get("version") == _VERSION
+    return document if ours and isinstance(document.get("fingerprint"), str) else None
 
 
 def read(path: Path, fingerprint: str) -> tuple[list[dict[str, Any]], int]:
@@ -44,7 +61,8 @@ def read(path: Path, fingerprint: str) -> tuple[list[dict[str, Any]], int]:
             break  # cut short by a crash; what it spoke of is done again
         lines.append(document)
         good += len(text)
-    return (lines[1:], good) if lines and lines[0] == header(fingerprint) else ([], 0)
+    same = lines and all(lines[0].get(name) == value for name, value in header(fingerprint).items())
+    return (lines[1:], good) if same else ([], 0)
 
 
 def merged(folder: Path, fingerprint: str, own_lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

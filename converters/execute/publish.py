@@ -43,7 +43,7 @@ from converters.names import printable
 from converters.torchzip.checks import check_archive
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from converters.planning.job import OutputFile, Slice
 
@@ -60,6 +60,7 @@ class Staging:
         overwrite: Whether an existing destination is replaced, after success.
         meeting: Where the ranks of this run meet, if there are several.
         single: The destination is a file: the only one of `files`.
+        about: What the journal says of the run to a person: see `converters.execute.leftovers`.
 
     Attributes:
         resumed: The lines of the journals of interrupted runs, whatever number of ranks they had.
@@ -78,7 +79,9 @@ class Staging:
         overwrite: bool = False,
         meeting: Path | None = None,
         single: bool = False,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
+        self._about = about
         self._single = files[0].name if single else None
         self.destination = resolved(destination)
         self.folder, self._old = beside(destination, "partial"), beside(destination, "old")
@@ -182,7 +185,7 @@ class Staging:
                     _write_slice(fd, piece)
                 os.fsync(fd)
         self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        self.log(journal.header(fingerprint))
+        self.log(journal.header(fingerprint, self._about))
         self._sync_folders()  # what the journal will speak of has to be found after a power cut
 
     def _sync_folders(self) -> None:

@@ -14,6 +14,7 @@ training run's tracker. A run that dies is continued by the same command: what i
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +34,7 @@ from converters.names import printable
 from converters.remote.writing import StoreWriter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from converters.events import Listener, StopFlag
     from converters.execute.ranks import Ranks
@@ -55,6 +56,7 @@ class Upload:
         scratch: A folder on a disk with room for the whole result; by default the one for temporary files.
         overwrite: What is at the destination is replaced, after success.
         ranks: The processes that make the result together.
+        about: What the journal says of the run to a person: see `converters.execute.leftovers`.
 
     Attributes:
         staged: Where the result is made.
@@ -64,7 +66,14 @@ class Upload:
     """
 
     def __init__(
-        self, destination: RemotePath, fingerprint: str, scratch: Path | None, *, overwrite: bool, ranks: Ranks
+        self,
+        destination: RemotePath,
+        fingerprint: str,
+        scratch: Path | None,
+        *,
+        overwrite: bool,
+        ranks: Ranks,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         if ranks.world > 1 and scratch is None:
             raise RequestError(
@@ -75,7 +84,8 @@ class Upload:
         folder = (scratch or Path(tempfile.gettempdir())) / f"distckpt-{destination.name}-{digest}"
         self.destination, self.folder, self.staged = destination, folder, folder / destination.name
         self._marker = destination.with_name(f".{destination.name}.distckpt-upload")
-        self._fingerprint, self._overwrite = fingerprint, overwrite
+        self._fingerprint, self._overwrite, self._about = fingerprint, overwrite, about
+        self._lock = -1
         self._journal = folder / ".uploaded"
         self._writer: StoreWriter | None = None
 
@@ -104,11 +114,32 @@ class Upload:
                 self._mark(uploading=bool(earlier.get("uploading")), replace=bool(earlier.get("uploading")))
         except OSError as error:
             raise os_trouble(error, self.destination, "writing to") from error
-        if not journal.read(self._journal, self._fingerprint)[1]:
-            with trouble_with(self.folder, "preparing"):
+        with trouble_with(self.folder, "preparing"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+            if not journal.read(self._journal, self._fingerprint)[1]:
                 _remove(self.staged)  # of another job, or of this one before its source or its options changed
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._journal.write_text(json.dumps(journal.header(self._fingerprint)) + "\n")
+                self._journal.write_text(json.dumps(journal.header(self._fingerprint, self._about)) + "\n")
+
+    def _take_lock(self) -> None:
+        """Holds the folder for this process, so that nobody clears it and no second run uploads beside this one."""
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise DestinationError(
+                f"another distckpt is writing {printable(str(self.destination))} right now", hint="wait for it"
+            ) from None
+        except OSError:  # some NFS and Lustre mounts have no locks
+            pass
+        self._lock = fd
+
+    def close(self) -> None:
+        """Lets go of the folder; what is in it stays for the next run."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def run(self, tell: Listener, stop: StopFlag | None) -> None:
         """Uploads the result that was made, and removes it from the disk.
@@ -223,7 +254,8 @@ class Upload:
 
     def _mark(self, *, uploading: bool, replace: bool) -> None:
         assert self._writer is not None
-        document = {"fingerprint": self._fingerprint, "uploading": uploading, "replace": replace}
+        document: dict[str, Any] = {"fingerprint": self._fingerprint, "uploading": uploading, "replace": replace}
+        document |= {"about": dict(self._about)} if self._about else {}
         self._writer.put_bytes(json.dumps(document).encode() + b"\n", self._marker)
         refresh(self._marker.parent)
 

@@ -6,6 +6,7 @@ and writes no tensor data, and says in the conversion what a person and a progra
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady
 from converters.execute.destination import beside, free_bytes, os_trouble, replaced
+from converters.execute.leftovers import about_run
 from converters.execute.publish import Staging, TeamStaging
 from converters.execute.ranks import Ranks
 from converters.execute.run import Stats, run
@@ -183,6 +185,7 @@ def run_conversion(
     listener: Listener | None = None,
     stop: StopFlag | None = None,
     ranks: Ranks | None = None,
+    typed: Sequence[str] = (),
 ) -> Stats:
     """Carries out a conversion; the destination appears complete, or not at all.
 
@@ -191,14 +194,16 @@ def run_conversion(
         listener: Told about progress, of all ranks, on rank 0.
         stop: Polled between tiles.
         ranks: The processes that do this together; by default this one alone.
+        typed: The words of the command line, for whoever comes across what an interrupted run left.
 
     Raises:
         DistckptError: See `converters.execute.run.run`; also when the disk has not enough room, before anything is written.
             Every rank raises an error of the same exit code.
     """
     ranks, job, destination = ranks or Ranks(), plan.job, plan.destination
+    about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     if isinstance(destination, RemotePath):
-        return _run_into_store(plan, destination, listener, stop, ranks)
+        return _run_into_store(plan, destination, listener, stop, ranks, typed)
     tell = listener if listener is not None and ranks.rank == 0 else _ignore
     with Crew(
         plan.command,
@@ -228,6 +233,7 @@ def run_conversion(
             overwrite=plan.options.overwrite,
             meeting=crew.folder,
             single=plan.single,
+            about=about,
         )
         for text in staging.notes:
             tell(Note(text))
@@ -254,26 +260,38 @@ def run_conversion(
 
 
 def _run_into_store(
-    plan: Conversion, destination: RemotePath, listener: Listener | None, stop: StopFlag | None, ranks: Ranks
+    plan: Conversion,
+    destination: RemotePath,
+    listener: Listener | None,
+    stop: StopFlag | None,
+    ranks: Ranks,
+    typed: Sequence[str],
 ) -> Stats:
     """Makes the result on a disk, as any other, and uploads it."""
     tell = listener or _ignore
+    about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     upload = Upload(
-        destination, plan.job.fingerprint, plan.options.scratch, overwrite=plan.options.overwrite, ranks=ranks
+        destination,
+        plan.job.fingerprint,
+        plan.options.scratch,
+        overwrite=plan.options.overwrite,
+        ranks=ranks,
+        about=about,
     )
     gone = replaced(destination) if plan.options.overwrite else None
-    if ranks.rank == 0:
-        upload.begin()
-        for text in [gone] if gone else []:
-            tell(Note(text))
-    if upload.is_staged:
-        stats = Stats()
-        stats.bytes_kept = plan.job.bytes_written
-    else:
-        staged = replace(plan, destination=upload.staged, options=replace(plan.options, overwrite=False))
-        stats = run_conversion(staged, listener=listener, stop=stop, ranks=ranks)
-    if ranks.rank == 0:
-        upload.run(tell, stop)
+    with contextlib.closing(upload):
+        if ranks.rank == 0:
+            upload.begin()
+            for text in [gone] if gone else []:
+                tell(Note(text))
+        if upload.is_staged:
+            stats = Stats()
+            stats.bytes_kept = plan.job.bytes_written
+        else:
+            staged = replace(plan, destination=upload.staged, options=replace(plan.options, overwrite=False))
+            stats = run_conversion(staged, listener=listener, stop=stop, ranks=ranks, typed=typed)
+        if ranks.rank == 0:
+            upload.run(tell, stop)
     return stats
 
 

@@ -41,6 +41,7 @@ COMMANDS = {
         "import_hf:import_hf", "Hugging Face", "Write a checkpoint that a Megatron-LM job starts from, and its flags"
     ),
     "doctor": Entry("doctor:doctor", "About", "Explain errors of training jobs; say whether a job loads a checkpoint"),
+    "cache": Entry("cache:cache", "About", "Show what unfinished runs left on disks, and remove it"),
     "formats": Entry("about:formats", "About", "List the storage formats that are read and written"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that are exported and imported"),
 }
@@ -120,6 +121,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt import-hf llama-hf start --to legacy --dtype bf16",
         "distckpt import-hf Qwen3-8B start --dry-run --json | jq -r .arguments",
     ),
+    "cache": ("distckpt cache", "distckpt cache runs --json", "distckpt cache runs /scratch --clear"),
     "formats": ("distckpt formats",),
     "models": ("distckpt models --json",),
 }

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from converters.overview.runs import CheckpointSummary
 
-__all__ = ["ls", "print_summaries", "show_summaries", "summary_document"]
+__all__ = ["format_age", "ls", "print_summaries", "show_summaries", "summary_document"]
 
 Folders = Annotated[
     list[str] | None, typer.Argument(metavar="[PATH]...", help="Folders to search; by default the working directory.")
@@ -103,7 +103,7 @@ def print_summaries(console: Console, summaries: Sequence[CheckpointSummary]) ->
             describe_layout(summary.layout).partition(" (")[0] if summary.layout else "-",
             summary.optimizer or "-",
             "-" if summary.nbytes is None else format_size(summary.nbytes),
-            _age(now, summary.modified),
+            format_age(now, summary.modified),
             f"{summary.path}{' *' if summary.latest else ''}",
         )
         for summary in summaries
@@ -134,7 +134,8 @@ def _model(summary: CheckpointSummary) -> str:
     return " ".join(word for word in (summary.model, size, summary.dtype) if word) or "-"
 
 
-def _age(now: float, modified: float | None) -> str:
+def format_age(now: float, modified: float | None) -> str:
+    """How long ago something changed: `3 d`."""
     if modified is None:
         return "-"
     seconds = max(0, int(now - modified))

@@ -1,0 +1,284 @@
+"""What runs keep on disks while they work, and what is left of them when they end early: found, described, removed.
+
+    .NAME.distckpt-partial/     a result that is being made (`publish`)
+    .NAME.distckpt-old/         what --overwrite replaces, for a moment
+    .NAME.distckpt-ranks-*/     where the ranks of a run meet (`rank_sync`)
+    distckpt-NAME-0123.../      under --scratch: a result for an object store, until it is uploaded (`upload`)
+
+    .NAME.distckpt-upload       in a store, beside NAME: an upload that is not complete
+
+Nothing else is kept anywhere: no metadata and no plan is cached between runs. Only folders with a journal of ours in them
+are removed, and only while this process holds the lock that a living run has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import DestinationError, FormatError
+from converters.execute import journal
+from converters.execute.destination import os_trouble
+from converters.execute.journal import JOURNAL
+from converters.execute.rank_files import is_held
+from converters.formats.folder import read_small, status
+from converters.names import printable
+from converters.remote.address import RemotePath
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["Leftover", "about_run", "clear_leftover", "leftovers", "scratch_leftovers"]
+
+_UPLOADED = ".uploaded"
+_NAMES = {
+    "staging": re.compile(r"\.(.+)\.distckpt-partial"),
+    "replaced": re.compile(r"\.(.+)\.distckpt-old"),
+    "ranks": re.compile(r"\.(.+)\.distckpt-ranks-.+"),
+    "upload": re.compile(r"distckpt-(.+)-[0-9a-f]{16}"),
+}
+_MARK = re.compile(r"\.(.+)\.distckpt-upload")
+_INSIDE = re.compile(r"iter_\d+|release|global_step_\d+|weights|mp_rank_.*|pp\d+|tp\d+")  # checkpoints: not searched
+
+
+def about_run(command: str, source: Path, destination: Path, typed: Sequence[str]) -> dict[str, Any]:
+    """What a journal says of its run to a person.
+
+    Args:
+        command: The verb.
+        typed: The words behind `distckpt` on the command line; none if a program called the library.
+    """
+    about: dict[str, Any] = {"command": command, "source": str(source), "destination": str(destination)}
+    return about | ({"typed": list(typed), "folder": str(Path.cwd())} if typed else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A folder that a run keeps or has left.
+
+    Attributes:
+        kind: "staging", "upload", "ranks" or "replaced": see the module.
+        state: "running": a living process has it; "unfinished": its run has ended early, and it may be removed;
+            "unknown": it has no journal of ours, is somebody else's, or nothing tells whether its run is alive.
+        reason: Why it is not removed; empty if it may be.
+        nbytes: Bytes that it takes on the disk.
+        modified: When its journal, or itself, last changed, in seconds since 1970.
+        destination: What its run makes; None if nothing says so.
+        command: What to type to continue its run; None if nothing says so.
+    """
+
+    path: Path
+    kind: str
+    state: str
+    reason: str
+    nbytes: int
+    modified: float
+    destination: str | None = None
+    command: str | None = None
+
+
+def leftovers(folder: Path) -> Iterator[Leftover]:
+    """What runs left in a folder or below it, or the folder itself, in the order of their paths; not inside of checkpoints.
+
+    Raises:
+        FormatError: The folder cannot be listed.
+    """
+    if _kind(folder.resolve().name) is not None and not folder.is_symlink():
+        yield from _described(folder)
+        return
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise FormatError(f"{printable(str(folder))} cannot be listed: {error.strerror or error}") from error
+    yield from _marks(paths) if isinstance(folder, RemotePath) else _below(paths)
+
+
+def _below(paths: Sequence[Path]) -> Iterator[Leftover]:
+    for path in paths:
+        if path.is_symlink() or not path.is_dir():
+            continue
+        if _kind(path.name) is not None:
+            yield from _described(path)
+        elif not _INSIDE.fullmatch(path.name):
+            inside: list[Path] = []
+            with contextlib.suppress(OSError):  # a folder that may not be listed
+                inside = sorted(path.iterdir())
+            yield from _below(inside)
+
+
+def _marks(paths: Sequence[Path]) -> Iterator[Leftover]:
+    """Marks of uploads that are not complete, directly in a folder of a store."""
+    for path in paths:
+        match = _MARK.fullmatch(path.name)
+        if match is None:
+            continue
+        try:
+            document, state = json.loads(read_small(path, 1 << 20)), status(path)
+        except (OSError, ValueError, FormatError):
+            continue
+        about = document.get("about") if isinstance(document, dict) else None
+        about = about if isinstance(about, dict) else {}
+        modified = state.mtime_ns / 1e9 if state else 0.0
+        reason = (
+            "a store has no locks: the same command continues it, with --overwrite a new one discards what it uploaded"
+        )
+        beside = str(path.with_name(match[1]))
+        yield Leftover(path, "mark", "unknown", reason, 0, modified, beside, _continuation(about))
+
+
+def scratch_leftovers(scratch: Path) -> Iterator[Leftover]:
+    """As `leftovers`, of what lies directly in a folder that other programs use, too."""
+    with contextlib.suppress(OSError):
+        for path in sorted(scratch.iterdir()):
+            if _kind(path.name) is not None and path.is_dir() and not path.is_symlink():
+                yield from _described(path)
+
+
+def clear_leftover(leftover: Leftover) -> None:
+    """Removes what an ended run left, while holding the lock that a living one has.
+
+    Raises:
+        DestinationError: It is in use meanwhile, is not ours to remove, or the disk failed.
+    """
+    path = leftover.path
+    shown = printable(str(path))
+    if leftover.reason:
+        raise DestinationError(f"{shown} is not removed: {leftover.reason}")
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            state, reason = _judged(path, leftover.kind, fd)
+            if state != "unfinished" or not os.path.samestat(os.fstat(fd), path.lstat()):
+                raise DestinationError(f"{shown} is not removed: {reason or 'it has just been replaced'}")
+            _remove(path, leftover.kind)
+        finally:
+            os.close(fd)
+    except BlockingIOError:
+        raise DestinationError(f"{shown} is not removed: a run has begun to use it") from None
+    except FileNotFoundError:
+        return  # its run went on and has ended
+    except OSError as error:
+        raise os_trouble(error, path, "removing") from error
+
+
+def _remove(path: Path, kind: str) -> None:
+    if kind == "ranks":
+        shutil.rmtree(path)
+        return
+    # first nothing in it can be continued, last it is no longer known to be ours: a kill in between leaves neither wrong
+    record = path / _journal_name(kind)
+    cleared = path / f"{record.name}.cleared"
+    with cleared.open("wb") as file:
+        journal.append(file.fileno(), [journal.header("")])
+    cleared.replace(record)
+    for entry in sorted(path.iterdir()):
+        if entry == record:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(path)
+
+
+def _kind(name: str) -> str | None:
+    return next((kind for kind, pattern in _NAMES.items() if pattern.fullmatch(name)), None)
+
+
+def _journal_name(kind: str) -> str:
+    return _UPLOADED if kind == "upload" else JOURNAL
+
+
+def _described(path: Path) -> Iterator[Leftover]:
+    kind = _kind(path.resolve().name) or ""
+    try:
+        state, reason = _probed(path, kind)
+        record = path / _journal_name(kind)
+        modified = (record if record.is_file() else path).lstat().st_mtime
+        nbytes = _disk_bytes(path)
+    except FileNotFoundError:
+        return  # its run has just ended
+    except OSError as error:
+        yield Leftover(path, kind, "unknown", f"it cannot be looked at: {error.strerror or error}", 0, 0.0)
+        return
+    about = (journal.first_line(path / _journal_name(kind)) or {}).get("about")
+    about = about if isinstance(about, dict) else {}
+    match = _NAMES[kind].fullmatch(path.resolve().name)
+    beside = str(path.with_name(match[1])) if match and kind != "upload" else None
+    destination = about.get("destination") if isinstance(about.get("destination"), str) else beside
+    yield Leftover(path, kind, state, reason, nbytes, modified, destination, _continuation(about))
+
+
+def _continuation(about: dict[str, Any]) -> str | None:
+    """The command that a journal names, quoted: whatever a journal says, it is words for distckpt."""
+    typed, folder = about.get("typed"), about.get("folder")
+    if not isinstance(typed, list) or not typed or not all(isinstance(word, str) for word in typed):
+        return None
+    words = shlex.join(["distckpt", *typed])
+    elsewhere = isinstance(folder, str) and folder != str(Path.cwd())
+    return f"cd {shlex.quote(folder)} && {words}" if elsewhere and isinstance(folder, str) else words
+
+
+def _probed(path: Path, kind: str) -> tuple[str, str]:
+    """State and reason, by trying the lock."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_UN)  # at once: a run that begins just now shall find it free
+        return _judged(path, kind, fd)
+    except BlockingIOError:
+        return "running", "its run is alive"
+    except OSError:
+        return "unknown", "this file system has no locks, so nothing tells whether its run is alive"
+    finally:
+        os.close(fd)
+
+
+def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:
+    """State and reason of a folder whose lock nobody else holds."""
+    if kind == "replaced":
+        return (
+            "unknown",
+            "it is what --overwrite was about to replace; the command that did so puts it back or removes it",
+        )
+    if os.fstat(fd).st_uid != os.geteuid():
+        return "unknown", "it belongs to another user"
+    if kind == "ranks":
+        locks = list(path.glob("lock-*"))
+        if any(map(is_held, locks)):
+            return "running", "its run is alive"
+        return ("unfinished", "") if locks else ("unknown", "it has no files of ranks")
+    if journal.first_line(path / _journal_name(kind)) is None:
+        return "unknown", "it has no journal that distckpt wrote: remove it yourself if you know it"
+    for meeting in _meetings(path, kind):
+        if any(map(is_held, meeting.glob("lock-*"))):
+            return "running", "ranks of its run are alive"
+    for inner in path.glob(".*.distckpt-partial") if kind == "upload" else ():
+        if _probed(inner, "staging")[0] == "running":
+            return "running", "its run is alive"
+    return "unfinished", ""
+
+
+def _meetings(path: Path, kind: str) -> Iterator[Path]:
+    if kind == "upload":
+        return path.glob(".*.distckpt-ranks-*")
+    head = f"{path.name.removesuffix('partial')}ranks-"
+    return (other for other in path.parent.iterdir() if other.name.startswith(head))
+
+
+def _disk_bytes(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += Path(folder, name).lstat().st_blocks * 512
+    return total
