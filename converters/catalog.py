@@ -83,6 +83,8 @@ class TensorInfo:
         shift: What is added to every element on the way to the target: -1 for a norm's weight that is stored as gamma and
             shall be gamma - 1. Reading alone does not add it.
         update: For a weight that an adapter is merged into while it is read, what that adds.
+        unit: Rows and columns of a matrix that are written together: tiles of it are whole squares of that size, of which
+            both sides are multiples.
     """
 
     name: str
@@ -95,6 +97,7 @@ class TensorInfo:
     rounds_to: TensorInfo | None = None
     shift: int = 0
     update: LowRank | None = None
+    unit: int = 1
 
     @property
     def numel(self) -> int:

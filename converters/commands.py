@@ -25,7 +25,7 @@ from converters.names import printable
 from converters.remote.address import named_path
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.edit_args import EditOptions, plan_edit
-from converters.write.export import ExportOptions, plan_export
+from converters.write.export import QUANTIZATIONS, ExportOptions, plan_export
 from converters.write.import_hf import ImportOptions, plan_import
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import WriteOptions, run_conversion
@@ -63,6 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "masters": ("fp32", "remainders"),
     "mtp": ("keep", "drop", "auto"),
     "names": ("megatron", "hf"),
+    "quantize": QUANTIZATIONS,
     "rng": ("keep", "drop", "auto"),
     "spec": ("te", "local"),
 }

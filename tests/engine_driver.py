@@ -94,13 +94,13 @@ def run(plan, signals):
 
 
 def slow_down(seconds):
-    original = Worker._scatter
+    original = Worker._write
 
     def scatter(self, *arguments):
         time.sleep(seconds)
         original(self, *arguments)
 
-    Worker._scatter = scatter
+    Worker._write = scatter
 
 
 if __name__ == "__main__":

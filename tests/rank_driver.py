@@ -25,7 +25,7 @@ PIDS = os.environ.get("PIDS")
 
 
 def slow_down():
-    original = Worker._scatter
+    original = Worker._write
 
     def scatter(self, *arguments):
         if PIDS and not (Path(PIDS) / str(RANK)).exists():
@@ -38,7 +38,7 @@ def slow_down():
             time.sleep(SLOW)
         original(self, *arguments)
 
-    Worker._scatter = scatter
+    Worker._write = scatter
 
 
 if __name__ == "__main__":

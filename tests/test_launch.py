@@ -23,14 +23,14 @@ if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
     if os.environ.get("VICTIM") == os.environ["RANK"]:
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
     from converters.execute.worker import Worker
-    original = Worker._scatter
+    original = Worker._write
     def scatter(self, *arguments):
         pid = pathlib.Path(os.environ["PIDS"]) / os.environ["RANK"]
         pid.with_suffix(".new").write_text(str(os.getpid()))
         pid.with_suffix(".new").replace(pid)  # whoever sees it can read it
         time.sleep(0.3)
         original(self, *arguments)
-    Worker._scatter = scatter
+    Worker._write = scatter
 """
 
 

@@ -160,7 +160,7 @@ def lines(path, fingerprint, *documents):
 
 
 def line(*tasks):
-    return {"tasks": list(tasks), "sums": [], "written": []}
+    return {"tasks": list(tasks), "sums": [], "written": [], "losses": []}
 
 
 def test_journals_of_all_ranks_become_one(tmp_path):

@@ -162,6 +162,8 @@ MEGATRON = {
     "--ckpt-format",
     "--dist-ckpt-strictness",
     "--load",
+    "--qk-layernorm",
+    "--use-checkpoint-args",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
     "--use-distributed-optimizer",

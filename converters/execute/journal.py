@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["JOURNAL", "append", "first_line", "header", "merged", "read"]
 
 JOURNAL = ".journal"
-_VERSION = 1
+_VERSION = 2
 _LONGEST = 1 << 20
 
 

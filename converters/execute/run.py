@@ -22,6 +22,7 @@ from converters.execute.work_sharing import Crew
 from converters.execute.worker import Worker
 from converters.formats.base import fingerprint_of
 from converters.io.gather import Gatherer
+from converters.io.quantize import Loss
 from converters.io.sources import Sources
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from converters.crc import Segment
     from converters.events import Listener, StopFlag
     from converters.execute.publish import Staging, TeamStaging
+    from converters.execute.worker import Losses
     from converters.formats.base import Reader
     from converters.io.sources import Segments
     from converters.planning.job import Job, Task
@@ -49,11 +51,14 @@ class Stats:
         bytes_kept: Bytes of tensor data kept from an interrupted run.
         records_checked: Records whose checksum was compared.
         seconds: Wall time.
+        losses: For each tensor that was quantized: `max_abs`, the largest difference of what a reader computes and what was
+            stored, and `relative`, the length of all differences by that of the tensor.
     """
 
     def __init__(self) -> None:
         self.bytes_read = self.bytes_written = self.bytes_kept = self.records_checked = 0
         self.seconds = 0.0
+        self.losses: dict[str, dict[str, float]] = {}
 
 
 def run(
@@ -94,6 +99,15 @@ def _ignore(event: Event) -> None:
     pass
 
 
+def _add(total: Losses, more: Losses) -> None:
+    for name, loss in more.items():
+        total[name] = total.get(name, Loss()) + loss
+
+
+def _listed(losses: Losses) -> list[list[Any]]:
+    return [[name, *loss.to_json()] for name, loss in losses.items()]
+
+
 class _Run:
     """One run of a job: what its workers share."""
 
@@ -117,6 +131,8 @@ class _Run:
         self.fresh: Segments = []  # checksums of what was read since then
         self.fresh_written: Segments = []  # and of what was written into sealed records
         self.written = RecordSums()
+        self.losses: Losses = {}
+        self.fresh_losses: Losses = {}  # since the last safe point
         self.left: Counter[int] = Counter()  # tasks that are left to do for each file
         self.complete: list[int] = []  # files for which there are none
 
@@ -141,6 +157,11 @@ class _Run:
             self._complete_sums()
             seal(self.job, self.staging.folder, self.written)
             self._same_source()
+            self.stats.losses = {
+                name: {"max_abs": self.losses[name].largest, "relative": self.losses[name].relative}
+                for name in self.job.sources
+                if name in self.losses
+            }
         self.stats.seconds = time.monotonic() - begin
         return self.stats
 
@@ -163,17 +184,19 @@ class _Run:
             return None
         seal(self.job, self.staging.folder, self.written, whole_only=True)
         self._count_reading()
-        return {"sums": self.sources.sums.listed(), "written": self.written.listed(), "stats": vars(self.stats)}
+        sums, written = self.sources.sums.listed(), self.written.listed()
+        return {"sums": sums, "written": written, "losses": _listed(self.losses), "stats": vars(self.stats)}
 
     def _take_over(self, others: Iterable[Mapping[str, Any]]) -> None:
         """Goes on with what the other ranks have begun."""
         for left in others:
-            self._add_sums(left)
+            self._take(left)
             for name in ("bytes_read", "bytes_written", "records_checked"):
                 setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
 
-    def _add_sums(self, document: Mapping[str, Any]) -> None:
-        """Takes over checksums from a line of a journal, or from another rank."""
+    def _take(self, document: Mapping[str, Any]) -> None:
+        """Takes over checksums and losses from a line of a journal, or from another rank."""
+        _add(self.losses, {name: Loss.from_json(numbers) for name, *numbers in document["losses"]})
         for sums, name in ((self.sources.sums, "sums"), (self.written, "written")):
             for record, *segment in document[name]:
                 sums.add(record, tuple(segment))
@@ -190,7 +213,7 @@ class _Run:
         done: set[int] = set()
         for line in self.staging.resumed:
             done.update(line["tasks"])
-            self._add_sums(line)
+            self._take(line)
         todo = [task for task in self.job.tasks if task.number not in done]
         kept = [task for task in self.job.tasks if task.number in done]
         if kept:
@@ -209,27 +232,30 @@ class _Run:
     def _safe_point(self) -> None:
         """Syncs what finished tasks wrote, then says so in the journal."""
         with self.lock:
-            tasks, segments, written = self.finished, self.fresh, self.fresh_written
-            self.finished, self.fresh, self.fresh_written = [], [], []
+            tasks, segments, written, losses = self.finished, self.fresh, self.fresh_written, self.fresh_losses
+            self.finished, self.fresh, self.fresh_written, self.fresh_losses = [], [], [], {}
         if not tasks or self.unsure:
             return
         for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
             path = self.staging.folder / self.job.files[number].name
             with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
                 os.fsync(fd)
-        self.staging.log({"tasks": [task.number for task in tasks], "sums": segments, "written": written})
+        numbers = [task.number for task in tasks]
+        self.staging.log({"tasks": numbers, "sums": segments, "written": written, "losses": _listed(losses)})
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None:
         """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""
         self.written.add(record, segment)
         log.append((record, *segment))
 
-    def done(self, task: Task, segments: Segments, written: Segments) -> None:
+    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses) -> None:
         """Notes a finished task."""
         with self.lock:
             self.finished.append(task)
             self.fresh += segments
             self.fresh_written += written
+            for total in (self.losses, self.fresh_losses):
+                _add(total, losses)
             self.stats.bytes_written += task.nbytes
         self.listener(Moved(task.nbytes))
         self._count_files(task.files)

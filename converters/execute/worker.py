@@ -14,9 +14,11 @@ from converters.execute.destination import os_trouble
 from converters.execute.disk import trouble_with, write_at
 from converters.io.cast import Caster, overflowed, pinned
 from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
+from converters.io.quantize import Loss, quantized
 from converters.planning.plan import Op
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -27,7 +29,10 @@ if TYPE_CHECKING:
     from converters.io.sources import Segments, Sources
     from converters.planning.job import Job, Move, Task, Tile
 
-__all__ = ["Worker"]
+__all__ = ["Losses", "Worker"]
+
+Losses = dict[str, Loss]
+"""What quantizing has changed, for each tensor."""
 
 
 class Shared(Protocol):
@@ -41,7 +46,7 @@ class Shared(Protocol):
     crew: Crew
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
-    def done(self, task: Task, segments: Segments, written: Segments) -> None: ...
+    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses) -> None: ...
 
 
 class Worker:
@@ -49,6 +54,7 @@ class Worker:
 
     Attributes:
         written: Checksums of what the current task wrote into sealed records.
+        losses: What it lost by quantizing, for each tensor.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -57,6 +63,7 @@ class Worker:
         self._caster = Caster(shared.device)
         self._outputs = OpenFiles(_open_output, self._close_output)
         self.written: Segments = []
+        self.losses: Losses = {}
 
     def close(self) -> None:
         """Closes all files.
@@ -79,16 +86,29 @@ class Worker:
         """Does a task, and notes that; leaves it as it is if it is asked to stop before the end."""
         segments: Segments = []
         self._gatherer.segments = segments
-        self.written = []
+        self.written, self.losses = [], {}
         for tile in task.tiles:
             if self._shared.crew.should_stop():
                 return
             elements = self._gatherer.gather(tile.source, tile.box)
-            for move in self._shared.job.routes.reached(tile.source, tile.box):
-                self._scatter(tile, elements, move)
-        self._shared.done(task, segments, self.written)
+            moves = list(self._shared.job.routes.reached(tile.source, tile.box))
+            if any(move.op is Op.QUANTIZE for move in moves):
+                self._quantize(tile, elements, moves)
+                continue
+            for move in moves:
+                self._write(move, self._changed(tile, elements, move))
+        self._shared.done(task, segments, self.written, self.losses)
 
-    def _scatter(self, tile: Tile, elements: NDArray[Any], move: Move) -> None:
+    def _quantize(self, tile: Tile, elements: NDArray[Any], moves: Iterable[Move]) -> None:
+        """Writes a tile of whole blocks as codes, and their scales."""
+        codes = self._gatherer.scratch(elements.size).reshape(elements.shape)
+        scales, loss = quantized(elements, self._shared.job.sources[tile.source].dtype, tile.source, codes)
+        self.losses[tile.source] = self.losses.get(tile.source, Loss()) + loss
+        for move in moves:
+            self._write(move, codes if move.op is Op.QUANTIZE else scales)
+
+    def _changed(self, tile: Tile, elements: NDArray[Any], move: Move) -> NDArray[Any]:
+        """The elements of a move as they are written, in C order."""
         values = elements[move.part.relative_to(tile.box.start).slices]
         if move.op is Op.TRANSPOSE:
             values = values.T
@@ -108,6 +128,9 @@ class Worker:
             packed = self._gatherer.scratch(values.nbytes).view(values.dtype).reshape(values.shape)
             np.copyto(packed, values)
             values = packed
+        return values
+
+    def _write(self, move: Move, values: NDArray[Any]) -> None:
         size = move.dtype.itemsize
         first, length, outer = runs(move.landing, move.shape)
         data, at = values.reshape(-1).view(np.uint8).data, 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from converters.box import Box
 from converters.errors import IntegrityError, RequestError
 from converters.names import printable
-from converters.planning.plan import Op, Piece, prove
+from converters.planning.plan import SCALE_BLOCK, Op, Piece, prove
 from converters.planning.tasks import Task, Tasks, TaskTable, Tile
 
 if TYPE_CHECKING:
@@ -319,7 +319,8 @@ class Job:
         routes.prove({name: info.shape for name, info in used.items()}, [drop for drop in drops if drop.source in used])
         kinds = routes.kinds(used)
         # the tile, and a scratch that holds it in its widest form
-        buffers = 1 + max((-(-new.itemsize // old.itemsize) for old, new, _ in kinds), default=1)
+        widths = (-(-new.itemsize // old.itemsize) for old, new, op in kinds if op is not Op.SCALES)
+        buffers = 1 + max(widths, default=1)
         tile, threads = _tile_size(buffers, max_memory, threads)
         digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}:{routes.digest()}".encode())
         for output in files:
@@ -330,6 +331,7 @@ class Job:
                 content += str(part.plain).encode() if part.plain >= 0 else b""
                 digest.update(f"{part.at}:".encode() + hashlib.sha256(content).digest())
         peak = threads * tile * buffers
+        kinds = {kind for kind in kinds if kind[2] not in (Op.QUANTIZE, Op.SCALES)}  # these on the host
         computes = any(old != new or op in (Op.ADD_ONE, Op.SUBTRACT_ONE) for old, new, op in kinds)
         computes = computes or any(info.shift for info in used.values())
         return cls(
@@ -371,13 +373,16 @@ def total(moves: Iterable[Move]) -> tuple[set[int], int]:
     files, nbytes = set(), 0
     for move in moves:
         files.add(move.file)
-        nbytes += move.part.volume * move.dtype.itemsize
+        nbytes += move.landing.volume * move.dtype.itemsize
     return files, nbytes
 
 
 def landing(copy: Copy, part: Box) -> Box:
     """Where elements `part` of a copy's source go, in the target's coordinates."""
     inner = part.relative_to(copy.source_box.start)
+    if copy.op is Op.SCALES:
+        grid = Box(*(tuple(n // SCALE_BLOCK for n in numbers) for numbers in (inner.start, inner.shape)))
+        return grid.shifted(copy.target_box.start)
     shape = copy.source_box.shape
     if copy.op is Op.TRANSPOSE:
         inner, shape = inner.flipped, shape[::-1]

@@ -18,20 +18,38 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
 
-__all__ = ["Copy", "Drop", "Op", "Piece", "Target", "account", "end_to_end", "pieces_of", "prove", "reversed_copy"]
+__all__ = [
+    "SCALE_BLOCK",
+    "Copy",
+    "Drop",
+    "Op",
+    "Piece",
+    "Target",
+    "account",
+    "end_to_end",
+    "pieces_of",
+    "prove",
+    "reversed_copy",
+]
+
+SCALE_BLOCK = 128
+"""Rows and columns of a quantized matrix that share a scale."""
 
 
 class Op(Enum):
-    """What may happen to elements on the way, each with its inverse. A cast follows from the two element types."""
+    """What may happen to elements on the way. A cast follows from the two element types."""
 
     COPY = "copy"
     TRANSPOSE = "transpose"  # of a matrix: target[i, j] = source[j, i]
     ADD_ONE = "add one"  # a zero-centred norm weight (gamma - 1) becomes an ordinary one
     SUBTRACT_ONE = "subtract one"
+    QUANTIZE = "quantize"  # whole blocks of a matrix, each divided by its scale (io/quantize.py)
+    SCALES = "scales"  # one number for each of these blocks
 
     @property
     def inverse(self) -> Op:
-        """The op that undoes this one."""
+        """The op that undoes this one; of those that quantize there is none."""
+        assert self not in (Op.QUANTIZE, Op.SCALES)
         return {Op.ADD_ONE: Op.SUBTRACT_ONE, Op.SUBTRACT_ONE: Op.ADD_ONE}.get(self, self)
 
 
@@ -43,7 +61,8 @@ class Copy:
         source: Canonical name of the source tensor.
         source_box: In its coordinates.
         target: Name of the piece.
-        target_box: In its coordinates. Both boxes hold the same number of elements, in the same C order (after the op).
+        target_box: In its coordinates. Both boxes hold the same number of elements, in the same C order (after the op);
+            of scales, one for each block of the source's, which begins and ends with a block.
         op: What happens on the way.
     """
 
@@ -274,6 +293,10 @@ def _lost(names: Sequence[str], details: list[str]) -> RequestError:
 
 
 def _same_elements(copy: Copy) -> bool:
+    if copy.op is Op.SCALES:
+        edges = (*copy.source_box.start, *copy.source_box.shape)
+        own = (*copy.target_box.start, *copy.target_box.shape)
+        return tuple(SCALE_BLOCK * n for n in own) == edges
     if copy.op is not Op.TRANSPOSE and copy.source_box.shape == copy.target_box.shape:
         return True
     squeezed = [tuple(n for n in box.shape if n != 1) for box in (copy.source_box, copy.target_box)]

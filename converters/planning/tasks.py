@@ -12,7 +12,7 @@ import numpy as np
 from converters.box import Box, contiguous_tiles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from numpy.typing import NDArray
 
@@ -24,7 +24,7 @@ __all__ = ["Task", "TaskTable", "Tasks", "Tile"]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A contiguous box of a source tensor, in its coordinates."""
+    """A box of a source tensor, in its coordinates; contiguous, unless whole blocks of a wide matrix are needed."""
 
     source: str
     box: Box
@@ -86,7 +86,7 @@ class TaskTable:
             file_ends.append(len(listed))
 
         for position, (name, tensor) in enumerate(sources.items()):
-            for number, (box, size) in enumerate(_tiles(tensor.shape, tensor.dtype.itemsize, tile_bytes)):
+            for number, (box, size) in enumerate(_tiles(tensor.shape, tensor.dtype.itemsize, tile_bytes, tensor.unit)):
                 reached, output_bytes = routes.touched(name, box)
                 if not output_bytes:
                     continue  # wholly dropped, padding rows for example
@@ -137,14 +137,27 @@ class Tasks(Sequence[Task]):
         for position, piece in zip(table.source[tiles].tolist(), table.piece[tiles].tolist(), strict=True):
             name = self._names[position]
             tensor = self._sources[name]
-            task_tiles.append(Tile(name, _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes)[piece][0]))
+            boxes = _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes, tensor.unit)
+            task_tiles.append(Tile(name, boxes[piece][0]))
         return Task(number, tuple(task_tiles), frozenset(table.files[files].tolist()), int(table.nbytes[number]))
 
 
 @lru_cache(maxsize=256)
-def _tiles(shape: tuple[int, ...], itemsize: int, tile_bytes: int) -> list[tuple[Box, int]]:
+def _tiles(shape: tuple[int, ...], itemsize: int, tile_bytes: int, unit: int) -> list[tuple[Box, int]]:
     """The tiles of a tensor, with the bytes of each."""
-    whole = Box.whole(shape)
-    fits = whole.volume * itemsize <= tile_bytes
-    boxes = (whole,) if fits else contiguous_tiles(whole, max(1, tile_bytes // itemsize))
+    whole, most = Box.whole(shape), max(1, tile_bytes // itemsize)
+    if whole.volume <= most:
+        boxes: Iterable[Box] = (whole,)
+    else:
+        boxes = contiguous_tiles(whole, most) if unit == 1 else _whole_blocks(shape, most, unit)
     return [(box, box.volume * itemsize) for box in boxes]
+
+
+def _whole_blocks(shape: tuple[int, ...], most: int, unit: int) -> Iterator[Box]:
+    """Tiles of a matrix that cut none of its square blocks: many rows of blocks, or where one is too large, parts of it."""
+    rows, columns = shape
+    width = min(columns, max(1, most // unit // unit) * unit)
+    height = max(1, most // width // unit) * unit
+    for row in range(0, rows, height):
+        for column in range(0, columns, width):
+            yield Box((row, column), (min(height, rows - row), min(width, columns - column)))

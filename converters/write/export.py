@@ -1,7 +1,7 @@
 """From any readable checkpoint to a folder that `transformers` loads.
 
 plan = plan_export(open_checkpoint("ckpt"), Path("out"), ExportOptions())
-plan.job.bytes_written, plan.report()["targets"]      # what would happen
+plan.job.bytes_written, plan.facts["targets"]      # what would happen
 run_export(plan)                                      # makes it happen
 """
 
@@ -13,8 +13,6 @@ import sys
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from converters import __version__
-from converters.box import Box
 from converters.errors import FormatError, RequestError
 from converters.execute.destination import check_destination
 from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, plan_shards
@@ -23,20 +21,21 @@ from converters.megatron.damage import refuse_contradictions, refuse_damage, ref
 from converters.megatron.model_args import ModelArgs
 from converters.models import by_name, check_hf_config, infer, map_to_hf
 from converters.models.adapters import map_adapters
-from converters.names import fold, printable
+from converters.models.quantizing import quantization
+from converters.names import printable
 from converters.optimizer.proof import Masters
 from converters.planning.job import CopyRoutes
-from converters.planning.plan import Copy, pieces_of, prove
+from converters.planning.plan import SCALE_BLOCK, pieces_of, prove
 from converters.words import counted
-from converters.write.accounting import Accounting
 from converters.write.adapters import merge_adapters, wants_peft
 from converters.write.companion_files import hf_companions, json_bytes, own_tokenizer, read_reference
-from converters.write.imported import seen
+from converters.write.export_report import completed_report, export_report
+from converters.write.reassembled import reassembled
 from converters.write.side_files import files_beside
 from converters.write.write_plan import Conversion, ExtraFile, WriteOptions, run_conversion
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from converters.catalog import Catalog, TensorInfo
@@ -44,10 +43,14 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.containers.safetensors_out import SafetensorsLayout
     from converters.models import HfMapping, Model
+    from converters.models.quantizing import Quantization
+    from converters.planning.plan import Target
 
 __all__ = ["ExportOptions", "ExportPlan", "choose_mapping", "plan_export", "run_export"]
 
 REPORT = "distckpt-report.json"
+QUANTIZATIONS = ("fp8-block",)
+_QUANTIZED = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class ExportOptions(WriteOptions):
             else, this is what an export is.
         merge_adapter: A checkpoint whose adapters are merged into the weights; it may be the source itself.
         lora_alpha: Alpha of the adapters, where their checkpoint does not say it.
+        quantize: "fp8-block" writes the matrices of attention, MLP and experts as FP8 with a scale for each block of
+            128 x 128; None quantizes nothing.
     """
 
     arch: str | None = None
@@ -80,6 +85,7 @@ class ExportOptions(WriteOptions):
     peft: bool = False
     merge_adapter: str | Path | None = None
     lora_alpha: float | None = None
+    quantize: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +97,8 @@ class ExportPlan(Conversion):
         model: The architecture.
         mapping: Which element goes where, and what is dropped.
         layout: The shards.
+        targets: The tensors that are written.
+        quantization: Which of them are quantized; None if none is.
         adapter: What is said of adapters that are written or merged; empty without.
     """
 
@@ -98,55 +106,9 @@ class ExportPlan(Conversion):
     model: Model
     mapping: HfMapping
     layout: SafetensorsLayout
+    targets: Mapping[str, Target]
+    quantization: Quantization | None = None
     adapter: Mapping[str, Any] = field(default_factory=dict)
-
-    def report(self) -> dict[str, Any]:
-        """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin."""
-        catalog, mapping = self.reader.catalog, self.mapping
-
-        def changes(copy: Copy) -> Iterator[str]:
-            if catalog.tensors[copy.source].update is not None:
-                yield "adapter merged"
-            if catalog.tensors[copy.source].dtype != mapping.targets[copy.target].dtype:
-                yield f"cast to {mapping.targets[copy.target].dtype}"
-
-        accounts = Accounting(mapping.targets, mapping.copies, mapping.drops, changes)
-        optimizer = [name for name, t in catalog.tensors.items() if t.kind == "optimizer"]
-        return {
-            "schema": "distckpt.export-hf/1",
-            "distckpt": __version__,
-            "source": {
-                "path": str(catalog.path.name),
-                "format": catalog.format,
-                "written_by": catalog.framework,
-                "iteration": catalog.iteration,
-            },
-            "architecture": self.model.name,
-            "source_tensors": {
-                "weights": len(catalog.weights),
-                "used": len(accounts.used),
-                "optimizer": len(optimizer),
-            },
-            "target_tensors": len(mapping.targets),
-            "parameters": accounts.parameters,
-            "total_size": sum(target.nbytes for target in mapping.targets.values()),
-            "dropped": [
-                *accounts.dropped,
-                *({"tensor": text, "elements": "all", "reason": "optimizer state"} for text, _ in fold(optimizer)),
-                *({"tensor": text, "elements": "all", "reason": "not a tensor"} for text in _object_names(catalog)),
-            ],
-            "targets": {
-                name: {
-                    "file": self.job.files[self.layout.locations[name].file].name,
-                    "dtype": target.dtype.name,
-                    "shape": list(target.shape),
-                    **accounts.origin(name),
-                }
-                for name, target in mapping.targets.items()
-            },
-            **({"adapter": dict(self.adapter)} if self.adapter else {}),
-            "notes": list(self.notes),
-        }
 
 
 def plan_export(reader: Reader, destination: Path, options: ExportOptions | None = None) -> ExportPlan:
@@ -164,13 +126,16 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     catalog, mapping, sources = content.reader.catalog, content.mapping, content.sources
     prove(mapping.pieces.values(), {name: t.shape for name, t in sources.items()}, mapping.drops)
     refuse_damage(catalog, {copy.source for copy in mapping.copies})
-    layout = plan_shards(mapping.targets, sys.maxsize if content.peft else options.max_shard_bytes, content.stem)
-    copies, sources = _read_in_turn(catalog, mapping, sources)
-    pieces = pieces_of(mapping.targets, copies)
+    form = _quantization(content, options)
+    targets, scales = (form.targets, form.scales) if form else (mapping.targets, {})
+    layout = plan_shards(targets, sys.maxsize if content.peft else options.max_shard_bytes, content.stem)
+    copies, whole = reassembled(catalog.weights, targets, mapping.copies, scales)
+    sources = {**sources, **whole}
+    pieces = pieces_of(targets, copies)
     routes = CopyRoutes.of((piece, layout.locations[name]) for name, piece in pieces.items())
     notes = [*mapping.notes]
     try:
-        extra = _extra_files(content, layout, options, reference, notes)
+        extra = _extra_files(content, layout, options, reference, notes, form.config if form else None)
         own = {} if options.hf_config else own_tokenizer(catalog, notes)
     except OSError as error:
         what = printable(str(error.filename or options.hf_config))
@@ -181,6 +146,9 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     beside = tuple(item for item in beside if item[0] != "tokenizer/" or not carried)
     if options.check and isinstance(config := extra["config.json"], bytes):
         _check_model(json.loads(config), mapping)
+    if form and form.kept:
+        sizes = f"have sides that are no multiples of {SCALE_BLOCK}, or go with one that has"
+        notes.append(f"{counted(len(form.kept), 'matrix', 'matrices')} stay as they are: they {sizes}")
     plan = ExportPlan(
         command="export",
         reader=content.reader,
@@ -193,18 +161,21 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         model=content.model,
         mapping=mapping,
         layout=layout,
+        targets=targets,
+        quantization=form,
         adapter=content.adapter,
     )
-    report = plan.report()
+    report = export_report(plan)
     tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
     return replace(
         plan,
-        extra_files={**extra, REPORT: json_bytes(report)},
-        facts={**report, "config": mapping.config},
+        extra_files={**extra, REPORT: completed_report(report) if form else json_bytes(report)},
+        facts={**report, "config": mapping.config | ({"quantization_config": form.config} if form else {})},
         report_file=REPORT,
         summary=(
             ("model", _summary(content, report)),
             *((("adapters", merged),) if (merged := content.adapter.get("merged")) else ()),
+            *((("quantized", _share(form)),) if form else ()),
             *((("tokenizer", ", ".join(carried)),) if carried else ()),
         ),
         advice=() if options.hf_config or carried or content.peft else (tokenizer,),
@@ -298,27 +269,33 @@ def _without_optimizer(catalog: Catalog) -> dict[str, TensorInfo]:
     return {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
 
 
-def _read_in_turn(
-    catalog: Catalog, mapping: HfMapping, sources: dict[str, TensorInfo]
-) -> tuple[list[Copy], dict[str, TensorInfo]]:
-    """The copies, those into tensors with elements of two halves in turn as one of each such tensor.
+def _quantization(content: _Content, options: ExportOptions) -> Quantization | None:
+    """What is quantized, and how.
 
-    Written half by half, each element would be a write of its own; so they are put in turn while they are read.
+    Raises:
+        RequestError: It cannot be done, or not together with what else is asked for.
     """
-    turned = {name: target for name, target in mapping.targets.items() if target.matrix is not None}
-    if not turned:
-        return mapping.copies, sources
-    into = [copy for copy in mapping.copies if copy.target in turned]
-    assert not any(catalog.weights[copy.source].update for copy in into)  # read_adapters refuses those of experts
-    merged = {info.name: info for info in seen(catalog.weights, turned, into)}
-    merged = {name: replace(info, dtype=catalog.weights[_first(into, name)].dtype) for name, info in merged.items()}
-    copies = [copy for copy in mapping.copies if copy.target not in turned]
-    copies += [Copy(n, Box.whole(t.laid), n, Box.whole(t.laid)) for n, t in turned.items()]
-    return copies, {**sources, **merged}
+    if options.quantize is None:
+        return None
+    if options.quantize not in QUANTIZATIONS:
+        raise RequestError(
+            f"--quantize {printable(options.quantize)} is not known", hint=f"it takes {', '.join(QUANTIZATIONS)}"
+        )
+    if content.adapter:
+        raise RequestError(
+            "adapters are neither quantized nor merged into quantized weights",
+            hint="leave out --quantize; or merge them, import-hf the result, and quantize that",
+        )
+    if options.device not in ("cpu", "auto"):
+        raise RequestError("--quantize computes on the cpu", hint="leave out --device")
+    return quantization(content.model.name, content.mapping.targets)
 
 
-def _first(copies: Iterable[Copy], target: str) -> str:
-    return next(copy.source for copy in copies if copy.target == target)
+def _share(form: Quantization) -> str:
+    count, every = len(form.scales), len(form.targets) - len(form.scales)
+    return (
+        f"{count} of {counted(every, 'tensor')} to FP8 (E4M3), a scale for each block of {SCALE_BLOCK} x {SCALE_BLOCK}"
+    )
 
 
 def _check_model(config: Mapping[str, Any], mapping: HfMapping) -> None:
@@ -369,6 +346,7 @@ def _extra_files(
     options: ExportOptions,
     reference: Mapping[str, Any],
     notes: list[str],
+    quantized: Mapping[str, Any] | None,
 ) -> dict[str, ExtraFile]:
     files: dict[str, ExtraFile] = {}
     mapping = content.mapping
@@ -378,8 +356,12 @@ def _extra_files(
     if options.hf_config is not None:
         _check_reference(reference, mapping, options.hf_config)
         own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
-        config = dict(reference) | own
+        config = {key: value for key, value in reference.items() if key not in _QUANTIZED} | own
+        if config.keys() != reference.keys() | own.keys():
+            notes.append("config.json of --hf-config is of quantized weights; what it says of that is left out")
         files |= hf_companions(options.hf_config, options.copy_code, config, notes)
+    if quantized is not None:
+        config["quantization_config"] = dict(quantized)
     files["config.json"] = json_bytes(config)
     files.setdefault("generation_config.json", json_bytes(mapping.generation_config))
     if layout.index is not None:
@@ -396,7 +378,3 @@ def _check_reference(reference: Mapping[str, Any], mapping: HfMapping, folder: P
             details=[printable(text) for text in contradictions[:8]],
             hint="leave --hf-config out to have a config.json made from the checkpoint",
         )
-
-
-def _object_names(catalog: Catalog) -> list[str]:
-    return [text for text, _ in fold(dict.fromkeys(o.name for o in catalog.objects.values()))]

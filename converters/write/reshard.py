@@ -223,7 +223,7 @@ def _extra_files(
 ) -> dict[str, ExtraFile]:
     """What lies beside the data files, in Megatron's order: `metadata.json` comes last, then the tracker."""
     folder = around.folder
-    files: dict[str, ExtraFile] = {f"{folder}/.metadata": lambda: output.metadata(folder)}
+    files: dict[str, ExtraFile] = {f"{folder}/.metadata": lambda _: output.metadata(folder)}
     if state.common:
         files[f"{folder}/common.pt"] = state.common
     # all versions read the form with four fields; those before 0.19 read no other

@@ -45,7 +45,7 @@ __all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
 MIB = 1 << 20
 _NOTHING = Status(False, False, 0, 0)
 
-ExtraFile = bytes | Path | Callable[[], bytes]
+ExtraFile = bytes | Path | Callable[[Stats], bytes]
 """Contents of a small file: given, those of another file, or made when everything else is written."""
 
 
@@ -241,7 +241,7 @@ def run_conversion(
             stats = run(job, plan.reader, staging, listener=tell, crew=crew, device=device)
             tell(Phase("publishing"))
             for name, content in plan.extra_files.items():
-                staging.add(name, _contents(content))
+                staging.add(name, _contents(content, stats))
             for file in job.files:
                 if file.name.endswith(".safetensors"):
                     check_readable(staging.folder / file.name)
@@ -316,10 +316,10 @@ class _Prover:
         return result
 
 
-def _contents(content: ExtraFile) -> bytes:
+def _contents(content: ExtraFile, stats: Stats) -> bytes:
     if isinstance(content, bytes):
         return content
-    return read_small(content) if isinstance(content, Path) else content()
+    return read_small(content) if isinstance(content, Path) else content(stats)
 
 
 def _known_size(files: Mapping[str, ExtraFile]) -> int:

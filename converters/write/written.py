@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.io.cast import choose_device
-from converters.names import fold
+from converters.names import fold, printable
 from converters.words import counted, format_size
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class WriteReport:
         }
         if self.stats is not None:
             moved = {name: getattr(self.stats, name) for name in _MOVED}
-            return {**body, **moved, "seconds": round(self.stats.seconds, 3)}
+            losses = {"quantization_errors": self.stats.losses} if self.stats.losses else {}
+            return {**body, **losses, **moved, "seconds": round(self.stats.seconds, 3)}
         free = plan.free_bytes
         return {**body, "bytes_read": job.bytes_read, "bytes_written": job.bytes_written, "free_bytes": free}
 
@@ -107,6 +108,10 @@ class WriteReport:
         kept = f" ({format_size(stats.bytes_kept)} kept from before)" if stats.bytes_kept else ""
         size = f"{format_size(job.bytes_written)} in {counted(len(job.files), 'file')}{kept}"
         yield "wrote", f"{self.path}  {size}, {stats.seconds:.1f} s, {rate}/s"
+        if stats.losses:
+            worst = max(stats.losses, key=lambda name: stats.losses[name]["relative"])
+            text = f"at most {stats.losses[worst]['relative']:.2%} of a tensor's length ({printable(worst)})"
+            yield "error", f"{text}; each in {plan.report_file}"
         report = f"; report in {plan.report_file}" if plan.report_file else ""
         checked = f"{counted(stats.records_checked, 'source record')} against their checksums"
         if stats.records_checked == 1:

@@ -68,6 +68,14 @@ class ExportRequest:
     lora_alpha: Annotated[
         float | None, _model(metavar="X", help="Alpha of the adapters, if their checkpoint does not say it.")
     ] = None
+    quantize: Annotated[
+        str | None,
+        _model(
+            metavar="HOW",
+            help="fp8-block: attention, MLP and experts as FP8 with a scale for each block of 128 x 128, as DeepSeek-V3.",
+            autocompletion=choice_of("quantize").complete,
+        ),
+    ] = None
     max_shard_size: Annotated[str | None, output(metavar="SIZE", help="Largest file, 5GB by default.")] = None
 
     def options(self, writing: Writing) -> dict[str, Any]:

@@ -91,8 +91,9 @@ def import_hf(
     """Write a Hugging Face model as a checkpoint that a Megatron-LM job starts from.
 
     The result is a training root with weights at the given layout (sizes that are not given are 1), megatron_args.txt (the
-    words that make Megatron-LM build this model) and the tokenizer. Every key of config.json that changes what the model
-    computes is carried or refused.
+    words that make Megatron-LM build this model) and the tokenizer. Start the job with these words: --use-checkpoint-args
+    leaves out the norm's epsilon, --qk-layernorm, latent attention and more. Every key of config.json that changes what the
+    model computes is carried or refused.
     """
     from converters.commands import plan_command
 
