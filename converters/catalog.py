@@ -85,6 +85,7 @@ class TensorInfo:
         update: For a weight that an adapter is merged into while it is read, what that adds.
         unit: Rows and columns of a matrix that are written together: tiles of it are whole squares of that size, of which
             both sides are multiples.
+        mean_rows: The last so many rows are not stored: each is the mean of those that are.
     """
 
     name: str
@@ -98,6 +99,7 @@ class TensorInfo:
     shift: int = 0
     update: LowRank | None = None
     unit: int = 1
+    mean_rows: int = 0
 
     @property
     def numel(self) -> int:

@@ -110,7 +110,7 @@ def test_a_living_run_is_not_touched(stopped, capsys):
     [
         lambda folder: (folder / ".journal").unlink(),
         lambda folder: (folder / ".journal").write_text("{}\n"),
-        lambda folder: (folder / ".journal").write_text('{"version": 1}\n'),
+        lambda folder: (folder / ".journal").write_text('{"version": 2}\n'),
         lambda folder: (folder / ".journal").write_bytes(b"\xff\n"),
         lambda folder: ((folder / ".journal").rename(folder / "x"), (folder / ".journal").symlink_to("x")),
     ],

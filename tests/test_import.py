@@ -9,7 +9,7 @@ import import_cases as cases
 import numpy as np
 import pytest
 import torch
-from checkpoints import GOLDENS
+from checkpoints import GOLDENS, tree
 from cli_support import here
 from safetensors.torch import load_file, save_file
 from support import GOLDEN
@@ -17,8 +17,10 @@ from transformers import AutoConfig
 
 from converters import Layout, diff
 from converters.box import Box
+from converters.dtypes import dtype as cast_type
 from converters.errors import DistckptError, FormatError, IntegrityError, RequestError
 from converters.formats import open_checkpoint
+from converters.io import padding as padding_module
 from converters.io.gather import Gatherer
 from converters.io.sources import Sources
 from converters.models import ARCHITECTURES, rules
@@ -254,6 +256,40 @@ def test_the_type_may_change_but_not_that_of_a_router_bias(hf, tmp_path):
         kept = name.endswith("e_score_correction_bias")
         assert value.dtype == (torch.float32 if kept else torch.float16)
         assert torch.equal(value, source[name].float() if kept else source[name].to(torch.float16))
+
+
+def vocabulary_of(name, hf):
+    own = load_file(hf(name) / "model.safetensors")
+    kept = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
+    return {kept[key]: value for key, value in own.items() if key in kept}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("llama", None), ("qwen2", None), ("llama", "float32")])
+def test_padding_rows_are_the_mean(name, dtype, hf, tmp_path, monkeypatch):
+    """Of all 251 rows, in fp32, rounded once; read in any tiles, by any threads, the bytes are the same."""
+    kind = dtype and cast_type(dtype)
+    imported(hf(name), tmp_path / "zero", Layout(tp=2), dtype=kind)
+    imported(hf(name), tmp_path / "mean", Layout(tp=2), pad="mean", dtype=kind, threads=1)
+    zero, mean = megatron_bits(tmp_path / "zero"), megatron_bits(tmp_path / "mean")
+    for key, value in vocabulary_of(name, hf).items():
+        row = bits(value.double().mean(0).float().to(torch.bfloat16).to(torch.float32 if dtype else torch.bfloat16))
+        assert mean[key].shape == zero[key].shape == (256, value.shape[1])
+        assert not zero[key][251:].any()
+        assert (mean[key][251:] == row).all()
+        zero[key] = mean[key]
+    assert not [key for key in zero if not np.array_equal(zero[key], mean[key])]
+    assert diff(hf(name), tmp_path / "mean").identical or dtype
+    assert not dtype or not same(
+        exported(tmp_path / "mean", tmp_path / "b"), exported(tmp_path / "zero", tmp_path / "a")
+    )
+    monkeypatch.setattr(padding_module, "_ROWS", 480)  # ten rows at a time
+    imported(hf(name), tmp_path / "again", Layout(tp=2), pad="mean", dtype=kind, threads=3, max_memory=400 << 10)
+    assert {path: tree(tmp_path / "again")[path] for path in tree(tmp_path / "again") if ".distcp" in path} == {
+        path: content for path, content in tree(tmp_path / "mean").items() if ".distcp" in path
+    }
+    imported(hf(name), tmp_path / "legacy", Layout(tp=2), pad="mean", dtype=kind, to="legacy")
+    again = megatron_bits(tmp_path / "legacy")
+    assert not [key for key in mean if not np.array_equal(again[key], mean[key])]
 
 
 def open_type(name):

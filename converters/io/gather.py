@@ -25,6 +25,7 @@ from converters.formats.folder import open_source, read_at
 from converters.formats.source_file import close_source
 from converters.io.arithmetic import UNSIGNED, OnHost, examined
 from converters.io.low_rank import add_product
+from converters.io.padding import mean_row
 from converters.io.questions import RoundsTo
 from converters.io.remainders import join_masters, narrowed
 from converters.io.scales import factors_of, multiply, packed_boxes, unpacked
@@ -107,6 +108,8 @@ class Gatherer:
             self._fill(info, box, elements)
         else:
             self._join(info, info.remainders, box, elements)
+        if info.mean_rows:
+            self._pad(info, box, elements)
         if info.update is not None:
             self._host = self._host or OnHost()
             add_product(self._host, info.update, box, elements, dtype, self._fill_again)
@@ -126,6 +129,15 @@ class Gatherer:
                     self._unpack(scales, chunk, part, into, info.dtype)
                 else:
                     self._multiply(scales, chunk, part, into, info.dtype)
+
+    def _pad(self, info: TensorInfo, box: Box, elements: NDArray[Any]) -> None:
+        """Fills the rows of a box that are the mean of those that are stored."""
+        first = max(0, info.shape[0] - info.mean_rows - box.start[0])
+        if first < box.shape[0]:
+            row = self._sources.mean(
+                info.name, lambda: mean_row(info, lambda some, into: self._fill(info, some, into, checked=False))
+            )
+            elements[first:] = row[tuple(slice(at, at + n) for at, n in zip(box.start[1:], box.shape[1:], strict=True))]
 
     def _fill_again(self, info: TensorInfo, box: Box, elements: NDArray[Any]) -> None:
         """As `_fill`, of a small tensor that is read for many tiles: its records are checked once, when first needed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
 from converters.errors import IntegrityError
@@ -14,6 +14,8 @@ from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
     from converters.chunks import Chunk, Scales
@@ -67,6 +69,8 @@ class Sources:
         self.scales: dict[int, Scales] = {}
         self._seen: set[int] = set()
         self._lock = threading.Lock()
+        self._means: dict[str, NDArray[Any]] = {}
+        self._averaging = threading.Lock()
 
     def chunks(self, name: str) -> list[Chunk]:
         """The stored pieces of a tensor, checked to tile it.
@@ -103,6 +107,13 @@ class Sources:
                 while len(self._payloads) > _KEPT_PAYLOADS:
                     self._payloads.popitem(last=False)
         return payload
+
+    def mean(self, name: str, compute: Callable[[], NDArray[Any]]) -> NDArray[Any]:
+        """The mean of a tensor's rows, which the first thread that needs it computes."""
+        with self._averaging:
+            if name not in self._means:
+                self._means[name] = compute()
+            return self._means[name]
 
     def is_new(self, record: int) -> bool:
         """Whether nobody has asked this of a record before."""

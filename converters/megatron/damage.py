@@ -71,28 +71,27 @@ def refuse_damage(catalog: Catalog, used: set[str]) -> None:
 
 
 def check_stored(source: TensorInfo) -> None:
-    """Checks that every element of a source tensor is stored exactly once and none of its records is missing.
+    """Checks that every element of a source tensor that is not computed is stored once, and no record of it is missing.
 
     Raises:
         IntegrityError: A hole, an overlap, or a missing record.
     """
     chunks = source.chunks()
+    shape = (source.shape[0] - source.mean_rows, *source.shape[1:]) if source.mean_rows else source.shape
     boxes = [chunk.box for chunk in chunks if chunk.record >= 0]
-    outside = next((box for box in boxes if not box.inside(source.shape)), None)
+    outside = next((box for box in boxes if not box.inside(shape)), None)
     if outside is not None:
-        raise IntegrityError(
-            f"{source.name}: chunk {outside} lies outside shape {list(source.shape)}", tensor=source.name
-        )
-    starts = np.array([box.start for box in boxes], np.int64).reshape(len(boxes), len(source.shape))
+        raise IntegrityError(f"{source.name}: chunk {outside} lies outside shape {list(shape)}", tensor=source.name)
+    starts = np.array([box.start for box in boxes], np.int64).reshape(len(boxes), len(shape))
     sizes = np.array([box.shape for box in boxes], np.int64).reshape(starts.shape)
-    fault = tiling_fault(source.shape, starts, sizes)
+    fault = tiling_fault(shape, starts, sizes)
     if fault is None:
         return
     where, rows = fault
     if rows:
         text = f"{source.name} is stored twice at {boxes[rows[0]]} and {boxes[rows[1]]}"
     else:
-        text = f"{source.name} is incomplete: nothing is stored for {where} of shape {list(source.shape)}"
+        text = f"{source.name} is incomplete: nothing is stored for {where} of shape {list(shape)}"
     raise IntegrityError(text, tensor=source.name)
 
 

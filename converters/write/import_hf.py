@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ImportOptions", "plan_import"]
 
+PADDINGS = ("zero", "mean")
 FLAGS, TOKENIZER = "megatron_args.txt", "tokenizer"
 _TOKENIZER_FILES = re.compile(
     r".*token.*\.json|vocab\.(?:json|txt)|merges\.txt|.*\.(?:model|tiktoken|jinja)|special_tokens_map\.json|"
@@ -80,6 +81,7 @@ class ImportOptions(WriteOptions):
         mtp: "keep", "drop" or "auto" (keep where the folder holds them) for multi-token prediction layers.
         follow_links: Files of the folder may be links out of it.
         divisible: The vocabulary is padded to a multiple of this times the tensor-parallel size.
+        pad: What the rows are that pad it: "zero", or the "mean" of the others, in fp32, rounded once.
     """
 
     to: str = "torch_dist"
@@ -89,6 +91,7 @@ class ImportOptions(WriteOptions):
     mtp: str = "auto"
     follow_links: bool = False
     divisible: int = 128
+    pad: str = "zero"
 
 
 def plan_import(
@@ -129,7 +132,10 @@ def plan_import(
         **_tokenizer_arguments(destination, tokenizer),
     }
     namespace = {**_job_arguments(kept), **arguments}
-    view = ImportedReader(reader, mapping, namespace, cast=options.dtype, iteration=options.iteration)
+    if options.pad not in PADDINGS:
+        raise RequestError(f"--pad {printable(options.pad)} is not known", hint=f"it takes {', '.join(PADDINGS)}")
+    rows = arguments["padded_vocab_size"] if options.pad == "mean" else None
+    view = ImportedReader(reader, mapping, namespace, cast=options.dtype, iteration=options.iteration, rows=rows)
     plan = _planned(view, destination, layout, options)
     report = _report(catalog, model, mapping, view.catalog)
     if quantized is not None:

@@ -19,6 +19,7 @@ from converters.catalog import Catalog, Chunk, TensorInfo, ViewPart
 from converters.dtypes import dtype
 from converters.formats.base import ReaderView
 from converters.formats.common_state import Archive
+from converters.megatron.vocabulary import is_vocabulary
 from converters.models.quantized import dequantized
 from converters.param_order import trainable
 from converters.pickles import Global, Obj
@@ -47,6 +48,8 @@ class ImportedReader(ReaderView):
         arguments: Megatron-LM's arguments for the model.
         cast: Type of the weights in the job; None leaves each as stored. Router biases are float32 in any case.
         iteration: That the checkpoint shall be of; None for a release.
+        rows: Rows of its vocabulary, of which those that the folder lacks are the mean of those that it has; None leaves
+            padding to the writer.
     """
 
     name: ClassVar[str] = "safetensors"
@@ -59,10 +62,15 @@ class ImportedReader(ReaderView):
         *,
         cast: DType | None = None,
         iteration: int | None = None,
+        rows: int | None = None,
     ) -> None:
         stored = dict(folder.catalog.tensors)
         stored |= {name: stored[name].reshaped(shape) for name, shape in mapping.matrices.items()}
         tensors = {info.name: info for info in seen(stored, mapping.targets, mapping.copies)}
+        for name, info in tensors.items():
+            if rows is not None and is_vocabulary(name) and rows > info.shape[0]:
+                more = rows - info.shape[0]
+                tensors[name] = replace(info, shape=(rows, *info.shape[1:]), mean_rows=more)
         kept = dtype("float32")
         types = {name: (cast or info.dtype) if trainable(name) else kept for name, info in tensors.items()}
         catalog = Catalog(

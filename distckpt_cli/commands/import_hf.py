@@ -60,6 +60,14 @@ class ImportRequest:
             autocompletion=choice_of("mtp").complete,
         ),
     ] = None
+    pad: Annotated[
+        str | None,
+        _job(
+            metavar="WHAT",
+            help="Rows that pad the vocabulary: zero (the default), or the mean of the others.",
+            autocompletion=choice_of("pad").complete,
+        ),
+    ] = None
     make_vocab_size_divisible_by: Annotated[
         int | None,
         _job(metavar="N", help="Rows of the padded vocabulary are a multiple of N times --tp, 128 by default."),
