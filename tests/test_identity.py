@@ -12,7 +12,7 @@ from support import GOLDEN
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, StoredArray, TensorInfo
 from converters.dtypes import dtype
 from converters.formats import open_checkpoint
-from converters.megatron.identity import RankPlace, SavedLayout, identify, writer_of
+from converters.megatron.identity import SavedLayout, identify, writer_of
 
 # name -> (tp, pp, ep, dp, ranks), optimizer layout, states
 KNOWN = {
@@ -150,9 +150,8 @@ def test_nothing_known():
     ],
 )
 def test_where_a_rank_stands(layout, places):
-    assert {rank: layout.coordinates(rank) for rank in places} == {
-        rank: None if at is None else RankPlace(*at) for rank, at in places.items()
-    }
+    coordinates = {rank: layout.coordinates(rank) for rank in places}
+    assert {rank: at and (at.tp, at.cp, at.dp, at.pp) for rank, at in coordinates.items()} == places
 
 
 def test_coordinates_agree_with_what_the_ranks_wrote():

@@ -260,10 +260,10 @@ def test_legacy_holds_every_tensor(name, tmp_path):
 def test_load_gives_every_weight_its_name(name):
     reader = open_checkpoint(GOLDEN / name)
     plan = plan_load(reader, Layout(tp=2), 1, names="megatron", optimizer=name != LORA)
-    assert reader.catalog.weights.keys() <= plan.wanted.keys()
+    assert reader.catalog.weights.keys() <= plan.pieces.keys()
     if name == T5[0]:
-        assert "optimizer.state.exp_avg.position_embeddings.weight" in plan.wanted
-        assert "optimizer.state.exp_avg.embedding.position_embeddings.weight" not in plan.wanted
+        assert "optimizer.state.exp_avg.position_embeddings.weight" in plan.pieces
+        assert "optimizer.state.exp_avg.embedding.position_embeddings.weight" not in plan.pieces
     with pytest.raises(RequestError):
         plan_load(reader, Layout(), 0, names="hf")
 

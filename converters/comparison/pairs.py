@@ -23,7 +23,7 @@ from converters.models import by_name, check_hf_config, infer, map_to_hf, of_typ
 from converters.models.described import COMPUTED
 from converters.names import StateName, natural_key, parameter_of
 from converters.optimizer.state import has_optimizer, optimizer_state
-from converters.planning.plan import Copy
+from converters.planning.plan import Copy, prove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -200,6 +200,7 @@ def _whole(name: str, box: Box) -> Copy:
 def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | None, arch: str | None) -> Matching:
     megatron, hf = (b, a) if a.is_hf else (a, b)
     mapping, rows = _mapping(megatron, hf, arch, vocab_size)
+    prove(mapping.pieces.values(), {name: info.shape for name, info in megatron.tensors.items()}, None)
     out = Matching(shown=int(hf is b), config=check_hf_config(hf.catalog.config, mapping))
     copies: dict[str, list[Copy]] = defaultdict(list)
     for copy in mapping.copies:

@@ -105,7 +105,7 @@ class Loading:
         self._left = Counter(landing.target for fetch in plan.fetches for landing in fetch.landings)
         self._begun: dict[str, _Begun] = {}
         # what nothing stored fills is ready from the beginning
-        self._ready: deque[str] = deque(name for name in plan.wanted if name not in self._left)
+        self._ready: deque[str] = deque(name for name in plan.pieces if name not in self._left)
         self._untaken, self._handed_over = 0, 0
         elsewhere = {fetch.key for fetch in shared}
         self._own = deque(fetch for fetch in plan.fetches if fetch.key not in elsewhere)
@@ -162,10 +162,10 @@ class Loading:
             begun = self._begin(name)
             with self._lock:
                 del self._begun[name]
-                self._untaken -= self.plan.wanted[name].nbytes
+                self._untaken -= self.plan.pieces[name].nbytes
                 self._handed_over += 1
                 self._lock.notify_all()
-            tensor = begun.tensor.view(self.plan.wanted[name].shape)
+            tensor = begun.tensor.view(self.plan.pieces[name].shape)
             del begun
             yield name, tensor
             del tensor
@@ -306,24 +306,24 @@ class Loading:
     def _may_begin(self, fetch: ReadItem) -> bool:
         if self._ahead is None or not self._ready:  # nobody can take anything: go on, whatever the order of fetches
             return True
-        fresh = sum(self.plan.wanted[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
+        fresh = sum(self.plan.pieces[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
         return not fresh or self._untaken + fresh <= self._ahead
 
     def _unfinished(self) -> bool:
-        return self._handed_over < len(self.plan.wanted) or bool(self._silent)
+        return self._handed_over < len(self.plan.pieces) or bool(self._silent)
 
     def _begin(self, name: str) -> _Begun:
         """The memory of a tensor; the first that asks allocates it."""
         with self._lock:
             begun = self._begun.get(name)
             if begun is None:
-                wanted = self.plan.wanted[name]
-                tensor = self.device.empty(wanted.dtype.name, wanted.matrix)
-                fills = wanted.fills if name in self._left else [Box.whole(wanted.matrix)]
+                piece = self.plan.pieces[name]
+                tensor = self.device.empty(piece.dtype.name, piece.laid)
+                fills = piece.fills if name in self._left else [Box.whole(piece.laid)]
                 if fills:
                     self.device.do(lambda: _zero(tensor, fills))
                 begun = self._begun[name] = _Begun(tensor, self.device.mark(), self._left[name])
-                self._untaken += wanted.nbytes
+                self._untaken += piece.nbytes
             return begun
 
     def _straight(self, fetch: ReadItem) -> torch.Tensor | None:
@@ -331,10 +331,10 @@ class Loading:
         import torch
 
         landing, *more = fetch.landings
-        wanted = self.plan.wanted[landing.target]
-        if more or landing.op is not Op.COPY or wanted.dtype != self.plan.sources[fetch.source].dtype:
+        piece = self.plan.pieces[landing.target]
+        if more or landing.op is not Op.COPY or piece.dtype != self.plan.sources[fetch.source].dtype:
             return None
-        first, length, outer = runs(landing.box, wanted.matrix)
+        first, length, outer = runs(landing.box, piece.laid)
         if outer:
             return None
         flat = self._begun[landing.target].tensor.reshape(-1)[first : first + length]

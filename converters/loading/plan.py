@@ -8,7 +8,6 @@ tensor-parallel ranks the norms. What a rank of a job reads is decided in `rank_
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from converters.box import Box, contiguous_tiles, find_overlap
 from converters.megatron.damage import refuse_damage
 from converters.planning.job import landing
-from converters.planning.plan import Copy
+from converters.planning.plan import Copy, Piece, prove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -25,41 +24,17 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
     from converters.formats.base import Reader
-    from converters.planning.plan import Op
+    from converters.planning.plan import Drop, Op
 
-__all__ = ["CopyTo", "LoadPlan", "OutTensor", "ReadItem", "plan_copies", "plan_whole"]
+__all__ = ["CopyTo", "LoadPlan", "ReadItem", "plan_pieces", "plan_whole", "whole_piece"]
 
 TILE = 8 << 20
 """The largest fetch, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class OutTensor:
-    """A tensor that the caller gets.
-
-    Attributes:
-        name: Its key in the state dict.
-        dtype: Element type.
-        shape: Its shape.
-        matrix: The shape that landings refer to; the elements lie in C order of both.
-        fills: Boxes that nothing stored fills: zeros.
-    """
-
-    name: str
-    dtype: DType
-    shape: tuple[int, ...]
-    matrix: tuple[int, ...]
-    fills: tuple[Box, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class CopyTo:
-    """Where the elements of a fetch go: a box of a wanted tensor, in coordinates of its `matrix`."""
+    """Where the elements of a fetch go: a box of a piece, in coordinates of its `laid` shape."""
 
     target: str
     box: Box
@@ -96,7 +71,7 @@ class LoadPlan:
 
     Attributes:
         sources: The stored tensors it reads.
-        wanted: What the caller gets, by key, in the order of the state dict.
+        pieces: What the caller gets, by key, in the order of the state dict.
         fetches: What is read, in that order.
         groups: For each set of two ranks or more that make the same fetches, this one among them, those fetches.
         empty: Keys of modules' extra states, which hold no tensors: None in the state dict.
@@ -105,7 +80,7 @@ class LoadPlan:
     """
 
     sources: Mapping[str, TensorInfo]
-    wanted: Mapping[str, OutTensor]
+    pieces: Mapping[str, Piece]
     fetches: Sequence[ReadItem]
     tile_bytes: int
     groups: Mapping[tuple[int, ...], Sequence[ReadItem]] = field(default_factory=dict)
@@ -115,7 +90,7 @@ class LoadPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of what the caller gets."""
-        return sum(wanted.nbytes for wanted in self.wanted.values())
+        return sum(piece.nbytes for piece in self.pieces.values())
 
     @cached_property
     def largest(self) -> int:
@@ -130,32 +105,48 @@ class LoadPlan:
 
 def plan_whole(reader: Reader, tensors: Mapping[str, TensorInfo], tile_bytes: int = TILE) -> LoadPlan:
     """Stored tensors as they are, whole, under their canonical names."""
-    wanted = {name: OutTensor(name, info.dtype, info.shape, info.shape) for name, info in tensors.items()}
-    copies = [Copy(n, Box.whole(w.shape), n, Box.whole(w.shape)) for n, w in wanted.items()]
-    return plan_copies(tensors, wanted, copies, tile_bytes, reader.catalog)
+    return plan_pieces(
+        tensors,
+        {name: whole_piece(name, info.dtype, info.shape) for name, info in tensors.items()},
+        tile_bytes,
+        reader.catalog,
+    )
 
 
-def plan_copies(
+def whole_piece(name: str, kind: DType, shape: tuple[int, ...]) -> Piece:
+    """A stored tensor under its own name."""
+    whole = Box.whole(shape)
+    return Piece(name, kind, shape, copies=(Copy(name, whole, name, whole),))
+
+
+def plan_pieces(
     tensors: Mapping[str, TensorInfo],
-    wanted: Mapping[str, OutTensor],
-    copies: Iterable[Copy],
+    pieces: Mapping[str, Piece],
     tile_bytes: int,
     catalog: Catalog,
+    *,
+    drops: Iterable[Drop] | None = None,
+    beside: Mapping[str, Iterable[Copy]] | None = None,
     peers: Mapping[tuple[str, Box], Sequence[int]] | None = None,
 ) -> LoadPlan:
-    """The plan of some copies: those of the same elements together, cut into pieces that are contiguous in what is read.
+    """The plan of some pieces, proved: copies of the same elements together, cut into boxes that are contiguous in what
+    is read.
 
     Args:
         tensors: What is stored.
-        wanted: What the caller gets, in the order of the state dict.
-        copies: What fills it; to nowhere (an empty name) what is read for its checksum alone.
+        pieces: What the caller gets, by key, in the order of the state dict.
         tile_bytes: The largest fetch.
         catalog: The checkpoint's.
+        drops: What of the tensors is left out; None if other ranks may have what this one lacks.
+        beside: What is read with a piece for checksums alone; it goes nowhere.
         peers: The ranks of the job that make a copy of a source box, this one among them; none by default.
 
     Raises:
+        RequestError: An element of a piece would be filled twice or by nothing, or one of the tensors lost.
         IntegrityError: Something that is needed is damaged.
     """
+    prove(pieces.values(), {name: info.shape for name, info in tensors.items()}, drops)
+    copies = (c for name, piece in pieces.items() for c in (*piece.copies, *(beside or {}).get(name, ())))
     together: dict[tuple[str, Box], list[Copy]] = {}
     boxes: dict[str, list[Box]] = defaultdict(list)
     for copy in copies:
@@ -169,7 +160,7 @@ def plan_copies(
         again = find_overlap([*boxes[source], box]) is not None if boxes[source] else False
         boxes[source].append(box)
         parts = [box] if box.volume * size <= tile_bytes else contiguous_tiles(box, tile_bytes // size)
-        pieces = [
+        items = [
             ReadItem(
                 source,
                 part,
@@ -181,9 +172,9 @@ def plan_copies(
             )
             for part in parts
         ]
-        fetches += pieces
+        fetches += items
         ranks = () if peers is None else tuple(sorted(peers[source, box]))
         if len(ranks) > 1:
-            groups[ranks] += pieces
+            groups[ranks] += items
     sources = {name: tensors[name] for name in boxes}
-    return LoadPlan(sources, wanted, fetches, tile_bytes, dict(sorted(groups.items())))
+    return LoadPlan(sources, pieces, fetches, tile_bytes, dict(sorted(groups.items())))

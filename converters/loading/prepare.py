@@ -110,7 +110,7 @@ def _count_threads(
     if exchange is not None and (device.unified or exchange.on_device):
         on_device += exchange.memory
     if options.ahead is not None:
-        largest = max((wanted.nbytes for wanted in plan.wanted.values()), default=0)
+        largest = max((piece.nbytes for piece in plan.pieces.values()), default=0)
         on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.ahead))
     on_device += threads * each if device.unified else threads * tile * device.slots
     room = device.room()
@@ -118,7 +118,7 @@ def _count_threads(
         room //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if on_device > room:
         hint = "a larger tp or pp makes each rank's part smaller"
-        if any(name.startswith("optimizer.") for name in plan.wanted):
+        if any(name.startswith("optimizer.") for name in plan.pieces):
             hint += ", optimizer=False leaves masters and moments out"
         raise RequestError(
             f"{device.name} has {room / MIB:,.0f} MiB free, rank {rank} needs {on_device / MIB:,.0f} MiB",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.errors import RequestError
-from converters.loading.plan import TILE, LoadPlan, OutTensor, plan_copies
+from converters.loading.plan import TILE, LoadPlan, plan_pieces, whole_piece
 from converters.megatron.damage import refuse_contradictions, refuse_foreign_names
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
@@ -21,17 +21,18 @@ from converters.names import StateName, parameter_of, parse_key, printable, stat
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.param_order import trainable
-from converters.planning.plan import Copy, Target, account, pieces_of, prove
+from converters.planning.plan import Copy, account
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from converters.catalog import Catalog, TensorInfo
+    from converters.catalog import Catalog
     from converters.dtypes import DType
     from converters.formats.base import Reader
     from converters.megatron.layout import Coordinates, Layout
     from converters.megatron.rank_state_dict import LocalTensor
     from converters.param_order import Order
+    from converters.planning.plan import Piece
 
 __all__ = ["plan_load"]
 
@@ -93,25 +94,15 @@ def plan_load(
     local = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
     notes = check_layout(args, layout, {name: target.shape for name, target in local.tensors.items()})
     state = _OptimizerState(reader) if optimizer else None
-    wanted, copies = _wanted_tensors(local, at, dtype, state, shapes)
+    pieces, beside = _rank_pieces(local, at, dtype, state, shapes)
     sources = dict(catalog.weights) | (state.tensors if state else {})
     _account(catalog, local, state)
-    _prove(wanted, copies, sources)
     peers = _Peers(local, at, shapes) if together else None
-    plan = plan_copies(sources, wanted, copies, tile, catalog, peers)
-    empty = _extra_states(catalog, local, at, order, wanted)
+    plan = plan_pieces(sources, pieces, tile, catalog, beside=beside, peers=peers)
+    empty = _extra_states(catalog, local, at, order, pieces)
     notes += [_FP8] if empty and order.fused_norms and catalog.args.get("fp8") else []
     notes += [*(state.notes if state else ()), *_left_objects(catalog)]
     return replace(plan, empty=empty, notes=notes)
-
-
-def _prove(wanted: Mapping[str, OutTensor], copies: Iterable[Copy], sources: Mapping[str, TensorInfo]) -> None:
-    """Every element of this rank's tensors is filled once; copies to nowhere are read for a checksum alone."""
-    pieces = pieces_of(
-        {n: Target(n, w.dtype, w.matrix) for n, w in wanted.items()}, (copy for copy in copies if copy.target)
-    )
-    shapes = {name: info.shape for name, info in sources.items()}
-    prove([replace(piece, fills=wanted[name].fills) for name, piece in pieces.items()], shapes, None)
 
 
 def _plan_hf(
@@ -123,25 +114,22 @@ def _plan_hf(
             "Hugging Face has no names for parts of tensors",
             hint="names='hf' needs a layout of tp 1, pp 1, ep 1 and cp 1, with any dp",
         )
-    notes: Sequence[str] = ()
+    notes, drops, tensors = list[str](), None, catalog.weights
     if not catalog.megatron and catalog.framework == "Hugging Face":
         kinds = {n: dtype if dtype and t.dtype.floating else t.dtype for n, t in catalog.weights.items()}
-        wanted = {n: OutTensor(n, kinds[n], t.shape, t.shape) for n, t in catalog.weights.items()}
-        copies = [Copy(n, Box.whole(w.shape), n, Box.whole(w.shape)) for n, w in wanted.items()]
+        pieces = {n: whole_piece(n, kinds[n], t.shape) for n, t in catalog.weights.items()}
     else:
         _refuse_foreign(catalog)
         args = ModelArgs.from_catalog(catalog)
         refuse_contradictions(args, catalog)
         model = by_name(arch) if arch else infer(args, catalog)
         mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=vocab_size)
-        stored = {name: info.shape for name, info in catalog.tensors.items() if info.kind != "optimizer"}
-        prove(mapping.pieces.values(), stored, mapping.drops)
-        wanted = {n: OutTensor(n, t.dtype, t.shape, t.laid) for n, t in mapping.targets.items()}
-        copies, notes = mapping.copies, mapping.notes
+        tensors = {name: info for name, info in catalog.tensors.items() if info.kind != "optimizer"}
+        pieces, drops, notes = mapping.pieces, mapping.drops, [*mapping.notes]
     everyone = range(layout.world_size)
     peers = defaultdict[tuple[str, Box], Sequence[int]](lambda: everyone)
-    notes = [*notes, *_left_objects(catalog)]
-    return replace(plan_copies(catalog.weights, wanted, copies, tile, catalog, peers), notes=notes)
+    plan = plan_pieces(tensors, pieces, tile, catalog, drops=drops, peers=peers)
+    return replace(plan, notes=[*notes, *_left_objects(catalog)])
 
 
 _JOBS_OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
@@ -201,8 +189,8 @@ class _OptimizerState:
         if not stored.tensors:
             raise RequestError("the checkpoint has no optimizer state", hint="load without optimizer=True")
 
-    def of(self, tensor: LocalTensor, name: str, padding: Iterable[Copy]) -> Iterable[tuple[OutTensor, list[Copy]]]:
-        """The state of a parameter: its tensors and what fills them."""
+    def of(self, tensor: LocalTensor, name: str, padding: Iterable[Copy]) -> Iterable[tuple[Piece, list[Copy]]]:
+        """The state of a parameter, and what is read beside it."""
         if not tensor.trained:
             return
         states_of_sources = [self.states.get(copy.source, []) for copy in tensor.copies]
@@ -211,35 +199,31 @@ class _OptimizerState:
                 raise RequestError(f"the optimizer holds {state} for some parts of {tensor.name} only")
             first = self.tensors[str(StateName(state, tensor.copies[0].source))]
             key = str(StateName(state, name))
-            copies = [replace(copy, target=key) for copy in tensor.copies] + list(padding)
-            copies = [replace(copy, source=str(StateName(state, copy.source))) for copy in copies]
-            yield OutTensor(key, first.dtype, tensor.shape, tensor.laid, tuple(tensor.fills)), copies
+            copies = [replace(c, source=str(StateName(state, c.source)), target=key) for c in tensor.copies]
+            unused = [replace(copy, source=str(StateName(state, copy.source))) for copy in padding]
+            yield replace(tensor, name=key, dtype=first.dtype, copies=copies), unused
 
 
-def _wanted_tensors(
+def _rank_pieces(
     model: LocalModel,
     at: Coordinates,
     dtype: DType | None,
     state: _OptimizerState | None,
     shapes: Mapping[str, Sequence[int]],
-) -> tuple[dict[str, OutTensor], list[Copy]]:
-    """What the ranks at some coordinates have in memory, and what fills it."""
-    wanted: dict[str, OutTensor] = {}
-    copies: list[Copy] = []
-    optimizer: list[tuple[OutTensor, list[Copy]]] = []
+) -> tuple[dict[str, Piece], dict[str, list[Copy]]]:
+    """What the ranks at some coordinates have in memory, and what is read beside each piece for a checksum alone."""
+    weights: list[tuple[Piece, list[Copy]]] = []
+    optimizer: list[tuple[Piece, list[Copy]]] = []
     for chunk in range(model.layout.chunks):
         prefix = f"model{chunk}." if model.layout.chunks > 1 else ""
         for tensor in model.chunk(pp=at.pp, chunk=chunk, tp=at.tp, ep=at.ep, etp=at.etp):
             name = prefix + tensor.name
             kind = tensor.dtype if dtype is None or not _is_parameter(tensor) else dtype
-            wanted[name] = OutTensor(name, kind, tensor.shape, tensor.laid, tuple(tensor.fills))
-            padding = _padding(model, tensor, shapes)
-            copies += [replace(copy, target=name) for copy in tensor.copies] + padding
+            padding, copies = _padding(model, tensor, shapes), [replace(copy, target=name) for copy in tensor.copies]
+            weights.append((replace(tensor, name=name, dtype=kind, copies=copies), padding))
             optimizer += state.of(tensor, name, padding) if state else ()
-    for entry, filled in optimizer:
-        wanted[entry.name] = entry
-        copies += filled
-    return wanted, copies
+    pieces = {piece.name: piece for piece, _ in (*weights, *optimizer)}
+    return pieces, {piece.name: padding for piece, padding in (*weights, *optimizer) if padding}
 
 
 def _is_parameter(tensor: LocalTensor) -> bool:
@@ -297,7 +281,7 @@ _SPLIT = ("linear_", "eh_proj", "output_layer", "in_proj", "out_proj")
 
 
 def _extra_states(
-    catalog: Catalog, model: LocalModel, at: Coordinates, order: Order, wanted: Mapping[str, OutTensor]
+    catalog: Catalog, model: LocalModel, at: Coordinates, order: Order, pieces: Mapping[str, Piece]
 ) -> list[str]:
     """Keys of `_extra_state` that modules expect in a state dict, where their values are None.
 
@@ -321,7 +305,7 @@ def _extra_states(
                 if pp == at.pp:
                     keys[name(chunk, module)] = None
         return list(keys)
-    for key in wanted:
+    for key in pieces:
         module, _, leaf = key.rpartition(".")
         if leaf == "weight" and module.rpartition(".")[2].startswith(_SPLIT) and not key.startswith("optimizer."):
             keys[f"{module}._extra_state"] = None

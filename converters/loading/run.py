@@ -136,7 +136,7 @@ class Prepared:
     @property
     def names(self) -> list[str]:
         """Keys of the state dict, in order."""
-        return [*self.request.plan.wanted, *self.request.plan.empty]
+        return [*self.request.plan.pieces, *self.request.plan.empty]
 
     def tensors(self) -> Generator[tuple[str, Any]]:
         """Every tensor, once. Whatever happens, no thread is left and the other ranks know of it."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from converters.megatron.layout import Coordinates, Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.model_kind import ModelKind, model_kind
 from converters.megatron.optimizer_layout import OptimizerLayout, optimizer_layout
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Component",
     "Identity",
-    "RankPlace",
     "SavedLayout",
     "Sharing",
     "identify",
@@ -37,18 +37,11 @@ _RNG = re.compile(r"rng_state/shard_[\d.]+_(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a global rank stands in the job's grid."""
-
-    tp: int
-    cp: int
-    dp: int
-    pp: int
-
-
-@dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """How the job that saved was split; None where nothing says.
+    """How the job that saved was split, as far as the checkpoint tells; None where nothing says.
+
+    A `Layout` has all sizes and is checked; this may lack some, and may contradict itself. `dense` is a `Layout`, where
+    the sizes are known.
 
     Attributes:
         dp: Data-parallel size, context parallelism not counted.
@@ -67,20 +60,18 @@ class SavedLayout:
     source: str = "nothing says"
     pp_before_dp: bool = False
 
-    def coordinates(self, rank: int) -> RankPlace | None:
-        """Coordinates of a rank in Megatron's default order tp-cp-ep-dp-pp; None if the layout is not fully known."""
-        if self.tp is None or self.pp is None or self.dp is None:
+    @property
+    def dense(self) -> Layout | None:
+        """The grid of the model without its experts; None if its sizes are not all known."""
+        if not (self.tp and self.pp and self.dp and min(self.tp, self.pp, self.dp, self.cp or 1) > 0):
             return None
-        cp = self.cp or 1
-        if rank >= self.tp * cp * self.dp * self.pp:
-            return None
-        rank, tp = divmod(rank, self.tp)
-        rank, at_cp = divmod(rank, cp)
-        if self.pp_before_dp:
-            dp, pp = divmod(rank, self.pp)
-        else:
-            pp, dp = divmod(rank, self.dp)
-        return RankPlace(tp, at_cp, dp, pp)
+        order = "tp-cp-ep-pp-dp" if self.pp_before_dp else "tp-cp-ep-dp-pp"
+        return Layout(tp=self.tp, pp=self.pp, cp=self.cp or 1, dp=self.dp, order=order)
+
+    def coordinates(self, rank: int) -> Coordinates | None:
+        """Where a rank is in the dense grid; None if that is not known, or has no such rank."""
+        dense = self.dense
+        return dense.coordinates(rank) if dense is not None and rank < dense.world_size else None
 
 
 @dataclass(frozen=True, slots=True)

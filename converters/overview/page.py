@@ -96,16 +96,13 @@ def _checks(verification: Mapping[str, Any] | None) -> list[list[str]]:
 
 def _rank_grid(layout: SavedLayout) -> list[list[str]]:
     """For each pipeline and tensor-parallel rank, the global ranks there; empty where the layout is not known."""
-    if layout.tp is None or layout.pp is None or layout.dp is None:
+    dense = layout.dense
+    if dense is None or dense.world_size > _MOST_RANKS:
         return []
-    world = layout.tp * layout.pp * layout.dp * (layout.cp or 1)
-    if world > _MOST_RANKS:
-        return []
-    grid: list[list[list[int]]] = [[[] for _ in range(layout.tp)] for _ in range(layout.pp)]
-    for rank in range(world):
-        coordinates = layout.coordinates(rank)
-        if coordinates is not None:
-            grid[coordinates.pp][coordinates.tp].append(rank)
+    grid: list[list[list[int]]] = [[[] for _ in range(dense.tp)] for _ in range(dense.pp)]
+    for rank in range(dense.world_size):
+        coordinates = dense.coordinates(rank)
+        grid[coordinates.pp][coordinates.tp].append(rank)
     return [[_ranks(cell) for cell in row] for row in grid]
 
 

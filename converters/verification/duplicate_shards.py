@@ -2,6 +2,9 @@
 
 Their checksums are in the files; equal ones are looked at again. What is constant may be equal: zeros before the first step,
 norms that begin as ones.
+
+Records are compared byte by byte, not by `io.block_runner`: the same bytes are the fault, whatever they mean, and a record
+need not be a box of a tensor (flat buckets, views on one storage).
 """
 
 from __future__ import annotations
