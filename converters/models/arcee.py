@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.gpt_neox import linear
-from converters.models.model import Model
+from converters.models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -21,13 +21,10 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="arcee",
     architecture="ArceeForCausalLM",
     needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS, "gated": (False,), "activation": ("relu2",)},
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
     dense=(*linear("mlp.up_proj", "mlp.linear_fc1"), *linear("mlp.down_proj", "mlp.linear_fc2")),
-    after=llama.FINAL,
 )

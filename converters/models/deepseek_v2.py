@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
-from converters.models.model import SET, UNSET, Model
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS
 from converters.models.rules import GateUp, Rename
 
@@ -136,7 +137,7 @@ def _misfits(args: ModelArgs) -> list[str]:
     return out
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     needs={
@@ -146,11 +147,8 @@ MODEL = Model(
         "moe_expert_bias": (False,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=MLA_ATTENTION,
-    dense=llama.LLAMA_MLP,
     moe=DEEPSEEK_EXPERTS,
-    after=llama.FINAL,
     misfits=_misfits,
     remarks=deepseek_remarks,
 )

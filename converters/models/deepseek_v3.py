@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import llama
 from converters.models.deepseek_v2 import (
     DEEPSEEK_EXPERTS,
     DEEPSEEK_NEEDS,
@@ -13,7 +12,7 @@ from converters.models.deepseek_v2 import (
     deepseek_remarks,
     deepseek_settings,
 )
-from converters.models.model import Model
+from converters.models.llama import LlamaModel
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
@@ -46,16 +45,13 @@ def _misfits(args: ModelArgs) -> list[str]:
     return deepseek_misfits(args, best_of_group=2)
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     needs={**DEEPSEEK_NEEDS, "moe_score_function": ("sigmoid",), "moe_expert_bias": (True,)},
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=MLA_ATTENTION,
-    dense=llama.LLAMA_MLP,
     moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
-    after=llama.FINAL,
     mtp=PREDICTION,
     misfits=_misfits,
     remarks=deepseek_remarks,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS
 from converters.models.deepseek_v3 import ROUTER_BIAS
 from converters.models.glm4_moe import SIGMOID_ROUTER, routed_misfits, routed_settings
+from converters.models.llama import LlamaModel
 from converters.models.ministral import window_facts
-from converters.models.model import SET, UNSET, Model
+from converters.models.model import SET, UNSET
 from converters.models.qwen3 import QWEN3_ATTENTION
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="dots1",
     architecture="Dots1ForCausalLM",
     needs={
@@ -40,11 +41,8 @@ MODEL = Model(
         "window_attn_skip_freq": (SET, UNSET),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=QWEN3_ATTENTION,
-    dense=llama.LLAMA_MLP,
     moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
-    after=llama.FINAL,
     misfits=routed_misfits,
     facts=window_facts,
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import UNSET, Model
+from converters.models import config
+from converters.models.llama import LlamaModel
+from converters.models.model import UNSET
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -15,7 +16,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     return {**config.llama(args), "rms_norm_eps": args.norm_epsilon, "use_bias": False}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
     needs={
@@ -26,8 +27,4 @@ MODEL = Model(
         "rope_scaling": (UNSET,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
 )

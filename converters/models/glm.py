@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.gpt_neox import partial_rope
-from converters.models.model import SET, UNSET, Model
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 from converters.models.phi3 import FUSED_MLP
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="glm",
     architecture="GlmForCausalLM",
     needs={
@@ -35,9 +36,6 @@ MODEL = Model(
         "rope_scaling": (UNSET,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
     dense=FUSED_MLP,
-    after=llama.FINAL,
     qkv_bias="attention_bias",
 )

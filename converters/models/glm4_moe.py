@@ -8,7 +8,8 @@ from converters.models import config, llama
 from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS, deepseek_misfits
 from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS
 from converters.models.gpt_neox import partial_rope
-from converters.models.model import SET, UNSET, Model
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"qk_layernorm": bool(settings.get("use_qk_norm"))}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="glm4_moe",
     architecture="Glm4MoeForCausalLM",
     needs={
@@ -78,15 +79,12 @@ MODEL = Model(
         "add_qkv_bias": (True, False),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=(
         *llama.LLAMA_ATTENTION,
         Rename("self_attn.q_norm.weight", ("self_attention.q_layernorm.weight",), norm=True, when="qk_layernorm"),
         Rename("self_attn.k_norm.weight", ("self_attention.k_layernorm.weight",), norm=True, when="qk_layernorm"),
     ),
-    dense=llama.LLAMA_MLP,
     moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
-    after=llama.FINAL,
     mtp=PREDICTION,
     misfits=routed_misfits,
     facts=_facts,

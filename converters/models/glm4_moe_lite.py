@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.deepseek_v2 import (
     DEEPSEEK_EXPERTS,
     DEEPSEEK_NEEDS,
@@ -14,7 +14,7 @@ from converters.models.deepseek_v2 import (
 )
 from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS
 from converters.models.glm4_moe import routed_misfits, routed_settings
-from converters.models.model import Model
+from converters.models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -34,16 +34,13 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 
 _OTHERS = ("first_k_dense_replace", "moe_layer_freq", "scoring_func")  # what the list says, and what never differs
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     needs={**DEEPSEEK_NEEDS, "moe_score_function": ("sigmoid",), "moe_expert_bias": (True,)},
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=MLA_ATTENTION,
-    dense=llama.LLAMA_MLP,
     moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
-    after=llama.FINAL,
     mtp=PREDICTION,
     misfits=lambda args: [text for text in routed_misfits(args) if "a layer before it" not in text],
     remarks=deepseek_remarks,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
+from converters.models.llama import LlamaModel
 from converters.models.ministral import window_facts
 from converters.models.mixtral import every_layer_mixed
-from converters.models.model import SET, UNSET, Model
+from converters.models.model import SET, UNSET
 from converters.models.rules import InterleavedExperts, Rename, StackedExperts
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     needs={
@@ -63,7 +64,6 @@ MODEL = Model(
         "moe_shared_expert_size": (UNSET,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=(
         *llama.LLAMA_ATTENTION,
         Rename("self_attn.sinks", ("self_attention.core_attention.softmax_offset",)),
@@ -76,7 +76,6 @@ MODEL = Model(
         StackedExperts("mlp.experts.down_proj", "linear_fc2.weight", transpose=True),
         StackedExperts("mlp.experts.down_proj_bias", "linear_fc2.bias"),
     ),
-    after=llama.FINAL,
     misfits=every_layer_mixed,
     facts=_facts,
 )

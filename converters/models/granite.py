@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.gpt2 import hidden_width
-from converters.models.model import Model
+from converters.models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -29,14 +29,10 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     return {**granite_settings(args), "mlp_bias": False}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="granite",
     architecture="GraniteForCausalLM",
     needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS},
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
     misfits=hidden_width,
 )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.granite import granite_settings
+from converters.models.llama import LlamaModel
 from converters.models.mixtral import every_layer_mixed
-from converters.models.model import UNSET, Model
+from converters.models.model import UNSET
 from converters.models.rules import Rename, StackedExperts
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def stacked_settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="granitemoe",
     architecture="GraniteMoeForCausalLM",
     needs={
@@ -41,10 +42,7 @@ MODEL = Model(
         "moe_shared_expert_size": (UNSET,),
     },
     settings=stacked_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
     dense=(),
     moe=STACKED,
-    after=llama.FINAL,
     misfits=every_layer_mixed,
 )

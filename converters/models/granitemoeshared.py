@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
 from converters.models.granitemoe import STACKED, stacked_settings
+from converters.models.llama import LlamaModel
 from converters.models.mixtral import every_layer_mixed
-from converters.models.model import SET, Model
+from converters.models.model import SET
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     return {**stacked_settings(args), "shared_intermediate_size": args.moe_shared_expert_size}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     needs={
@@ -30,8 +31,6 @@ MODEL = Model(
         "moe_shared_expert_gate": (False,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
     dense=(),
     moe=(
         *STACKED,
@@ -39,6 +38,5 @@ MODEL = Model(
         Rename("shared_mlp.input_linear.weight", ("mlp.shared_experts.linear_fc1.weight",)),
         Rename("shared_mlp.output_linear.weight", ("mlp.shared_experts.linear_fc2.weight",)),
     ),
-    after=llama.FINAL,
     misfits=every_layer_mixed,
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config
 from converters.models.model import Model
-from converters.models.rules import QKV, GateUp, Rename, Vocab
+from converters.models.rules import QKV, GateUp, Rename, Rule, Vocab
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -41,6 +42,16 @@ LLAMA_MLP = (
 )
 
 
+@dataclass(frozen=True)
+class LlamaModel(Model):
+    """An architecture with Llama's tensors, but for the rules that its table gives."""
+
+    before: tuple[Rule, ...] = EMBEDDING
+    layer: tuple[Rule, ...] = LLAMA_ATTENTION
+    dense: tuple[Rule, ...] = LLAMA_MLP
+    after: tuple[Rule, ...] = FINAL
+
+
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
         **config.llama(args),
@@ -59,7 +70,7 @@ def _misfits(args: ModelArgs) -> list[str]:
     return out
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="llama",
     architecture="LlamaForCausalLM",
     needs={
@@ -69,9 +80,5 @@ MODEL = Model(
         "add_qkv_bias": (True, False),
     },
     settings=_settings,
-    before=EMBEDDING,
-    layer=LLAMA_ATTENTION,
-    dense=LLAMA_MLP,
-    after=FINAL,
     misfits=_misfits,
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import SET, UNSET, Model
+from converters.models import config
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +31,7 @@ def window_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_attn_skip_freq": flags if mixed else None}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="ministral",
     architecture="MinistralForCausalLM",
     needs={
@@ -41,9 +42,5 @@ MODEL = Model(
         "window_attn_skip_freq": (SET, UNSET),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
     facts=window_facts,
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import SET, UNSET, Model
+from converters.models import config
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -19,7 +20,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="mistral",
     architecture="MistralForCausalLM",
     needs={
@@ -29,8 +30,4 @@ MODEL = Model(
         "window_size": (SET, UNSET),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
 )

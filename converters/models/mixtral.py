@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import SET, UNSET, Model
+from converters.models import config
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 from converters.models.rules import Experts, GateUp, Rename
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def every_layer_mixed(args: ModelArgs) -> list[str]:
     return [f"layer {dense[0]} has no experts"] if dense else []
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="mixtral",
     architecture="MixtralForCausalLM",
     needs={
@@ -49,10 +50,7 @@ MODEL = Model(
         "moe_shared_expert_size": (UNSET,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
     dense=(),
     moe=_EXPERTS,
-    after=llama.FINAL,
     misfits=every_layer_mixed,
 )

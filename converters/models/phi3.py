@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
 from converters.models.gpt_neox import partial_rope
-from converters.models.model import SET, UNSET, Model
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 from converters.models.rules import FusedQKV, Rename
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="phi3",
     architecture="Phi3ForCausalLM",
     needs={
@@ -43,8 +44,6 @@ MODEL = Model(
         "rope_scaling": (UNSET,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=(llama.INPUT_NORM, FusedQKV("self_attn.qkv_proj"), llama.OUTPUT, llama.MLP_NORM),
     dense=FUSED_MLP,
-    after=llama.FINAL,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import Model
+from converters.models import config
+from converters.models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -22,7 +22,7 @@ def qwen_settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
     needs={
@@ -32,10 +32,6 @@ MODEL = Model(
         "add_qkv_bias": (True,),
     },
     settings=qwen_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
     aliases=("mimo",),
     skipped={"model.mtp_layers.": "multi-token prediction layers are not imported"},
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import SET, Model
+from converters.models import config
+from converters.models.llama import LlamaModel
+from converters.models.model import SET
 from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Experts, GateUp, Rename
 
@@ -48,7 +49,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     needs={
@@ -61,9 +62,5 @@ MODEL = Model(
         "add_qkv_bias": (True, False),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),
-    after=llama.FINAL,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
-from converters.models.model import Model
+from converters.models.llama import LlamaModel
 from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Rename
 
@@ -23,7 +23,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     return {**qwen_settings(args), "attention_bias": False}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
     needs={
@@ -33,8 +33,5 @@ MODEL = Model(
         "qk_layernorm": (True,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=QWEN3_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
 )

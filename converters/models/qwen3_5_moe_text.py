@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config
+from converters.models.llama import LlamaModel
 from converters.models.mixtral import every_layer_mixed
-from converters.models.model import SET, Model
+from converters.models.model import SET
 from converters.models.qwen2_moe import QWEN_EXPERTS, SHARED_EXPERT
 from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.qwen3_5_text import FLAT_DELTA_NET
@@ -28,7 +29,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     return own
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     needs={
@@ -39,12 +40,10 @@ MODEL = Model(
         "moe_shared_expert_gate": (True,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=QWEN3_ATTENTION,
     linear=FLAT_DELTA_NET,
     dense=(),
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),
-    after=llama.FINAL,
     misfits=every_layer_mixed,
     zero_centered=True,
     facts=delta_net_facts,

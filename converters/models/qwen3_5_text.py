@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from converters.models import config, llama
-from converters.models.model import Model
+from converters.models import config
+from converters.models.llama import LlamaModel
 from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.qwen3_next import (
     DELTA_NET_NEEDS,
@@ -20,16 +20,13 @@ FLAT_DELTA_NET = delta_net(
     joined("in_proj_b", "beta"),
     joined("in_proj_a", "alpha"),
 )
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     needs={**DELTA_NET_NEEDS, **config.DENSE},
     settings=delta_net_settings,
-    before=llama.EMBEDDING,
     layer=QWEN3_ATTENTION,
     linear=FLAT_DELTA_NET,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
     zero_centered=True,
     facts=delta_net_facts,
     skipped=SKIPPED,

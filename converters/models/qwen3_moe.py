@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import UNSET, Model
+from converters.models import config
+from converters.models.llama import LlamaModel
+from converters.models.model import UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS, qwen_moe_settings
 from converters.models.qwen3 import QWEN3_ATTENTION
 
@@ -17,7 +18,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     return {**qwen_moe_settings(args), "attention_bias": False}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     needs={
@@ -29,9 +30,6 @@ MODEL = Model(
         "moe_shared_expert_size": (UNSET,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=QWEN3_ATTENTION,
-    dense=llama.LLAMA_MLP,
     moe=QWEN_EXPERTS,
-    after=llama.FINAL,
 )

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
 from converters.models.gpt_neox import partial_rope
-from converters.models.model import SET, UNSET, Model
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS, SHARED_EXPERT
 from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.rules import Joined, Rename
@@ -108,7 +109,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     needs={
@@ -119,15 +120,12 @@ MODEL = Model(
         "moe_shared_expert_gate": (True,),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
     layer=QWEN3_ATTENTION,
     linear=delta_net(
         joined("in_proj_qkvz", "query", "key", "value", "z", groups="linear_num_key_heads"),
         joined("in_proj_ba", "beta", "alpha", groups="linear_num_key_heads"),
     ),
-    dense=llama.LLAMA_MLP,
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),
-    after=llama.FINAL,
     zero_centered=True,
     facts=delta_net_facts,
     skipped=SKIPPED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
-from converters.models.model import Model
+from converters.models import config
+from converters.models.llama import LlamaModel
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -22,7 +22,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
     needs={
@@ -32,9 +32,5 @@ MODEL = Model(
         "add_qkv_bias": (True, False),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
     qkv_bias="attention_bias",
 )

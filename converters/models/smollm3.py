@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.layer_pattern import every_nth
-from converters.models import config, llama
+from converters.models import config
 from converters.models.gpt2 import hidden_width
-from converters.models.model import SET, UNSET, Model
+from converters.models.llama import LlamaModel
+from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,7 @@ def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"no_rope_freq": [int(not rotates) for rotates in rotated] if not all(rotated) else None}
 
 
-MODEL = Model(
+MODEL = LlamaModel(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
     needs={
@@ -45,10 +46,6 @@ MODEL = Model(
         "no_rope_freq": (SET, UNSET),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=llama.LLAMA_ATTENTION,
-    dense=llama.LLAMA_MLP,
-    after=llama.FINAL,
     misfits=hidden_width,
     facts=_facts,
 )
