@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from converters.commands import reshard as reshard
     from converters.commands import strip as strip
     from converters.comparison import diff as diff
-    from converters.comparison.compare import DiffReport as DiffReport
+    from converters.comparison.report import DiffReport as DiffReport
     from converters.errors import DistckptError as DistckptError
     from converters.loading.loader import LoadedState as LoadedState
     from converters.loading.loader import LoadReport as LoadReport

@@ -235,11 +235,11 @@ def reshard(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
         IntegrityError: It is damaged.
         DestinationError: The destination cannot be written.
     """
-    _refuse_nothing_asked(options)
+    _refuse_no_change(options)
     return _carry_out("reshard", src, dst, options)
 
 
-def _refuse_nothing_asked(options: Mapping[str, Any]) -> None:
+def _refuse_no_change(options: Mapping[str, Any]) -> None:
     carried = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(ExportOptions)} | {"vocab_size"}
     if not any(options.get(name) is not None for name in (*LAYOUT_OPTIONS, *carried)):
         raise RequestError(

@@ -124,7 +124,7 @@ class Console:
     """Where a command writes.
 
     Args:
-        json_asked: The answer is one JSON document; `out` is silent.
+        json_requested: The answer is one JSON document; `out` is silent.
         quiet: No notes and no next steps; so it is on all ranks but the leading one.
         silent: Not even the answer; quiet, too.
         verbose: How often `-v` was given.
@@ -134,13 +134,13 @@ class Console:
     def __init__(
         self,
         *,
-        json_asked: bool = False,
+        json_requested: bool = False,
         quiet: bool = False,
         silent: bool = False,
         verbose: int = 0,
         width: int | None = None,
     ) -> None:
-        self.json_asked = json_asked
+        self.json_requested = json_requested
         self.silent = silent
         self.quiet = quiet or silent or Ranks.from_environment().rank > 0
         self.verbose = verbose
@@ -155,7 +155,7 @@ class Console:
 
     def out(self, text: str = "") -> None:
         """A line of the answer."""
-        if not self.json_asked and not self.silent:
+        if not self.json_requested and not self.silent:
             self._write(text)
 
     def lines(self, lines: Iterable[str]) -> None:

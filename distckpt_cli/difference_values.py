@@ -11,7 +11,7 @@ from distckpt_cli.console import table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.comparison.compare import DiffReport, TensorReport
+    from converters.comparison.report import DiffReport, TensorReport
     from distckpt_cli.console import Console
 
 __all__ = ["show_lines", "show_values"]

@@ -17,8 +17,8 @@ from distckpt_cli.exits import ExitCode
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from converters.comparison.compare import DiffReport, TensorReport
     from converters.comparison.facts import Fact
+    from converters.comparison.report import DiffReport, TensorReport
     from converters.formats.base import Reader
     from distckpt_cli.console import Console
 
@@ -286,7 +286,7 @@ def show_arguments(
     both = [f for f in facts if f.a is not ABSENT and f.b is not ABSENT]
     code = ExitCode.NO if any(f.counts for f in facts) else ExitCode.OK
     single = [[f for f in facts if f.a is not ABSENT and f.b is ABSENT], [f for f in facts if f.a is ABSENT]]
-    if console.json_asked:
+    if console.json_requested:
         console.document("distckpt.diff/1", {"identical": not code, "arguments": [fact_document(f) for f in facts]})
         return code
     shown = [*both, *single[0], *single[1]] if flat else both

@@ -107,7 +107,7 @@ class Speaking:
     @property
     def console(self) -> Console:
         """Where the answer goes."""
-        return Console(json_asked=self.as_json, quiet=self.quiet, silent=self.silent, verbose=self.verbose)
+        return Console(json_requested=self.as_json, quiet=self.quiet, silent=self.silent, verbose=self.verbose)
 
 
 @dataclass(frozen=True)

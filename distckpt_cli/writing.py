@@ -91,7 +91,7 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
 
 def _show(console: Console, schema: str, report: WriteReport) -> None:
     lines = list(report.lines())  # also refuses what a real run would
-    if console.json_asked:
+    if console.json_requested:
         console.document(schema, report.document())
         return
     for label, text in lines:

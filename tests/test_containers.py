@@ -27,7 +27,7 @@ from test_export import LN1P, TOLERANCE, logit_difference
 from converters.errors import Interrupted
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.optimizer.groups import read_param_groups
+from converters.optimizer.read_groups import read_param_groups
 from converters.write.container import TorchOptions, plan_torch
 from converters.write.write_plan import run_conversion
 from distckpt_cli.app import main

@@ -26,7 +26,7 @@ from converters.io.sources import Sources
 from converters.models import ARCHITECTURES, rules
 from converters.models.left_out import LEFT_OUT
 from converters.models.stated import NEUTRAL
-from converters.planning.job import landing
+from converters.planning.routes import landing
 from converters.write import imported as imported_module
 from converters.write.export import ExportOptions, plan_export
 from converters.write.import_hf import ImportOptions, plan_import

@@ -12,8 +12,9 @@ from converters.errors import RequestError
 from converters.megatron.layout import Layout
 from converters.megatron.layout_check import check
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.outline import Outline
 from converters.megatron.pipeline import parse_pp_layout
-from converters.megatron.split import Outline, holders, padded_vocab, shards, split_rule
+from converters.megatron.split import holders, padded_vocab, shards, split_rule
 
 SMALL = st.sampled_from([1, 2, 3, 4])
 

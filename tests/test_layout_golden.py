@@ -9,7 +9,8 @@ from converters.formats import open_checkpoint
 from converters.megatron.identity import writer_of
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
-from converters.megatron.split import Outline, Shard, holders, shards
+from converters.megatron.outline import Outline
+from converters.megatron.split import Shard, holders, shards
 
 GOLDEN = Path(__file__).parent / "golden"
 FACTS = {path.parent.name: json.loads(path.read_text()) for path in sorted(GOLDEN.glob("*/facts.json"))}

@@ -9,7 +9,8 @@ from support import local_shape
 
 from converters.box import Box
 from converters.megatron.layout import Layout
-from converters.megatron.split import Outline, holders, shards
+from converters.megatron.outline import Outline
+from converters.megatron.split import holders, shards
 from converters.names import parse_key
 
 pytestmark = pytest.mark.megatron

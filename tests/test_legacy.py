@@ -27,8 +27,8 @@ from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.megatron.layout import Layout
 from converters.megatron.optimizer_layout import optimizer_layout
-from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import prove_masters
+from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields, set_field
 from converters.write.export import ExportOptions, plan_export, run_export

@@ -29,8 +29,8 @@ from support import GOLDEN
 from converters.errors import IntegrityError
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
-from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import prove_masters
+from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.pickles import pairs
 from converters.torchzip.records import tensor_ref

@@ -17,8 +17,8 @@ from converters.formats import open_checkpoint
 from converters.formats.containers.archive import PtFile
 from converters.formats.legacy.rank_model import RankModel
 from converters.megatron.layout import Layout
+from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel, module_name
-from converters.megatron.split import Outline
 from converters.names import parse_key
 from converters.param_order import Order
 from converters.planning.plan import Op, Target

@@ -18,10 +18,11 @@ from converters.formats.common_state import Archive
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import OptimizerPart
-from converters.megatron.split import Outline
+from converters.megatron.outline import Outline
 from converters.optimizer.buckets import flatten
-from converters.optimizer.groups import PartGroups, common_optimizer, read_param_groups
+from converters.optimizer.groups import PartGroups, common_optimizer
 from converters.optimizer.proof import prove_masters
+from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import may_be_shifted, optimizer_state
 from converters.param_order import trainable
 from converters.planning.plan import Target

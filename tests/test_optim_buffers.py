@@ -21,8 +21,8 @@ from converters.io.arithmetic import rounded
 from converters.megatron.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
 from converters.megatron.layout import Layout
 from converters.megatron.optimizer_parts import OptimizerPart
+from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel
-from converters.megatron.split import Outline
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import ParamGroups, PartGroups
 from converters.optimizer.proof import prove_masters
@@ -116,7 +116,7 @@ def test_buffers_are_not_trained():
 
 def test_parameters_begin_at_multiples_of_64():
     (bucket,) = arrange([local("a", 100), local("b", 8), local("c", 64)], Rules(dp=2))
-    assert [(p.name, at) for p, at in bucket.placed] == [("c", 0), ("b", 64), ("a", 128)]
+    assert [(p.name, at) for p, at in bucket.members] == [("c", 0), ("b", 64), ("a", 128)]
     assert (bucket.numel_unpadded, bucket.numel) == (228, 256)
     (bucket,) = arrange([local("a", 100), local("b", 8)], Rules(dp=3, align=1))
     assert (bucket.numel_unpadded, bucket.numel) == (108, 384)
@@ -126,14 +126,14 @@ def test_parameters_begin_at_multiples_of_64():
 def test_buckets_close_at_their_size_and_around_a_shared_embedding():
     parameters = [local("embedding", 256, shared=True), *(local(str(n), 100) for n in range(4))]
     buckets = arrange(parameters, Rules(dp=2, bucket_size=200))
-    assert [[p.name for p, _ in b.placed] for b in buckets] == [["3", "2"], ["1", "0"], ["embedding"]]
+    assert [[p.name for p, _ in b.members] for b in buckets] == [["3", "2"], ["1", "0"], ["embedding"]]
     assert [b.numel_unpadded for b in buckets] == [228, 228, 256]
     buckets = arrange(parameters, Rules(dp=2))
     # the gap before a shared embedding counts to the bucket before it
     assert [b.numel_unpadded for b in buckets] == [512, 256]
     early = arrange(parameters, Rules(dp=3, early=True))
     assert [b.numel_unpadded for b in early] == [768, 256]
-    assert [b.placed for b in fit(parameters, [768, 256], 64, "buffer")] == [b.placed for b in early]
+    assert [b.members for b in fit(parameters, [768, 256], 64, "buffer")] == [b.members for b in early]
 
 
 def test_bucket_size_of_arguments():
@@ -162,8 +162,8 @@ def test_known_sizes_give_the_same_places(sizes, shared, dp, align, size, early)
     parameters = [local(str(n), numel, shared=n in shared) for n, numel in enumerate(sizes)]
     made = arrange(parameters, Rules(dp, align, size, early=early))
     found = fit(parameters, [b.numel_unpadded for b in made], align, "buffer")
-    assert [b.placed for b in found] == [b.placed for b in made]
-    assert sum(p.numel for b in made for p, _ in b.placed) == sum(sizes)
+    assert [b.members for b in found] == [b.members for b in made]
+    assert sum(p.numel for b in made for p, _ in b.members) == sum(sizes)
     for bucket in made:
         try:
             chunks = [chunk for rank in dp_chunks(bucket, dp) for chunk in rank]
@@ -172,8 +172,8 @@ def test_known_sizes_give_the_same_places(sizes, shared, dp, align, size, early)
         ends = [start + length for start, length, _ in chunks]
         assert [start for start, _, _ in chunks] == [0, *ends[:-1]]
         assert ends[-1] == bucket.numel_unpadded
-        held = [sum(n for _, n, position in chunks if position == p) for p in range(len(bucket.placed))]
-        assert held == [p.numel for p, _ in bucket.placed]
+        held = [sum(n for _, n, position in chunks if position == p) for p in range(len(bucket.members))]
+        assert held == [p.numel for p, _ in bucket.members]
 
 
 @pytest.mark.parametrize("wrong", [[299], [301], [100, 200], [300, 1], []])

@@ -17,14 +17,14 @@ from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
 from converters.megatron.optimizer_layout import optimizer_layout
 from converters.megatron.optimizer_parts import optimizer_parts
-from converters.optimizer.groups import read_param_groups
+from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.verification.report import Check
 from converters.verification.structure import check_structure
 from converters.write.container import plan_torch
 from converters.write.legacy import plan_legacy
 from converters.write.reshard import ReshardOptions, plan_reshard
-from converters.write.scheduler import made_scheduler
+from converters.write.scheduler import build_scheduler
 from converters.write.target_state import as_megatron_lm
 from converters.write.write_plan import run_conversion
 
@@ -284,7 +284,7 @@ def test_a_scheduler_is_made_of_the_frameworks():
         "optimizer": [{"optimizer": {"param_groups": [{**group, "wd_mult": 0.0}, group]}}],
         "lr_schedulers": [{"max_steps": 100, "warmup_steps": 5, "base_lrs": [0.01, 0.01], "min_lr": 0.002}],
     }
-    made = made_scheduler(tree, {}, 80, 10)
+    made = build_scheduler(tree, {}, 80, 10)
     assert made == {
         "max_lr": 0.01,
         "lr_warmup_steps": 40,
@@ -297,7 +297,7 @@ def test_a_scheduler_is_made_of_the_frameworks():
         "wd_incr_style": "constant",
         "wd_incr_steps": 800,
     }
-    bare = made_scheduler({"optimizer": tree["optimizer"]}, {}, None, None)
+    bare = build_scheduler({"optimizer": tree["optimizer"]}, {}, None, None)
     assert bare["lr_decay_steps"] > 0
     assert bare["min_lr"] == 0.001
 

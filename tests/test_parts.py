@@ -21,8 +21,9 @@ from converters.loading.rank_plan import plan_load
 from converters.megatron.identity import identify
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.outline import Outline
 from converters.megatron.pipeline import Pipeline
-from converters.megatron.split import Outline, Split, shards, split_rule
+from converters.megatron.split import Split, shards, split_rule
 from converters.model_parts import model_parts, second_names, split_part
 from converters.names import parse_key, stored_key
 from converters.optimizer.state import optimizer_state

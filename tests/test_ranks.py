@@ -28,7 +28,7 @@ from converters.execute import journal
 from converters.execute.destination import beside
 from converters.execute.error_json import Stopped, packed, unpacked
 from converters.execute.publish import Staging
-from converters.execute.rank_files import Board, claim, dismiss_earlier, is_held
+from converters.execute.rank_files import Board, claim, dismiss_earlier, is_locked
 from converters.execute.ranks import Ranks, listed, shares, spans
 from converters.formats import open_checkpoint
 from converters.planning.job import Task
@@ -105,13 +105,13 @@ def test_ranks_are_named_as_a_person_would():
 
 def test_a_lock_says_who_lives(tmp_path):
     path = tmp_path / "lock-1"
-    assert not is_held(path)
+    assert not is_locked(path)
     fd, locked = claim(path)
     assert locked
-    assert is_held(path)
+    assert is_locked(path)
     assert claim(path) is None
     os.close(fd)
-    assert not is_held(path)
+    assert not is_locked(path)
     path.unlink()
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from converters.comparison.compare import DiffReport
+    from converters.comparison.report import DiffReport
     from converters.events import Listener, StopFlag
 
 __all__ = ["diff"]

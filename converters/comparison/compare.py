@@ -8,13 +8,13 @@ report.identical, [tensor.name for tensor in report.differing]
 from __future__ import annotations
 
 import hashlib
-import json
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.comparison.facts import Fact, Facts, compare_arguments, compare_facts
 from converters.comparison.pairs import Side, match
+from converters.comparison.report import DiffReport, TensorReport
 from converters.comparison.run import blaming, comparison_device, read_values, stretches, tile_size
 from converters.comparison.trees import ABSENT
 from converters.errors import IntegrityError, RequestError
@@ -22,8 +22,7 @@ from converters.events import Note, PlanReady
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.megatron.damage import refuse_damage
-from converters.names import any_of, printable
-from converters.words import counted
+from converters.names import any_of
 from converters.write.imported import dequantized_folder
 
 if TYPE_CHECKING:
@@ -33,15 +32,13 @@ if TYPE_CHECKING:
     from converters.comparison.pairs import Matching, Pair
     from converters.comparison.run import WorkItem
     from converters.comparison.values import Difference, Tolerance
-    from converters.dtypes import DType
     from converters.events import Listener, StopFlag
     from converters.execute.ranks import Ranks
     from converters.formats.base import Reader
 
-__all__ = ["DiffOptions", "DiffPlan", "DiffReport", "TensorReport", "plan_diff", "run_diff"]
+__all__ = ["DiffOptions", "DiffPlan", "plan_diff", "run_diff"]
 
 MIB = 1 << 20
-_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,131 +106,6 @@ class DiffPlan:
         """Changes when anything about the work changes."""
         parts = self.prints, self.options, self.tile_bytes, len(self.work), self.nbytes
         return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class TensorReport:
-    """One pair of tensors.
-
-    Attributes:
-        pair: Which.
-        types: Element types in A; those in B.
-        values: What was found; None if values were not looked at.
-        padding: The same for rows beyond the vocabulary; never counts.
-        tolerant: Values count, not bits and types.
-    """
-
-    pair: Pair
-    types: tuple[tuple[DType, ...], tuple[DType, ...]]
-    values: Difference | None
-    padding: Difference | None
-    tolerant: bool
-
-    @property
-    def name(self) -> str:
-        """As it is shown."""
-        return self.pair.name
-
-    @property
-    def same_type(self) -> bool:
-        """Whether the elements are of one type on both sides."""
-        return len({*self.types[0], *self.types[1]}) == 1
-
-    @property
-    def differs(self) -> bool:
-        """Whether it makes the two checkpoints different."""
-        return (self.values is not None and self.values.differing > 0) or (not self.same_type and not self.tolerant)
-
-    @property
-    def status(self) -> str:
-        """One word: "identical", "tolerated", "type", "different", or "unread"."""
-        if self.values is not None and self.values.differing:
-            return "different"
-        if self.differs:
-            return "type"
-        return "unread" if self.values is None else "tolerated" if self.values.unequal else "identical"
-
-
-@dataclass(frozen=True)
-class DiffReport:
-    """The answer; as text, a line on the whole and the first tensors that differ.
-
-    Attributes:
-        plan: What was compared.
-        tensors: Every pair, in order; on ranks other than the leading one with what this rank has seen.
-        identical: Whether nothing that counts differs; the same on all ranks.
-        bytes_read: Bytes read of A, and of B.
-        records_checked: Records whose checksum was compared.
-        seconds: Wall time.
-    """
-
-    plan: DiffPlan
-    tensors: tuple[TensorReport, ...]
-    identical: bool
-    bytes_read: tuple[int, int] = (0, 0)
-    records_checked: int = 0
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        differing = self.differing
-        a, b = (printable(str(side.catalog.path)) for side in self.plan.sides)
-        outcome = (
-            f"differ: {self.verdict}"
-            if not self.identical
-            else f"are identical: {counted(len(self.tensors), 'tensor')}"
-        )
-        lines = [f"A {a} and B {b} {outcome}{'; values were not compared' * self.plan.options.quick}"]
-        lines += [f"{tensor.name}: {tensor.status}" for tensor in differing[:_SHOWN]]
-        return "\n".join([*lines, *([f"and {len(differing) - _SHOWN:,} more"] if len(differing) > _SHOWN else [])])
-
-    __repr__ = __str__
-
-    def document(self, *, every: bool = False) -> dict[str, Any]:
-        """Everything as plain data, as `--json` prints it.
-
-        Args:
-            every: List identical tensors, too.
-        """
-        from converters.comparison.document import document
-
-        return document(self, every=every)
-
-    def to_json(self) -> str:
-        """`document` as JSON."""
-        return json.dumps(self.document(), indent=2, default=str)
-
-    def _repr_html_(self) -> str:
-        """The answer in a notebook."""
-        from converters.overview.notebook import lines_as_html
-
-        return lines_as_html(str(self).splitlines(), good=self.identical)
-
-    @property
-    def verdict(self) -> str:
-        """How much differs, in one line; empty if nothing does."""
-        matching, plan = self.plan.matching, self.plan
-        typed = sum(tensor.status == "type" for tensor in self.tensors)
-        only = sum(map(len, matching.only))
-        facts = sum(fact.counts for fact in plan.facts.differing)
-        arguments = sum(fact.counts for fact in plan.arguments) + len(matching.config)
-        parts = [
-            _several(len(self.differing) - typed, "tensor"),
-            f"the type of {_several(typed, 'tensor')}" if typed else "",
-            _several(len(matching.shapes), "shape"),
-            f"{only:,} only on one side" if only else "",
-            _several(arguments, "argument"),
-            _several(facts, "entry", "entries") + " of the state" if facts else "",
-        ]
-        return ", ".join(filter(None, parts))
-
-    @property
-    def differing(self) -> tuple[TensorReport, ...]:
-        """The tensors of both that make them different."""
-        return tuple(tensor for tensor in self.tensors if tensor.differs)
-
-
-def _several(number: int, word: str, words: str = "") -> str:
-    return counted(number, word, words) if number else ""
 
 
 def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffPlan:

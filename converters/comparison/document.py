@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from converters.comparison.trees import ABSENT
 
 if TYPE_CHECKING:
-    from converters.comparison.compare import DiffReport, TensorReport
     from converters.comparison.facts import Fact
     from converters.comparison.pairs import Side
+    from converters.comparison.report import DiffReport, TensorReport
     from converters.comparison.values import Difference
 
 __all__ = ["document", "fact_document"]

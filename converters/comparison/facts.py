@@ -16,7 +16,7 @@ from converters.comparison.trees import ABSENT, differences
 from converters.errors import FormatError
 from converters.megatron.model_args import ModelArgs
 from converters.names import natural_key, parse_key, printable
-from converters.optimizer.groups import read_param_groups
+from converters.optimizer.read_groups import read_param_groups
 from converters.pickles import describe
 from converters.write.target_state import open_common
 

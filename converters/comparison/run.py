@@ -25,8 +25,8 @@ from converters.io.device import Host
 from converters.io.gather import Gatherer
 from converters.io.sources import Sources
 from converters.names import quoted
-from converters.planning.job import landing
 from converters.planning.plan import Op, reversed_copy
+from converters.planning.routes import landing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

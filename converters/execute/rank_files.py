@@ -19,7 +19,7 @@ from converters.execute.disk import make_folders, remove_folder
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Board", "claim", "dismiss_earlier", "is_held", "machine"]
+__all__ = ["Board", "claim", "dismiss_earlier", "is_locked", "machine"]
 
 _PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it is over
 
@@ -67,12 +67,12 @@ class Board:
         """Removes what an earlier run left; ranks of this run that came before us say their word again."""
         for path in self.folder.iterdir():
             rank = path.name.removesuffix(".new").rpartition("-")[2]
-            if path.name != "lock-0" and not is_held(self.folder / f"lock-{rank}"):
+            if path.name != "lock-0" and not is_locked(self.folder / f"lock-{rank}"):
                 path.unlink(missing_ok=True)
 
     def is_taken(self, rank: int) -> bool:
         """Whether a living process has a rank's place, as far as locks reach."""
-        return is_held(self.folder / f"lock-{rank}")
+        return is_locked(self.folder / f"lock-{rank}")
 
     def write(self, name: str, document: dict[str, Any]) -> None:
         """Replaces what a file says.
@@ -145,7 +145,7 @@ def claim(path: Path) -> tuple[int, bool] | None:
     return None
 
 
-def is_held(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Whether a living process holds the lock that `claim` gives."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -189,4 +189,4 @@ def dismiss_earlier(folders: Iterable[Path]) -> None:
 
 
 def _locked_files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.glob("lock-*")) if is_held(path))
+    return (path for path in sorted(folder.glob("lock-*")) if is_locked(path))

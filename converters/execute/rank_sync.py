@@ -107,7 +107,7 @@ class Team:
         self._looked = time.monotonic()
         self._looking, self._saying = threading.Lock(), threading.Lock()
         self._status: dict[str, Any] = {}
-        self._told = self._late = self._assembled = False
+        self._announced = self._late = self._assembled = False
         self._round = 0  # how often work was dealt out
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="distckpt-team", daemon=True)
@@ -148,9 +148,9 @@ class Team:
 
         Sets `shown_here` of the error: whether this process is the one to show it.
         """
-        if self._told:
+        if self._announced:
             return
-        self._told = True
+        self._announced = True
         if self.leads:
             self._insist(state="over" if error is None else "failed", error=packed(error))
             # who is still planning shall hear it, too, unless all were told to stop, or have been waited for already
@@ -197,7 +197,7 @@ class Team:
         while not self._ended.wait(self._interval):
             with contextlib.suppress(DestinationError):  # if it is no passing trouble, the others hear nothing any more
                 self.look()
-                if self.leads or not self._told:
+                if self.leads or not self._announced:
                     self.say()
 
     def say(self, **news: Any) -> None:

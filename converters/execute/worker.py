@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from converters.execute.publish import Staging, TeamStaging
     from converters.execute.work_sharing import Crew
     from converters.io.sources import Segments, Sources
-    from converters.planning.job import Job, Move, Task, Tile
+    from converters.planning.job import Job, Task, Tile
+    from converters.planning.routes import Move
 
 __all__ = ["Losses", "Worker"]
 

@@ -17,8 +17,8 @@ from converters.chunks import Part, StoredArray
 from converters.dtypes import dtype
 from converters.formats.base import ReaderView
 from converters.formats.folder import status
-from converters.planning.job import CopyRoutes, OutputFile, Place
 from converters.planning.plan import Copy, Drop, Piece
+from converters.planning.routes import CopyRoutes, Location
 from converters.torchzip.records import Payload
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.base import Read, Reader
+    from converters.planning.job import OutputFile
 
 __all__ = ["ByteCopies", "byte_copies"]
 
@@ -86,7 +87,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
     Raises:
         OSError: A file cannot be looked at.
     """
-    placed: list[tuple[Piece, Place]] = []
+    located: list[tuple[Piece, Location]] = []
     taken: dict[Path, list[tuple[int, int]]] = {}
     rest: list[OutputFile] = []
     for number, file in enumerate(files):
@@ -98,7 +99,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
             path, offset, length = part.content
             name = f"{file.name}@{part.at}"
             copy = Copy(str(path), Box((offset,), (length,)), name, Box((0,), (length,)))
-            placed.append((Piece(name, _BYTE, (length,), copies=(copy,)), Place(number, part.at)))
+            located.append((Piece(name, _BYTE, (length,), copies=(copy,)), Location(number, part.at)))
             taken.setdefault(path, []).append((offset, offset + length))
         rest.append(replace(file, slices=tuple(kept)))
     states = {path: status(path) for path in taken}
@@ -109,7 +110,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
         for (path, ranges), size in zip(taken.items(), sizes, strict=True)
         for start, end in _between(ranges, size)
     ]
-    return ByteCopies(_FileBytes(reader, list(taken), sizes), sources, CopyRoutes.of(placed), rest, drops)
+    return ByteCopies(_FileBytes(reader, list(taken), sizes), sources, CopyRoutes.of(located), rest, drops)
 
 
 def _array(name: str, size: int, record: int) -> TensorInfo:

@@ -298,13 +298,13 @@ class _ListedEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A place in a tar file.
+class _TarMember:
+    """A path within a tar file.
 
     Attributes:
         tar: The tar file.
         tree: What is in it.
-        within: The place, `a/b`; empty for the outermost folder.
+        within: The path, `a/b`; empty for the outermost folder.
         mtime_ns: Time of the tar file.
     """
 
@@ -326,7 +326,7 @@ class _Place:
         return Status(True, False, 0, self.mtime_ns) if self.within in self.tree else None
 
 
-def _tar_around(path: Path) -> _Place | None:
+def _tar_around(path: Path) -> _TarMember | None:
     """The tar file that a path leads into; None if it leads into none."""
     for outer in (path, *path.parents):
         try:
@@ -340,7 +340,7 @@ def _tar_around(path: Path) -> _Place | None:
         )
         if tree is None:
             return None
-        return _Place(outer, tree, "/".join(path.relative_to(outer).parts), file_stat.st_mtime_ns)
+        return _TarMember(outer, tree, "/".join(path.relative_to(outer).parts), file_stat.st_mtime_ns)
     return None
 
 

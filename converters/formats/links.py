@@ -19,7 +19,7 @@ __all__ = ["enclose", "escape", "followed_links", "follows_links", "refuse_escap
 
 _enclosed: dict[Path, str] = {}  # folders and files as they were named, and where they really are
 _followed: set[Path] = set()  # those of them whose links may lead out
-_MADE_UP = ("/proc/", "/sys/", "/dev/")
+_VIRTUAL = ("/proc/", "/sys/", "/dev/")
 
 
 def enclose(root: Path, *, follow_links: bool = False) -> None:
@@ -74,7 +74,7 @@ def escape(path: Path) -> str | None:
     real, home = os.path.realpath(path), _enclosed[root]
     cache, snapshots, _ = home.rpartition("/snapshots/")
     if root in _followed:
-        return real if real.startswith(_MADE_UP) else None
+        return real if real.startswith(_VIRTUAL) else None
     return None if real.startswith((f"{home}/", f"{cache}/blobs/" if snapshots else f"{home}/")) else real
 
 

@@ -106,10 +106,10 @@ def _refuse_parts(folder: Path) -> None:
     """NeMo 1 before its distributed checkpoints: one of these files alone would look like a small, whole model."""
     names = [f"{name}/{_PARTS_FILE}" for name in _names(folder) if _OF_A_RANK.fullmatch(name)]
     names += [_PARTS_FILE] if _OF_A_RANK.fullmatch(folder.name) else []
-    name_found = next((name for name in names if exists(folder / name)), None)
-    if name_found is not None:
+    shard_name = next((name for name in names if exists(folder / name)), None)
+    if shard_name is not None:
         raise UnsupportedError(
-            f"{printable(str(folder / name_found))} is the part of one rank of a NeMo 1 model; that form is not read",
+            f"{printable(str(folder / shard_name))} is the part of one rank of a NeMo 1 model; that form is not read",
             hint="make one partition of it with NeMo 1 (megatron_change_num_partitions.py, to TP 1 and PP 1)",
         )
 

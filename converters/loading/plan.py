@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box, contiguous_tiles, find_overlap
 from converters.megatron.damage import refuse_damage
-from converters.planning.job import landing
 from converters.planning.plan import Copy, Piece, prove
+from converters.planning.routes import landing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

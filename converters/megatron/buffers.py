@@ -63,12 +63,12 @@ class Bucket:
     """A part of a buffer.
 
     Attributes:
-        placed: Parameters and the element at which each begins, in order.
+        members: Parameters and the element at which each begins, in order.
         numel_unpadded: Elements up to the end of the last one (of the gap behind it, before a shared embedding).
         numel: Elements in memory, a multiple of the data-parallel size.
     """
 
-    placed: tuple[tuple[Local, int], ...]
+    members: tuple[tuple[Local, int], ...]
     numel_unpadded: int
     numel: int
 
@@ -141,25 +141,25 @@ def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
         parameters: In the order of `named_parameters()`.
     """
     out: list[Bucket] = []
-    placed: list[tuple[Local, int]] = []
+    members: list[tuple[Local, int]] = []
     at = 0  # in the open bucket: buckets begin at multiples of 128, so that alignment may be counted from there
 
     def close() -> None:
-        nonlocal at, placed
-        out.append(Bucket(tuple(placed), at, rules.padded(at)))
-        placed, at = [], 0
+        nonlocal at, members
+        out.append(Bucket(tuple(members), at, rules.padded(at)))
+        members, at = [], 0
 
     for parameter in reversed(parameters):
         at = _ceil(at, rules.align)
-        if parameter.shared and placed:
+        if parameter.shared and members:
             if rules.early and at % rules.dp:
                 at = rules.padded(at)
             close()
-        placed.append((parameter, at))
+        members.append((parameter, at))
         at += parameter.numel
         if parameter.shared or (rules.bucket_size is not None and at >= rules.bucket_size):
             close()
-    if placed:
+    if members:
         close()
     return out
 
@@ -176,38 +176,38 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
         Misfit: The parameters do not fill the buckets exactly.
     """
     out: list[Bucket] = []
-    placed: list[tuple[Local, int]] = []
+    members: list[tuple[Local, int]] = []
     at = 0
     for parameter in reversed(parameters):
         start = _ceil(at, align)
-        alone = parameter.shared or (placed and placed[-1][0].shared)
-        if placed and len(out) < len(sizes) and (alone or start + parameter.numel > sizes[len(out)]):
-            out.append(_closed(placed, at, sizes[len(out)], align, what, shared=parameter.shared))
-            placed, start = [], 0
+        alone = parameter.shared or (members and members[-1][0].shared)
+        if members and len(out) < len(sizes) and (alone or start + parameter.numel > sizes[len(out)]):
+            out.append(_closed(members, at, sizes[len(out)], align, what, shared=parameter.shared))
+            members, start = [], 0
         if len(out) == len(sizes) or start + parameter.numel > sizes[len(out)]:
             numbers = f"{sum(p.numel for p in parameters):,} elements of parameters, {sum(sizes):,} in buckets"
             raise Misfit(f"{what}: {parameter.name} does not fit", details=[numbers], tensor=parameter.name)
-        placed.append((parameter, start))
+        members.append((parameter, start))
         at = start + parameter.numel
-    if placed:
-        out.append(_closed(placed, at, sizes[len(out)], align, what))
+    if members:
+        out.append(_closed(members, at, sizes[len(out)], align, what))
     if len(out) != len(sizes):
         raise Misfit(f"{what} has {len(sizes)} buckets, its parameters fill {len(out)}")
     return out
 
 
 def _closed(
-    placed: list[tuple[Local, int]], end: int, size: int, align: int, what: str, *, shared: bool = False
+    members: list[tuple[Local, int]], end: int, size: int, align: int, what: str, *, shared: bool = False
 ) -> Bucket:
     padded = shared and size % 128 == 0 and end <= size < end + (1 << 17)  # see `Rules.early`
     if size not in (end, _ceil(end, align)) and not padded:
-        names = f"up to {placed[-1][0].name}"
+        names = f"up to {members[-1][0].name}"
         raise Misfit(f"{what} has a bucket of {size:,} elements, its parameters take {end:,}", details=[names])
-    return Bucket(tuple(placed), size, size)
+    return Bucket(tuple(members), size, size)
 
 
 def dp_chunks(bucket: Bucket, dp: int) -> list[list[tuple[int, int, int]]]:
-    """What each data-parallel rank stores of a bucket: `(start, length, position in bucket.placed)`, in order.
+    """What each data-parallel rank stores of a bucket: `(start, length, position in bucket.members)`, in order.
 
     As `sharded_param_state_dp_reshardable` of 0.16.1 does: each rank has an equal share of the padded bucket, stored as a
     chunk for each parameter in it and one for each gap, whose position is -1; what lies behind the last parameter is not
@@ -217,7 +217,7 @@ def dp_chunks(bucket: Bucket, dp: int) -> list[list[tuple[int, int, int]]]:
         RequestError: A rank would have nothing but padding; Megatron fails there ("empty bucket encountered").
     """
     share = bucket.numel // dp
-    spans = [(start, start + parameter.numel) for parameter, start in bucket.placed]
+    spans = [(start, start + parameter.numel) for parameter, start in bucket.members]
     out, first = [], 0
     for rank in range(dp):
         at, high = rank * share, (rank + 1) * share

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.megatron.outline import Outline
 from converters.megatron.pipeline import divisors, some_of
-from converters.megatron.split import Outline, Split, split_rule
+from converters.megatron.split import Split, split_rule
 from converters.model_parts import language_name
 from converters.names import printable
 from converters.words import counted

@@ -10,7 +10,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.megatron_args import megatron_arguments
-from converters.megatron.model_options import Facts, read_options
+from converters.megatron.model_options import read_options
+from converters.megatron.option_values import Facts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

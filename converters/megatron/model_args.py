@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from converters.catalog import model_section
 from converters.megatron.layer_census import missing_tensors
 from converters.megatron.layer_pattern import describe_layers
-from converters.megatron.model_options import DEFAULTS, Facts, read_options
+from converters.megatron.model_options import DEFAULTS, read_options
 from converters.megatron.model_shapes import measure
+from converters.megatron.option_values import Facts
 from converters.megatron.part_shapes import odd_shapes
 
 if TYPE_CHECKING:

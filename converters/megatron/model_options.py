@@ -9,101 +9,79 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, moe_layers, read_pattern
+from converters.megatron.option_values import Facts, as_bool, as_float, as_int, as_str
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DEFAULTS", "NAMES", "Facts", "read_options"]
-
-
-def _int(value: Any) -> int | None:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _float(value: Any) -> float | None:
-    if isinstance(value, str):
-        try:
-            return float(value)  # PyYAML reads `1e-5` as text
-        except ValueError:
-            return None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _bool(value: Any) -> bool | None:
-    return bool(value) if isinstance(value, bool | int) else None
-
-
-def _str(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
+__all__ = ["DEFAULTS", "NAMES", "read_options"]
 
 
 def _samples(value: Any) -> int | None:
-    return _int(value) or None
+    return as_int(value) or None
 
 
 # field -> how to read it, and its names, newest first. Sources: Megatron-LM core_v0.4 to 0.20 arguments.py,
 # TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml; last, transformers' config.json
 NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "num_layers": (_int, ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")),
-    "hidden_size": (_int, ("hidden_size", "n_embd")),
-    "num_attention_heads": (_int, ("num_attention_heads", "n_head")),
-    "num_query_groups": (_int, ("num_query_groups", "num_key_value_heads")),
-    "head_dim": (_int, ("kv_channels", "head_dim")),
-    "ffn_hidden_size": (_int, ("ffn_hidden_size", "intermediate_size", "n_inner")),
-    "vocab_size": (_int, ("vocab_size",)),
-    "max_position_embeddings": (_int, ("max_position_embeddings", "seq_length", "encoder_seq_length")),
-    "norm_epsilon": (_float, ("layernorm_epsilon", "norm_epsilon")),
-    "zero_centered_norm": (_bool, ("layernorm_zero_centered_gamma", "apply_layernorm_1p")),
-    "tied_embeddings": (_bool, ("share_embeddings_and_output_weights",)),
-    "add_bias_linear": (_bool, ("add_bias_linear", "bias")),
-    "add_qkv_bias": (_bool, ("add_qkv_bias", "qkv_bias")),
-    "qk_layernorm": (_bool, ("qk_layernorm",)),
-    "position_embedding_type": (_str, ("position_embedding_type",)),
-    "rotary_base": (_float, ("rotary_base",)),
-    "rotary_percent": (_float, ("rotary_percent", "rotary_percentage")),
-    "rotary_interleaved": (_bool, ("rotary_interleaved",)),
-    "num_experts": (_int, ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")),
-    "moe_topk": (_int, ("moe_router_topk", "num_experts_per_tok")),
-    "moe_ffn_hidden_size": (_int, ("moe_ffn_hidden_size", "ffn_hidden_size")),
-    "moe_shared_expert_size": (_int, ("moe_shared_expert_intermediate_size",)),
-    "moe_shared_expert_gate": (_bool, ("moe_shared_expert_gate",)),
-    "moe_score_function": (_str, ("moe_router_score_function",)),
-    "moe_pre_softmax": (_bool, ("moe_router_pre_softmax",)),
-    "moe_num_groups": (_int, ("moe_router_num_groups",)),
-    "moe_group_topk": (_int, ("moe_router_group_topk",)),
-    "moe_scaling_factor": (_float, ("moe_router_topk_scaling_factor",)),
-    "moe_expert_bias": (_bool, ("moe_router_enable_expert_bias",)),
-    "moe_aux_loss": (_float, ("moe_aux_loss_coeff",)),
-    "mla": (_bool, ("multi_latent_attention",)),
-    "q_lora_rank": (_int, ("q_lora_rank",)),
-    "kv_lora_rank": (_int, ("kv_lora_rank",)),
-    "qk_head_dim": (_int, ("qk_head_dim",)),
-    "qk_pos_emb_head_dim": (_int, ("qk_pos_emb_head_dim",)),
-    "v_head_dim": (_int, ("v_head_dim",)),
-    "mla_down_fused": (_bool, ("mla_down_proj_fusion",)),
-    "mtp_num_layers": (_int, ("mtp_num_layers",)),
-    "mamba_num_heads": (_int, ("mamba_num_heads",)),
-    "mamba_head_dim": (_int, ("mamba_head_dim",)),
-    "mamba_num_groups": (_int, ("mamba_num_groups",)),
-    "mamba_state_dim": (_int, ("mamba_state_dim",)),
-    "linear_num_key_heads": (_int, ("linear_num_key_heads",)),
-    "linear_num_value_heads": (_int, ("linear_num_value_heads",)),
-    "linear_key_head_dim": (_int, ("linear_key_head_dim",)),
-    "linear_value_head_dim": (_int, ("linear_value_head_dim",)),
-    "linear_conv_kernel_dim": (_int, ("linear_conv_kernel_dim",)),
-    "init_method_std": (_float, ("init_method_std",)),
-    "attention_dropout": (_float, ("attention_dropout",)),
-    "hidden_dropout": (_float, ("hidden_dropout",)),
-    "tp": (_int, ("tensor_model_parallel_size", "model_parallel_size")),
-    "pp": (_int, ("pipeline_model_parallel_size",)),
-    "vpp": (_int, ("virtual_pipeline_model_parallel_size",)),
-    "ep": (_int, ("expert_model_parallel_size",)),
-    "etp": (_int, ("expert_tensor_parallel_size", "expert_tensor_model_parallel_size")),
-    "cp": (_int, ("context_parallel_size",)),
-    "dp": (_int, ("data_parallel_size",)),
-    "world_size": (_int, ("world_size",)),
+    "num_layers": (as_int, ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")),
+    "hidden_size": (as_int, ("hidden_size", "n_embd")),
+    "num_attention_heads": (as_int, ("num_attention_heads", "n_head")),
+    "num_query_groups": (as_int, ("num_query_groups", "num_key_value_heads")),
+    "head_dim": (as_int, ("kv_channels", "head_dim")),
+    "ffn_hidden_size": (as_int, ("ffn_hidden_size", "intermediate_size", "n_inner")),
+    "vocab_size": (as_int, ("vocab_size",)),
+    "max_position_embeddings": (as_int, ("max_position_embeddings", "seq_length", "encoder_seq_length")),
+    "norm_epsilon": (as_float, ("layernorm_epsilon", "norm_epsilon")),
+    "zero_centered_norm": (as_bool, ("layernorm_zero_centered_gamma", "apply_layernorm_1p")),
+    "tied_embeddings": (as_bool, ("share_embeddings_and_output_weights",)),
+    "add_bias_linear": (as_bool, ("add_bias_linear", "bias")),
+    "add_qkv_bias": (as_bool, ("add_qkv_bias", "qkv_bias")),
+    "qk_layernorm": (as_bool, ("qk_layernorm",)),
+    "position_embedding_type": (as_str, ("position_embedding_type",)),
+    "rotary_base": (as_float, ("rotary_base",)),
+    "rotary_percent": (as_float, ("rotary_percent", "rotary_percentage")),
+    "rotary_interleaved": (as_bool, ("rotary_interleaved",)),
+    "num_experts": (as_int, ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")),
+    "moe_topk": (as_int, ("moe_router_topk", "num_experts_per_tok")),
+    "moe_ffn_hidden_size": (as_int, ("moe_ffn_hidden_size", "ffn_hidden_size")),
+    "moe_shared_expert_size": (as_int, ("moe_shared_expert_intermediate_size",)),
+    "moe_shared_expert_gate": (as_bool, ("moe_shared_expert_gate",)),
+    "moe_score_function": (as_str, ("moe_router_score_function",)),
+    "moe_pre_softmax": (as_bool, ("moe_router_pre_softmax",)),
+    "moe_num_groups": (as_int, ("moe_router_num_groups",)),
+    "moe_group_topk": (as_int, ("moe_router_group_topk",)),
+    "moe_scaling_factor": (as_float, ("moe_router_topk_scaling_factor",)),
+    "moe_expert_bias": (as_bool, ("moe_router_enable_expert_bias",)),
+    "moe_aux_loss": (as_float, ("moe_aux_loss_coeff",)),
+    "mla": (as_bool, ("multi_latent_attention",)),
+    "q_lora_rank": (as_int, ("q_lora_rank",)),
+    "kv_lora_rank": (as_int, ("kv_lora_rank",)),
+    "qk_head_dim": (as_int, ("qk_head_dim",)),
+    "qk_pos_emb_head_dim": (as_int, ("qk_pos_emb_head_dim",)),
+    "v_head_dim": (as_int, ("v_head_dim",)),
+    "mla_down_fused": (as_bool, ("mla_down_proj_fusion",)),
+    "mtp_num_layers": (as_int, ("mtp_num_layers",)),
+    "mamba_num_heads": (as_int, ("mamba_num_heads",)),
+    "mamba_head_dim": (as_int, ("mamba_head_dim",)),
+    "mamba_num_groups": (as_int, ("mamba_num_groups",)),
+    "mamba_state_dim": (as_int, ("mamba_state_dim",)),
+    "linear_num_key_heads": (as_int, ("linear_num_key_heads",)),
+    "linear_num_value_heads": (as_int, ("linear_num_value_heads",)),
+    "linear_key_head_dim": (as_int, ("linear_key_head_dim",)),
+    "linear_value_head_dim": (as_int, ("linear_value_head_dim",)),
+    "linear_conv_kernel_dim": (as_int, ("linear_conv_kernel_dim",)),
+    "init_method_std": (as_float, ("init_method_std",)),
+    "attention_dropout": (as_float, ("attention_dropout",)),
+    "hidden_dropout": (as_float, ("hidden_dropout",)),
+    "tp": (as_int, ("tensor_model_parallel_size", "model_parallel_size")),
+    "pp": (as_int, ("pipeline_model_parallel_size",)),
+    "vpp": (as_int, ("virtual_pipeline_model_parallel_size",)),
+    "ep": (as_int, ("expert_model_parallel_size",)),
+    "etp": (as_int, ("expert_tensor_parallel_size", "expert_tensor_model_parallel_size")),
+    "cp": (as_int, ("context_parallel_size",)),
+    "dp": (as_int, ("data_parallel_size",)),
+    "world_size": (as_int, ("world_size",)),
     "consumed_train_samples": (_samples, ("consumed_train_samples",)),
 }
 # what an option that a version did not have yet amounts to
@@ -153,28 +131,6 @@ _EXTRAS: dict[str, Any] = {
 }
 
 
-class Facts:
-    """Collects values and where each came from; the first source of a field wins."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.source: dict[str, str] = {}
-        self.extras: dict[str, Any] = {}
-        self.notes: list[str] = []
-        self.unknown: list[str] = []
-
-    def put(self, name: str, value: Any, source: str) -> None:
-        """Takes a value unless one is known."""
-        if value is not None and self.values.get(name) is None:
-            self.values[name] = value
-            self.source[name] = source
-
-    def override(self, name: str, value: Any, source: str) -> None:
-        """Takes a value even if one is known."""
-        self.values[name] = value
-        self.source[name] = source
-
-
 def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     """Takes what one set of options says.
 
@@ -200,7 +156,7 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     hybrid = _read_pattern(facts, label, options)
     layers = facts.values.get("num_layers")
     if facts.values.get("num_experts") and layers:
-        capacity = _float(options.get("moe_expert_capacity_factor"))
+        capacity = as_float(options.get("moe_expert_capacity_factor"))
         if capacity is not None:
             facts.notes.append(
                 f"trained with an expert capacity factor of {capacity:g}: Megatron drops tokens beyond it"
@@ -242,22 +198,22 @@ def _read_pattern(facts: Facts, label: str, options: Mapping[str, Any]) -> bool:
 
 
 def _read_negated(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
-    untied = _bool(options.get("untie_embeddings_and_output_weights"))
+    untied = as_bool(options.get("untie_embeddings_and_output_weights"))
     if untied is not None:
         facts.put("tied_embeddings", not untied, f"{label}.untie_embeddings_and_output_weights")
-    without = _bool(options.get("disable_bias_linear"))
+    without = as_bool(options.get("disable_bias_linear"))
     if without is not None:
         facts.put("add_bias_linear", not without, f"{label}.disable_bias_linear")
     # the number of groups means nothing unless grouping is on: Megatron-LM's default is 1
-    grouped = _bool(options.get("group_query_attention"))
-    heads = _int(options.get("num_attention_heads"))
+    grouped = as_bool(options.get("group_query_attention"))
+    heads = as_int(options.get("num_attention_heads"))
     stated = any(options.get(name) is not None for name in ("num_query_groups", "num_key_value_heads"))
     if heads and (grouped is False or (grouped is None and not stated)):
         facts.override("num_query_groups", heads, f"{label}.num_attention_heads")
 
 
 def _read_normalization(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
-    text = _str(options.get("normalization"))
+    text = as_str(options.get("normalization"))
     if text is None:
         return
     source = f"{label}.normalization"
@@ -289,10 +245,10 @@ def _read_activation(facts: Facts, label: str, options: Mapping[str, Any]) -> No
             named = named.get("_target_", "") if isinstance(named, dict) else getattr(named, "name", "")
         text = str(named).rsplit(".", 1)[-1]
         source = f"{label}.activation_func" if "activation_func" in options else f"{label}.activation"
-        gated = _bool(options.get("gated_linear_unit"))
+        gated = as_bool(options.get("gated_linear_unit"))
         facts.put("gated", text.endswith("glu") if gated is None else gated, source)
         activation = _NAMED_ACTIVATIONS.get(text, text)
-        if activation == "gelu" and not facts.values["gated"] and _bool(options.get("bias_activation_fusion")):
+        if activation == "gelu" and not facts.values["gated"] and as_bool(options.get("bias_activation_fusion")):
             activation = "gelu_tanh"
         facts.put("activation", activation, source)
         return
@@ -321,10 +277,10 @@ def _read_activation(facts: Facts, label: str, options: Mapping[str, Any]) -> No
 def _read_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     if options.get("use_rotary_position_embeddings") is True:  # Megatron-LM before 0.4
         facts.override("position_embedding_type", "rope", f"{label}.use_rotary_position_embeddings")
-    if _bool(options.get("multi_latent_attention")):
+    if as_bool(options.get("multi_latent_attention")):
         _read_mla_rope(facts, label, options)
         return
-    linear = _float(options.get("seq_len_interpolation_factor", options.get("rotary_seq_len_interpolation_factor")))
+    linear = as_float(options.get("seq_len_interpolation_factor", options.get("rotary_seq_len_interpolation_factor")))
     kind, numbers, source = None, {}, ""
     if options.get("position_embedding_type") == "yarn":
         kind, source, numbers = "yarn", "position_embedding_type", _yarn(options)
@@ -338,7 +294,7 @@ def _read_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
             # GPTModel's default applies: no version of Megatron-LM's model builder (0.6 to 0.20) passes the argument on
             facts.notes.append(f"Megatron-LM ignores rope_scaling_factor {numbers['rope_factor']:g} and scales by 8")
             numbers["rope_factor"] = 8.0
-    elif _float(options.get("scale_factor")) and options.get("old_context_len"):  # NeMo 2 Llama31Config
+    elif as_float(options.get("scale_factor")) and options.get("old_context_len"):  # NeMo 2 Llama31Config
         kind, source = "llama3", "scale_factor"
         numbers = {name: _first(options, old) for name, old in _NEMO_LLAMA3.items()}
     if linear and linear != 1:
@@ -355,9 +311,9 @@ def _read_mla_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None
     """MLA looks at rope_type alone, whose default is yarn (multi_latent_attention.py, core 0.10 to 0.20)."""
     numbers = _yarn(options)
     if (options.get("rope_type") or "yarn") == "yarn":
-        if (_float(numbers["rope_factor"]) or 1.0) > 1:  # with a factor of 1, yarn is the plain embedding
+        if (as_float(numbers["rope_factor"]) or 1.0) > 1:  # with a factor of 1, yarn is the plain embedding
             _put_rope(facts, "yarn", numbers, f"{label}.rope_type")
-    elif (_float(numbers["rope_factor"]) or 1.0) > 1 and _float(options.get("mscale_all_dim")):
+    elif (as_float(numbers["rope_factor"]) or 1.0) > 1 and as_float(options.get("mscale_all_dim")):
         facts.extras["mscale_all_dim"] = options["mscale_all_dim"]  # scales the softmax without scaling the rotation
 
 
@@ -370,7 +326,7 @@ def _yarn(options: Mapping[str, Any]) -> dict[str, Any]:
 def _put_rope(facts: Facts, kind: str | None, numbers: Mapping[str, Any], source: str) -> None:
     facts.put("rope_scaling", kind, source)
     for name, value in numbers.items():
-        facts.put(name, _int(value) if name.endswith("embeddings") else _float(value), source)
+        facts.put(name, as_int(value) if name.endswith("embeddings") else as_float(value), source)
 
 
 _LLAMA3 = {
@@ -403,6 +359,6 @@ def _read_window(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     window = options.get("window_size")
     if isinstance(window, str):
         window = [int(n) for n in re.findall(r"-?\d+", window)]
-    if isinstance(window, list | tuple) and window and _int(window[0]) is not None and window[0] >= 0:
+    if isinstance(window, list | tuple) and window and as_int(window[0]) is not None and window[0] >= 0:
         # (left, right): a query sees `left` keys before itself, and itself
         facts.put("window_size", int(window[0]) + 1, f"{label}.window_size")

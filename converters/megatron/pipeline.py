@@ -102,7 +102,7 @@ class Pipeline:
     def recognises(name: str) -> bool:
         """Whether the name is one that `homes` knows."""
         part, inner = split_part(name)
-        return part not in ("", LANGUAGE) or _PLACE.match(inner) is not None
+        return part not in ("", LANGUAGE) or _STACK_LAYER.match(inner) is not None
 
     @cached_property
     def _layers(self) -> list[int]:
@@ -125,7 +125,7 @@ class Pipeline:
         part, inner = split_part(name)
         if part not in ("", LANGUAGE):  # llava_model.py: only the first stage has an encoder
             return (self.stages[0],)
-        match = _PLACE.match(inner)
+        match = _STACK_LAYER.match(inner)
         if match is None:
             raise RequestError(f"no pipeline stage is known to hold {printable(name)}", tensor=name)
         if match["layer"]:
@@ -147,7 +147,7 @@ class Pipeline:
 
 
 _WORDS = "embedding.word_embeddings.weight"
-_PLACE = re.compile(
+_STACK_LAYER = re.compile(
     r"(?:decoder|encoder)\.layers\.(?P<layer>\d+)\."
     r"|mtp\.layers\.(?P<mtp>\d+)\."
     r"|(?P<norm>(?:decoder|encoder)\.final_(?:layer)?norm\.)"

@@ -33,7 +33,8 @@ from converters.box import Box, uncovered
 from converters.errors import RequestError
 from converters.megatron.buffers import Buffer, Local
 from converters.megatron.model_args import ModelArgs
-from converters.megatron.split import Outline, shards
+from converters.megatron.outline import Outline
+from converters.megatron.split import shards
 from converters.megatron.vocabulary import is_embedding, is_vocabulary, vocabulary_rows
 from converters.model_parts import split_part, untrained
 from converters.names import printable
@@ -102,9 +103,9 @@ def likely_order(catalog: Catalog) -> Order:
         experts = "sequential"
     elif args.get("moe_use_legacy_grouped_gemm") is True or args.get("transformer_impl") == "local":
         experts = "stacked"
-    made_by = catalog.producer[0] if catalog.producer else ""
+    producer = catalog.producer[0] if catalog.producer else ""
     fused = args.get("mla_down_proj_fusion") is True
-    return Order(args.get("transformer_impl") != "local", experts, "0.19" in made_by, fused)
+    return Order(args.get("transformer_impl") != "local", experts, "0.19" in producer, fused)
 
 
 def module_name(name: str, order: Order, *, dense: bool = True, expert: int | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from converters.box import Box
 from converters.errors import RequestError
 from converters.megatron.adapters import is_adapter
-from converters.models.export import HfMapping, placed_rules
+from converters.models.export import HfMapping, applied_rules
 from converters.models.rules import Emit, MissingTensor
 from converters.names import fold, listed_lines
 from converters.planning.plan import Copy, Drop, Op, Target, pieces_of, prove
@@ -90,7 +90,7 @@ def _modules(args: ModelArgs, model: Model, weights: Mapping[str, TensorInfo]) -
         RequestError: A weight becomes no module of its own, or not all of it does.
     """
     out = Emit(args, weights, 0)
-    for rule, source, target in placed_rules(args, model):
+    for rule, source, target in applied_rules(args, model):
         with suppress(MissingTensor):
             rule.emit(out, source, target)
     shapes = {name: info.shape for name, info in weights.items()}

@@ -35,7 +35,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 # a norm that is one module with the projection behind it, but in latent attention and before experts
 # (gpt_layer_specs.py, get_gpt_layer_with_transformer_engine_spec, core_v0.16.1)
 _FUSED = re.compile(r"(self_attention|mlp)\.linear_(?:qkv|fc1)\.layer_norm_")
-_PLACE = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?")
+_STACK_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?")
 
 
 def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> ModelArgs:
@@ -199,7 +199,7 @@ class Described(Emit):
         fused = _FUSED.match(names[0])
         apart = fused is not None and (self.args.mla if fused[1] == "self_attention" else self._mixed(prefix))
         name = prefix + names[1 if apart and len(names) > 1 else 0]
-        key = re.sub(r"experts\.\d+\.", "experts.", _PLACE.sub("", name))
+        key = re.sub(r"experts\.\d+\.", "experts.", _STACK_LAYER.sub("", name))
         shape = self.canonical[name] = self._shapes.get(key, (self.args.hidden_size or 0,))
         return TensorInfo(name, dtype("float32"), shape, "weight", ())
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from converters.models.rules import Rule
     from converters.planning.plan import Copy, Piece, Target
 
-__all__ = ["HfMapping", "check_hf_config", "emit_all", "map_to_hf", "placed_rules"]
+__all__ = ["HfMapping", "applied_rules", "check_hf_config", "emit_all", "map_to_hf"]
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ def map_to_hf(
 
 def emit_all(out: Emit, model: Model, mtp_layers: int) -> None:
     """Applies all rules of a model's table, with so many multi-token prediction layers behind the others."""
-    for rule, source, target in placed_rules(out.args, model, mtp_layers):
+    for rule, source, target in applied_rules(out.args, model, mtp_layers):
         rule.emit(out, source, target)
 
 
-def placed_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterator[tuple[Rule, str, str]]:
+def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterator[tuple[Rule, str, str]]:
     """The rules of a model's table, once for each place: with the prefix of Megatron's names and of Hugging Face's."""
     experts = args.moe_layers or (False,) * (args.num_layers or 0)
     for rule in model.before:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
     from converters.megatron.layout import Layout
-    from converters.megatron.split import Outline
+    from converters.megatron.outline import Outline
     from converters.optimizer.groups import ChainedOptimizer
     from converters.param_order import Order
     from converters.pickles import Node
@@ -171,7 +171,7 @@ class _Flattener:
         parts: list[tuple[int, int, int, list[_Filled]]] = []
         for rank, chunks in zip(group.ranks, dp_chunks(bucket, len(group.ranks)), strict=True):
             for start, length, position in chunks:
-                local, begin = bucket.placed[max(position, 0)]
+                local, begin = bucket.members[max(position, 0)]
                 boxes = list(self._boxes(local, start - begin, length)) if position >= 0 else []
                 parts.append((rank, start, length, boxes))
         for state, dtype in states.items():

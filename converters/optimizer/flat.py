@@ -232,7 +232,7 @@ def collect_states(
             flat = flats[0 if stored.coalesced else number]
             if base + bucket.numel_unpadded > flat.numel:
                 raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
-            for local, start in bucket.placed:
+            for local, start in bucket.members:
                 out.add(prefix, local, flat.array, flat.dtype, flat.first + base + start)
             base += bucket.numel_unpadded if stored.coalesced else 0
 

@@ -26,8 +26,8 @@ from converters.io.sources import Sources
 from converters.megatron.buffers import Rules, arrange
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel, likely_order
-from converters.megatron.split import Outline
 from converters.names import MASTER, StateName, printable, quoted
 from converters.param_order import trainable
 from converters.planning.plan import Target
@@ -95,7 +95,7 @@ def _padded_buffers(catalog: Catalog) -> Iterator[tuple[Local, int]]:
                         buckets = arrange(buffer.parameters, rules)
                         padding = sum(bucket.numel - bucket.numel_unpadded for bucket in buckets[:-1])
                         if padding:
-                            yield buckets[-1].placed[-1][0], padding
+                            yield buckets[-1].members[-1][0], padding
 
 
 def _end_of(local: Local, numel: int) -> Iterator[tuple[str, Box]]:

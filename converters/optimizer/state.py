@@ -22,8 +22,8 @@ from converters.megatron.flat_index import Collected
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts
+from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel, likely_order
-from converters.megatron.split import Outline
 from converters.model_parts import untrained
 from converters.names import StateName, master_name, printable, quoted, state_names
 from converters.optimizer.flat import collect_states, stored_groups
@@ -192,14 +192,14 @@ def _add_fp32_masters(catalog: Catalog, tensors: dict[str, TensorInfo]) -> tuple
 
 def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
     """Orders in which the writing job may have kept its parameters, the likeliest first."""
-    made_by = catalog.producer[0] if catalog.producer else ""
+    producer = catalog.producer[0] if catalog.producer else ""
     likely = likely_order(catalog)
     fused = [likely.fused_norms, not likely.fused_norms]
     experts = ["grouped"]
     if any(".mlp.experts." in name for name in catalog.weights):
         experts = list(dict.fromkeys([likely.experts, *EXPERTS]))
-    aligns = [1, 64] if made_by.startswith("Megatron-Core 0.6") else [64, 1]
-    old = any(made_by.startswith(f"Megatron-Core 0.{n}") for n in ("6", "8", "11"))
+    aligns = [1, 64] if producer.startswith("Megatron-Core 0.6") else [64, 1]
+    old = any(producer.startswith(f"Megatron-Core 0.{n}") for n in ("6", "8", "11"))
     counts = ["ep-pp-tp", "pp-ep-tp"] if old else ["pp-ep-tp", "ep-pp-tp"]
     counts = counts if layout.ep > 1 else counts[:1]
     direct = [False]
@@ -292,8 +292,8 @@ class _Unflattener:
         frozen = untrained(catalog.weights)
         weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n) and n not in frozen}
         self.weights = weights
-        made_by = catalog.producer[0] if catalog.producer else ""
-        self.early = made_by.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
+        producer = catalog.producer[0] if catalog.producer else ""
+        self.early = producer.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
         outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
         parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
         self.model = LocalModel(parameters, layout, outline, candidate.order)

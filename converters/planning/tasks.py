@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
-    from converters.planning.job import Routes
+    from converters.planning.routes import Routes
 
 __all__ = ["Task", "TaskTable", "Tasks", "Tile"]
 

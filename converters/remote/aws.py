@@ -25,7 +25,7 @@ _NAMES = {
     "aws_secret_access_key": "secret_access_key",
     "aws_session_token": "session_token",
 }
-_PLACES = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint_url": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")}
+_VARIABLES = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint_url": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT")}
 
 
 def shared_settings(env: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +45,7 @@ def shared_settings(env: Mapping[str, str]) -> dict[str, str]:
     chosen: dict[str, str] = {}
     if not any(env.get(name) for name in _ELSEWHERE):
         chosen |= {name: values[key] for key, name in _NAMES.items() if key in values}
-    for key, names in _PLACES.items():
+    for key, names in _VARIABLES.items():
         if key in values and not any(env.get(name) for name in names):
             chosen[key.removesuffix("_url")] = values[key]
     return chosen

@@ -17,7 +17,7 @@ from converters.megatron.optimizer_parts import optimizer_parts
 from converters.names import StateName, fold, listed, printable, state_names
 from converters.verification.hugging_face import check_hugging_face
 from converters.verification.provenance import check_origin
-from converters.verification.unknown import check_known
+from converters.verification.unknown import note_unknown
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     _check_grids(check, catalog.objects.values())
     _check_census(check, catalog)
     _check_optimizer_names(check, catalog)
-    check_known(check, catalog)
+    note_unknown(check, catalog)
     _check_args(check, catalog)
     records = sum(info.records for info in catalog.files)
     check.summary = (

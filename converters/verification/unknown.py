@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.verification.report import Check
 
-__all__ = ["check_known"]
+__all__ = ["note_unknown"]
 
 # param, fp32_param and master_param are masters; Adam has two moments, Lion one, SGD and Muon a momentum, AdaptiveMuon
 # one more (training-run facts: core_v0.16.1 optimizer.py, Emerging-Optimizers v0.3.1 orthogonalized_optimizer.py)
@@ -26,7 +26,7 @@ _STATES = frozenset((MASTER, *MASTERS, *_MOMENTS))
 _OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
 
 
-def check_known(check: Check, catalog: Catalog) -> None:
+def note_unknown(check: Check, catalog: Catalog) -> None:
     """Notes what no rule knows. Its records and checksums are looked at like all others; what it means is not.
 
     Args:
@@ -37,7 +37,7 @@ def check_known(check: Check, catalog: Catalog) -> None:
         return
     files = [file.name for file in side_files(catalog) if file.kind in ("unknown", "special")]
     _leave(check, files, "nobody here knows this file", "nobody here knows these files")
-    weights = [name for name in catalog.weights if not _is_known(name)]
+    weights = [name for name in catalog.weights if not _has_rule(name)]
     _leave(check, weights, "no rule knows this weight", "no rule knows these weights")
     strange, homeless = list[str](), list[str]()
     for name, tensor in catalog.tensors.items():
@@ -55,7 +55,7 @@ def check_known(check: Check, catalog: Catalog) -> None:
     _leave(check, dict.fromkeys(objects), "no rule knows this object", "no rule knows these objects")
 
 
-def _is_known(name: str) -> bool:
+def _has_rule(name: str) -> bool:
     try:
         split_rule(name)
     except RequestError:

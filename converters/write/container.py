@@ -28,11 +28,11 @@ from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, p
 from converters.formats.folder import read_small
 from converters.megatron.damage import refuse_damage, refuse_damaged
 from converters.names import parameter_of, printable, quoted
-from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import Masters
+from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import OptimizerState
 from converters.optimizer.storage import keeps_remainders
-from converters.planning.job import CopyRoutes
+from converters.planning.routes import CopyRoutes
 from converters.write.companion_files import hf_companions
 from converters.write.export import ExportOptions, plan_export
 from converters.write.side_files import Beside, files_beside

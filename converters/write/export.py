@@ -24,8 +24,8 @@ from converters.models.adapters import map_adapters
 from converters.models.quantizing import quantization
 from converters.names import printable
 from converters.optimizer.proof import Masters
-from converters.planning.job import CopyRoutes
 from converters.planning.plan import SCALE_BLOCK, pieces_of, prove
+from converters.planning.routes import CopyRoutes
 from converters.words import counted
 from converters.write.adapters import merge_adapters, wants_peft
 from converters.write.companion_files import hf_companions, json_bytes, own_tokenizer, read_reference

@@ -23,8 +23,8 @@ from converters.megatron.vocabulary import is_vocabulary
 from converters.models.quantized import dequantized
 from converters.param_order import trainable
 from converters.pickles import Global, Obj
-from converters.planning.job import landing
 from converters.planning.plan import Op
+from converters.planning.routes import landing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

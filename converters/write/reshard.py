@@ -16,10 +16,10 @@ from converters.formats.torch_dist.output import TorchDistOutput
 from converters.megatron.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
-from converters.megatron.split import Outline
+from converters.megatron.outline import Outline
 from converters.names import MASTER, printable, quoted, state_names
-from converters.optimizer.groups import read_param_groups
 from converters.optimizer.proof import Masters
+from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.storage import as_remainders, keeps_remainders
 from converters.write.framework_files import companions, keeps_framework
 from converters.write.reshard_state import ReshardOptions, State, target_state

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.common_state import Archive
     from converters.megatron.layout import Layout
-    from converters.megatron.split import Outline
+    from converters.megatron.outline import Outline
     from converters.optimizer.groups import ParamGroups
 
 __all__ = ["ReshardOptions", "State", "target_state", "target_wrapper"]

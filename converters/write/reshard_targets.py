@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.formats.torch_dist.columns import Columns
 from converters.formats.torch_dist.parts import ArrayOut, Cut
-from converters.megatron.split import Outline, holders, shards
+from converters.megatron.split import holders, shards
 from converters.megatron.vocabulary import embedding_name, is_vocabulary, padding_rows, vocabulary_rows
 from converters.model_parts import language_name, split_part, untrained
 from converters.names import StateName, parameter_of, printable, state_names, stored_key
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from converters.formats.torch_dist.parts import BucketOut, ObjectOut
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
+    from converters.megatron.outline import Outline
     from converters.megatron.split import Shard
     from converters.optimizer.groups import ParamGroups
     from converters.write.reshard_state import ReshardOptions

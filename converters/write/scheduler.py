@@ -9,10 +9,10 @@ from converters.megatron.optimizer_parts import chained_entries, entry_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["made_scheduler"]
+__all__ = ["build_scheduler"]
 
 
-def made_scheduler(
+def build_scheduler(
     tree: Mapping[Any, Any], values: Mapping[str, Any], samples: int | None, iteration: int | None
 ) -> dict[str, Any]:
     """The state of Megatron's scheduler (`OptimizerParamScheduler.state_dict`, core_v0.16.1) of a job of NeMo.

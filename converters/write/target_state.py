@@ -17,7 +17,7 @@ from converters.megatron.pipeline import parse_pp_layout
 from converters.names import quoted
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Global, Obj, fields, set_field
-from converters.write.scheduler import made_scheduler
+from converters.write.scheduler import build_scheduler
 from converters.write.write_plan import WriteOptions
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def as_megatron_lm(
         return dict(tree), [], []
     trained = "optimizer" in tree or "optimizer_states" in tree
     if optimizer and trained and "opt_param_scheduler" not in tree:
-        scheduler = made_scheduler(tree, values, samples, catalog.iteration)
+        scheduler = build_scheduler(tree, values, samples, catalog.iteration)
         tree = {**tree, "opt_param_scheduler": scheduler}
         notes = [*notes, _SCHEDULER_NOTE.format(**scheduler)]
     # Lightning's part of it holds classes that Megatron-LM does not let a common state hold
@@ -163,10 +163,14 @@ def as_megatron_lm(
     dropped = [
         (str(key), f"of {catalog.framework}; Megatron-LM has no place for it")
         for key in tree
-        if key not in (*kept, *_MADE)
+        if key not in (*kept, *_OWN_ENTRIES)
     ]
     items = (Obj(Global("argparse", "Namespace"), kind="newobj", state=values), 3.0, catalog.iteration or 0)
-    return {"num_floating_point_operations_so_far": 0, **kept, **dict(zip(_MADE, items, strict=True))}, dropped, notes
+    return (
+        {"num_floating_point_operations_so_far": 0, **kept, **dict(zip(_OWN_ENTRIES, items, strict=True))},
+        dropped,
+        notes,
+    )
 
 
 _SCHEDULER_NOTE = (
@@ -177,7 +181,7 @@ _SCHEDULER_NOTE = (
 )
 
 
-_MADE = ("args", "checkpoint_version", "iteration")
+_OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 _KEPT = ("optimizer", "opt_param_scheduler", "content_metadata", "num_floating_point_operations_so_far")
 
 

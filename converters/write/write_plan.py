@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.execute.work_sharing import Worker
     from converters.formats.base import Reader
-    from converters.planning.job import OutputFile, Routes
+    from converters.planning.job import OutputFile
+    from converters.planning.routes import Routes
 
 __all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
 

@@ -174,7 +174,7 @@ def _show_each(console: Console, paths: list[str], view: View, selection: Select
         identity = identify(reader.catalog)
         if any(problem.severity == "error" for problem in identity.problems):
             code = ExitCode.NO
-        if console.json_asked:
+        if console.json_requested:
             documents.append(_document(reader, identity, view, selection))
             continue
         if number and not view.names:
@@ -185,7 +185,7 @@ def _show_each(console: Console, paths: list[str], view: View, selection: Select
             console.lines(_names(reader, view, selection))
         else:
             _show(console, reader, identity, path, view, selection)
-    if console.json_asked:
+    if console.json_requested:
         console.document("distckpt.inspect/1", documents[0] if len(documents) == 1 else {"checkpoints": documents})
     return code
 

@@ -67,7 +67,7 @@ def ls(
 
 def show_summaries(console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str]) -> int:
     """A row for each checkpoint, and the totals; the exit code, 0."""
-    if console.json_asked:
+    if console.json_requested:
         console.document("distckpt.ls/1", {"checkpoints": [summary_document(summary) for summary in summaries]})
         return ExitCode.OK
     print_summaries(console, summaries)

@@ -100,11 +100,11 @@ def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -
             f"--slice {view.slice} has {shown.volume:,} values, more than {_MOST_VALUES:,}", hint="name a smaller part"
         )
     values = as_numpy(checkpoint.read(name, shown), info.dtype)
-    if view.values and not console.json_asked:
+    if view.values and not console.json_requested:
         console.lines(_rows(values))
         return
     stats = tensor_statistics(checkpoint, name, box, bins=_BINS if view.histogram else 0)
-    if console.json_asked:
+    if console.json_requested:
         document = {**_document(info, stats), "statistics_of": _ranges(box)}
         document |= {"values": _plain(values), "values_of": _ranges(shown)}
         console.document("distckpt.show/1", document)
@@ -123,7 +123,7 @@ def _show_rows(console: Console, checkpoint: Checkpoint, names: list[str]) -> No
     from converters.overview.statistics import tensor_statistics
 
     pairs = [(checkpoint.info(name), tensor_statistics(checkpoint, name)) for name in names]
-    if console.json_asked:
+    if console.json_requested:
         console.document("distckpt.show/1", {"tensors": [_document(info, stats) for info, stats in pairs]})
         return
     columns = ["DTYPE", ">SHAPE", ">MIN", ">MAX", ">MEAN", ">STD", ">NORM", ">ZERO", ">NAN/INF", "TENSOR"]

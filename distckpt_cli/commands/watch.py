@@ -155,7 +155,7 @@ def _summarize(console: Console, out: str, results: Path, done: _Run) -> None:
     from converters.words import counted
 
     total = len(iterations(results)) if exists(results) else 0
-    if console.json_asked:
+    if console.json_requested:
         body: dict[str, Any] = {"written": done.written, "failed": done.failed, "total": total}
         console.document("distckpt.watch/1", body)
         return

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 from converters.crc import crc32
 from converters.errors import DistckptError, RequestError
 from converters.pickles import PersId, dumps, references
-from converters.planning.job import CopyRoutes, OutputFile, Place, Slice
+from converters.planning.job import OutputFile, Slice
 from converters.planning.plan import Op
+from converters.planning.routes import CopyRoutes, Location
 from converters.torchzip.records_out import ArchiveLayout, storage_node, tensor_node
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class ArchiveOutput:
         self.files: list[OutputFile] = []
         self._layouts: list[ArchiveLayout] = []
         self._records: list[_Record] = []
-        placed: list[tuple[Piece, Place]] = []
+        located: list[tuple[Piece, Location]] = []
         for position, file in enumerate(files):
             pickle, storages = file.pickled()
             layout = ArchiveLayout(pickle, [s.nbytes for s in storages], PurePath(file.name).stem)
@@ -170,12 +171,12 @@ class ArchiveOutput:
                 self._records.append(_Record(position, number, offset, storage, reread))
                 inside = 0
                 for piece in storage.pieces:
-                    placed.append((piece, Place(position, offset + inside, record, inside)))
+                    located.append((piece, Location(position, offset + inside, record, inside)))
                     inside += piece.nbytes
             self.files.append(OutputFile(file.name, layout.length, layout.prefix, tuple(slices)))
             self._layouts.append(layout)
         self._unsealed = set(range(len(self._records)))
-        self.routes = CopyRoutes.of(placed)
+        self.routes = CopyRoutes.of(located)
 
     def fills(self) -> Iterator[tuple[int, int, int]]:
         """See `Seals`."""

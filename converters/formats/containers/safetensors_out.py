@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.errors import DestinationError, IntegrityError, RequestError
-from converters.planning.job import OutputFile, Place
+from converters.planning.job import OutputFile
+from converters.planning.routes import Location
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +44,7 @@ class SafetensorsLayout:
     """
 
     files: Sequence[OutputFile]
-    locations: Mapping[str, Place]
+    locations: Mapping[str, Location]
     index: bytes | None
 
 
@@ -77,7 +78,7 @@ def plan_shards(
         header = _header(ordered)
         at = len(header)
         for target in ordered:
-            locations[target.name] = Place(number, at)
+            locations[target.name] = Location(number, at)
             weight_map[target.name] = name
             at += target.nbytes
         files.append(OutputFile(name, at, header))

@@ -95,17 +95,17 @@ class MegatronDcpReader(FsdpDtensorReader):
         ]
         members = group_members(groups, [(name, shape) for name, shape, _ in names], args, "the optimizer")
         by_number: dict[str, str] = {}
-        by_place: dict[tuple[str, str], str] = {}
+        by_position: dict[tuple[str, str], str] = {}
         for number, (group, positions) in enumerate(zip(groups, members, strict=True)):
             numbers = group.get("params")
             if not isinstance(numbers, list) or len(numbers) != len(positions):
                 raise Misfit(f"param group {number} does not have the {len(positions)} parameters of the model")
             by_number |= {str(n): names[at][0] for n, at in zip(numbers, positions, strict=True)}
             halves = [names[at][0] for at in positions if names[at][2] != "float32"]
-            by_place |= {(str(number), str(position)): name for position, name in enumerate(halves)}
-        return dict(self._spell(by_number, by_place))
+            by_position |= {(str(number), str(position)): name for position, name in enumerate(halves)}
+        return dict(self._spell(by_number, by_position))
 
-    def _spell(self, by_number: Mapping[str, str], by_place: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
+    def _spell(self, by_number: Mapping[str, str], by_position: Mapping[tuple[str, str], str]) -> list[tuple[str, str]]:
         out = []
         for key, path in self._paths.items():
             if path[0] != "optimizer" or key not in self.metadata.tensors or path[-1] == "step":
@@ -113,7 +113,7 @@ class MegatronDcpReader(FsdpDtensorReader):
             if len(path) >= 3 and path[-3] == "state":
                 name, state = by_number.get(path[-2]), path[-1]
             elif len(path) >= 3 and path[-3] == _MASTERS:
-                name, state = by_place.get((path[-2], path[-1])), "fp32_param"
+                name, state = by_position.get((path[-2], path[-1])), "fp32_param"
             else:
                 continue
             if name is None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.formats.containers.archive_out import ArchiveFile
-from converters.formats.legacy.output import Chain, buffers, flat_places, flat_state
+from converters.formats.legacy.output import Chain, buffers, flat_starts, flat_state
 from converters.megatron.buffers import Rules
 from converters.names import state_names
-from converters.optimizer.groups import read_param_groups
+from converters.optimizer.read_groups import read_param_groups
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -128,7 +128,7 @@ class Chains:
     def _differ(self, chain: Chain) -> Iterator[bool] | bool:
         ends = (Rules(1), Rules(1, bucket_size=1))
         first = (parameters for chunk, _, parameters in buffers(chain) if chunk == 0)
-        return any(len({flat_places(mine, rules)[1] for rules in ends}) > 1 for mine in first)
+        return any(len({flat_starts(mine, rules)[1] for rules in ends}) > 1 for mine in first)
 
 
 def _by_state(item: tuple[tuple[int, str], DType]) -> tuple[int, str]:

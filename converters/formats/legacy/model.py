@@ -26,7 +26,8 @@ from converters.megatron.buffers import Local
 from converters.megatron.flat_index import Collected
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
-from converters.megatron.split import Outline, shards, split_rule
+from converters.megatron.outline import Outline
+from converters.megatron.split import shards, split_rule
 from converters.megatron.vocabulary import embedding_name, is_embedding
 from converters.model_parts import LANGUAGE, language_name, split_part, untrained
 from converters.names import parse_key, printable

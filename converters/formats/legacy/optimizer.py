@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Layout
     from converters.torchzip.records import TensorRef
 
-__all__ = ["FlatFile", "Owned", "dealt_members", "optimizer_entries", "place_plain", "plain_members", "tensors_in"]
+__all__ = ["FlatFile", "Owned", "dealt_members", "locate_plain", "optimizer_entries", "plain_members", "tensors_in"]
 
 _MOST_PADDING = 1 << 17  # elements behind a bucket
 DEEPEST = 64  # a pickle may hold a dictionary that holds itself
@@ -107,7 +107,7 @@ def dealt_members(members: Members, ranks: int) -> list[Members]:
     return out
 
 
-def place_plain(entries: Sequence[Any], members: Members, file: PtFile, storages: Storages, out: Collected) -> None:
+def locate_plain(entries: Sequence[Any], members: Members, file: PtFile, storages: Storages, out: Collected) -> None:
     """The state of optimizers that are not distributed.
 
     Args:
@@ -131,7 +131,7 @@ def place_plain(entries: Sequence[Any], members: Members, file: PtFile, storages
                 nodes = dict(states.get(index, {}))
                 if masters and parameter.local.dtype.name != "float32":
                     nodes["param"] = next(low, None)
-                _place_states(nodes, parameter, file, storages, out)
+                _locate_states(nodes, parameter, file, storages, out)
             if next(low, None) is not None:
                 raise Misfit(f"{file.name}: group {number} has more master weights than parameters")
 
@@ -145,7 +145,9 @@ def _state_of(entry: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
     return state
 
 
-def _place_states(nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: Collected) -> None:
+def _locate_states(
+    nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: Collected
+) -> None:
     for state, node in nodes.items():
         what = f"{file.name}: {state} of {parameter.key}"
         ref = tensor_ref(node, what)

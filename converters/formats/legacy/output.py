@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.planning.plan import Piece
 
-__all__ = ["Chain", "buffers", "flat_optimizer", "flat_places", "flat_state", "model_state", "plain_optimizer"]
+__all__ = ["Chain", "buffers", "flat_optimizer", "flat_starts", "flat_state", "model_state", "plain_optimizer"]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def flat_state(file: ArchiveFile, chain: Chain, rules: Callable[[int], Rules]) -
     out: dict[Any, Node] = {"buckets_coalesced": True}
     for number, (chunk, kind, parameters) in enumerate(buffers(chain)):
         grad = "float32" if chain.args.get("accumulate_allreduce_grads_in_fp32") is not False else kind.name
-        starts, numel = flat_places(parameters, rules(chunk))
+        starts, numel = flat_starts(parameters, rules(chunk))
         states: dict[str, Node] = {}
         for state in chain.states:
             pieces = [(first, _state_of(parameter, state, dtype("float32"))) for parameter, first in starts]
@@ -148,14 +148,14 @@ def buffers(chain: Chain) -> Iterator[tuple[int, DType, list[LocalTensor]]]:
         yield from ((chunk, kind, mine) for kind, mine in by_type.items())
 
 
-def flat_places(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[tuple[LocalTensor, int]], int]:
+def flat_starts(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[tuple[LocalTensor, int]], int]:
     """The first element of each parameter in a buffer whose buckets lie end to end, and the elements of all."""
     by_name = {parameter.name: parameter for parameter in parameters}
     # what fills them is not asked here
     flat = [Local(name, p.dtype, (), math.prod(p.shape), shared=p.shared) for name, p in by_name.items()]
     starts, base = [], 0
     for bucket in arrange(flat, rules):
-        starts += [(by_name[local.name], base + start) for local, start in bucket.placed]
+        starts += [(by_name[local.name], base + start) for local, start in bucket.members]
         base += bucket.numel_unpadded
     return starts, base
 

@@ -34,8 +34,8 @@ from converters.formats.legacy.model import Rank, WholeModel
 from converters.formats.legacy.optimizer import (
     FlatFile,
     dealt_members,
+    locate_plain,
     optimizer_entries,
-    place_plain,
     plain_members,
     tensors_in,
 )
@@ -237,11 +237,11 @@ class LegacyReader(StorageReader):
                 flat = FlatFile(self._flat_files[rank], self._storages, model.layout, self._args, rank[1], numel)
                 flat.locate(model.owned[rank], collected)
             elif self._layer_files:
-                self._place_layers(model, rank, collected)
+                self._locate_layers(model, rank, collected)
             elif any(_has_state(entry) for entry in optimizer_entries(file.tree.get("optimizer"))):
                 entries = optimizer_entries(file.tree["optimizer"])
                 members = plain_members(entries, model.owned[rank], self._args, file.name)
-                place_plain(entries, members, file, self._storages, collected)
+                locate_plain(entries, members, file, self._storages, collected)
         if not collected.pieces:
             if file.tree.get("optimizer"):
                 self._problems.append(Problem("warning", f"there are param groups, but no state and no {OPTIMIZER}"))
@@ -263,7 +263,7 @@ class LegacyReader(StorageReader):
                     out[key] = collected.tensor(key, shape, "optimizer")
         return out
 
-    def _place_layers(self, model: WholeModel, rank: Rank, collected: Collected) -> None:
+    def _locate_layers(self, model: WholeModel, rank: Rank, collected: Collected) -> None:
         """The state of a layer-wise optimizer: each data-parallel rank has some of the parameters, and names none."""
         files, ranks = self._layer_files.get(rank, ()), model.layout.dp_cp
         if len(files) != ranks or model.layout.ep > 1 or "use_layer_wise_distributed_optimizer" in self._args:
@@ -275,10 +275,10 @@ class LegacyReader(StorageReader):
         whole = plain_members(optimizer_entries(files[0].tree), model.owned[rank], self._args, files[0].name)
         dealt = dealt_members(whole, ranks)
         for file, members in zip(files, dealt, strict=True):
-            place_plain(optimizer_entries(file.tree), members, file, self._storages, collected)
+            locate_plain(optimizer_entries(file.tree), members, file, self._storages, collected)
         model_file = self._model_files[rank]  # holds those of data-parallel rank 0 once more
         copies = optimizer_entries(model_file.tree.get("optimizer"))
-        place_plain(copies, dealt[0], model_file, self._storages, Collected())
+        locate_plain(copies, dealt[0], model_file, self._storages, Collected())
 
     def _raw_optimizer(self) -> Iterator[tuple[str, TensorInfo]]:
         """The tensors of the optimizer as the files have them."""

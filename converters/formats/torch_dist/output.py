@@ -24,8 +24,9 @@ from converters import __version__
 from converters.formats.dcp.metadata_out import write_metadata
 from converters.formats.dcp.stored import StoredTensor
 from converters.formats.torch_dist.columns import Columns, stack
-from converters.planning.job import CopyRoutes, Move, OutputFile, Place, Slice, landing, total
+from converters.planning.job import OutputFile, Slice
 from converters.planning.plan import Op
+from converters.planning.routes import CopyRoutes, Location, Move, landing, total
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from converters.box import Box
     from converters.catalog import TensorInfo
     from converters.formats.torch_dist.parts import ArrayOut, BucketOut, ObjectOut
-    from converters.planning.job import Kind
     from converters.planning.plan import Drop, Piece
+    from converters.planning.routes import Kind
     from converters.torchzip.records_out import RecordLayout
 
 __all__ = ["TorchDistOutput"]
@@ -61,7 +62,7 @@ class TorchDistOutput:
         self.columns, self.buckets, self._objects = columns, buckets, objects
         ranks = sorted({*columns.ranks, *(b.rank for b in buckets), *(o.rank for o in objects)})
         number_of = {rank: number for number, rank in enumerate(ranks)}
-        self._place_objects(number_of)
+        self._locate_objects(number_of)
         own = np.asarray([number_of[rank] for rank in columns.ranks], np.int64)
         same = len(own) == len(ranks)  # both ascend
         self._file: NDArray[Any] = columns.file if same else own[columns.file]
@@ -71,30 +72,30 @@ class TorchDistOutput:
         self._bucket_length = np.asarray([b.layout.length for b in buckets], np.int64)
         start, sizes = stack(self._bucket_file, self._bucket_length, len(ranks))
         self._bucket_start = start + ends[self._bucket_file]
-        self._in_buckets = CopyRoutes.of(self._placed())
+        self._in_buckets = CopyRoutes.of(self._located_pieces())
         self.files = self._output_files(ranks, (ends + sizes).tolist())
 
-    def _placed(self) -> Iterator[tuple[Piece, Place]]:
+    def _located_pieces(self) -> Iterator[tuple[Piece, Location]]:
         """What is in the buckets' records."""
         for number, bucket in enumerate(self.buckets):
             inside, record = 0, self.columns.records + number
             begin = int(self._bucket_start[number]) + len(bucket.layout.prefix)
             for piece in bucket.pieces:
-                yield piece, Place(int(self._bucket_file[number]), begin + inside, record, inside)
+                yield piece, Location(int(self._bucket_file[number]), begin + inside, record, inside)
                 inside += piece.nbytes
 
-    def _place_objects(self, number_of: Mapping[int, int]) -> None:
+    def _locate_objects(self, number_of: Mapping[int, int]) -> None:
         ends = [0] * len(number_of)
-        self.object_places: list[tuple[int, int]] = []
+        self.object_spans: list[tuple[int, int]] = []
         for thing in self._objects:
             number = number_of[thing.rank]
-            self.object_places.append((number, ends[number]))
+            self.object_spans.append((number, ends[number]))
             ends[number] += thing.length
         self._begin = np.asarray(ends, np.int64)  # where the tensors of each file begin
 
     def _output_files(self, ranks: Sequence[int], sizes: Sequence[int]) -> list[OutputFile]:
         slices: list[list[Slice]] = [[] for _ in ranks]
-        for thing, (number, at) in zip(self._objects, self.object_places, strict=True):
+        for thing, (number, at) in zip(self._objects, self.object_spans, strict=True):
             slices[number].append(Slice(at, thing.content))
         return [
             OutputFile(f"__{rank}_0.distcp", size, slices=tuple(mine))
@@ -225,7 +226,7 @@ class TorchDistOutput:
         for number, bucket in enumerate(self.buckets):
             by_key.setdefault(bucket.key, []).append(number)
         tables += [self._bucket(key, numbers) for key, numbers in by_key.items()]
-        objects = ((o.key, file, at, o.length) for o, (file, at) in zip(self._objects, self.object_places, strict=True))
+        objects = ((o.key, file, at, o.length) for o, (file, at) in zip(self._objects, self.object_spans, strict=True))
         names = [file.name for file in self.files]
         return write_metadata(tables, objects, names, checkpoint_id=name, save_id=f"distckpt {__version__}")
 

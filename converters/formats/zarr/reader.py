@@ -245,7 +245,7 @@ def _object_problems(objects: Iterable[ObjectInfo]) -> Iterator[Problem]:
     shards: dict[str, list[ObjectInfo]] = defaultdict(list)
     for stored in objects:
         shards[stored.name].append(stored)
-    for name, shards_found in shards.items():
-        wanted = math.prod(shards_found[0].grid)
-        if len(shards_found) != wanted:
-            yield Problem("warning", f"{printable(name)} has {len(shards_found)} of its {wanted} shards")
+    for name, present in shards.items():
+        wanted = math.prod(present[0].grid)
+        if len(present) != wanted:
+            yield Problem("warning", f"{printable(name)} has {len(present)} of its {wanted} shards")
