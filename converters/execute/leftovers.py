@@ -28,7 +28,7 @@ from converters.errors import DestinationError, FormatError
 from converters.execute import journal
 from converters.execute.destination import os_trouble
 from converters.execute.journal import JOURNAL
-from converters.execute.rank_files import is_held
+from converters.execute.rank_files import is_locked
 from converters.formats.folder import read_small, status
 from converters.names import printable
 from converters.remote.address import RemotePath
@@ -254,13 +254,13 @@ def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:
         return "unknown", "it belongs to another user"
     if kind == "ranks":
         locks = list(path.glob("lock-*"))
-        if any(map(is_held, locks)):
+        if any(map(is_locked, locks)):
             return "running", "its run is alive"
         return ("unfinished", "") if locks else ("unknown", "it has no files of ranks")
     if journal.first_line(path / _journal_name(kind)) is None:
         return "unknown", "it has no journal that distckpt wrote: remove it yourself if you know it"
     for meeting in _meetings(path, kind):
-        if any(map(is_held, meeting.glob("lock-*"))):
+        if any(map(is_locked, meeting.glob("lock-*"))):
             return "running", "ranks of its run are alive"
     for inner in path.glob(".*.distckpt-partial") if kind == "upload" else ():
         if _probed(inner, "staging")[0] == "running":

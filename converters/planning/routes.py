@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from converters.box import Box
-from converters.planning.plan import Op, Piece, SCALE_BLOCK, prove
+from converters.planning.plan import SCALE_BLOCK, Op, Piece, prove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

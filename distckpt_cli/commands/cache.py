@@ -51,7 +51,7 @@ def cache(
             if not item.reason:
                 clear_leftover(item)
                 removed.append(item)
-    if console.json_asked:
+    if console.json_requested:
         console.document("distckpt.cache/1", {"kept": [_document(item, removed) for item in items]})
     elif clear:
         _show_removed(console, items, removed)
