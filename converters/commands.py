@@ -26,7 +26,7 @@ from converters.remote.address import named_path
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.edit_args import EditOptions, plan_edit
 from converters.write.export import QUANTIZATIONS, ExportOptions, plan_export
-from converters.write.import_hf import PADDINGS, ImportOptions, plan_import
+from converters.write.import_hf import PADDINGS, PARTS, ImportOptions, plan_import
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import WriteOptions, run_conversion
 from converters.write.written import WriteReport
@@ -64,6 +64,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mtp": ("keep", "drop", "auto"),
     "names": ("megatron", "hf"),
     "pad": PADDINGS,
+    "part": PARTS,
     "quantize": QUANTIZATIONS,
     "rng": ("keep", "drop", "auto"),
     "spec": ("te", "local"),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.comparison.facts import Fact, Facts, compare_arguments, compare_facts
+from converters.comparison.folders import comparable
 from converters.comparison.pairs import Side, match
 from converters.comparison.report import DiffReport, TensorReport
 from converters.comparison.run import blaming, comparison_device, read_values, stretches, tile_size
@@ -23,7 +24,6 @@ from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.megatron.damage import refuse_damage
 from converters.names import any_of
-from converters.write.imported import dequantized_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,7 +124,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
     options = options or DiffOptions()
     tile, threads = tile_size(options.max_memory, options.threads)
     prints = fingerprint_of(a), fingerprint_of(b)
-    a, b, quantized = _multiplied_out(a, b)
+    a, b, changes = comparable(a, b)
     sides = Side.both(a, b)
     wanted, unwanted = any_of(options.tensors), any_of(options.ignore)
 
@@ -144,7 +144,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
             else "--ignore leaves no tensor to compare",
             hint=f"distckpt inspect {sides[matching.shown].catalog.root} --tensors shows their names",
         )
-    notes = [*quantized, *sides[0].notes, *sides[1].notes, *matching.notes]
+    notes = [*changes, *sides[0].notes, *sides[1].notes, *matching.notes]
     if not options.quick:
         _refuse_damage(sides[0], {name for pair in matching.pairs for name in pair.a})
         _refuse_damage(sides[1], {name for pair in matching.pairs for name in pair.b})
@@ -170,16 +170,6 @@ def _unread(sides: tuple[Side, Side], keep: Callable[[str], bool]) -> list[Fact]
             if keep(name):
                 out.append(Fact("object", name, *((ABSENT, reason) if number else (reason, ABSENT))))
     return out
-
-
-def _multiplied_out(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
-    """Quantized weights beside weights that are not are compared as the numbers they stand for; says which are."""
-    if all(reader.catalog.config.get("quantization_config") for reader in (a, b)):
-        return a, b, []
-    (seen_a, in_a), (seen_b, in_b) = dequantized_folder(a), dequantized_folder(b)
-    sides = (("A", in_a), ("B", in_b))
-    notes = [f"{label} is quantized ({side.method}): its weights are multiplied out" for label, side in sides if side]
-    return seen_a, seen_b, notes
 
 
 def _refuse_damage(side: Side, names: set[str]) -> None:

@@ -32,6 +32,7 @@ from converters.models import ARCHITECTURES, of_type
 from converters.models.importing import map_from_hf
 from converters.models.left_out import LEFT_OUT
 from converters.models.stated import departures, stated
+from converters.models.text_part import has_text_part
 from converters.models.transformers_config import CODE_KEYS, completed
 from converters.names import printable, quoted
 from converters.pickles import Global
@@ -39,7 +40,7 @@ from converters.remote.address import named_path
 from converters.write.accounting import Accounting
 from converters.write.companion_files import hf_companions
 from converters.write.export import REPORT
-from converters.write.imported import ImportedReader, dequantized_folder
+from converters.write.imported import ImportedReader, dequantized_folder, text_folder
 from converters.write.legacy import LegacyOptions, plan_legacy
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.target_state import job_flags
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
+    from converters.formats.base import Reader
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
     from converters.models import Model
@@ -61,6 +63,8 @@ if TYPE_CHECKING:
 __all__ = ["ImportOptions", "plan_import"]
 
 PADDINGS = ("zero", "mean")
+PARTS = ("text",)
+_OTHER_PART = "not of the language model (--part text)"
 FLAGS, TOKENIZER = "megatron_args.txt", "tokenizer"
 _TOKENIZER_FILES = re.compile(
     r".*token.*\.json|vocab\.(?:json|txt)|merges\.txt|.*\.(?:model|tiktoken|jinja)|special_tokens_map\.json|"
@@ -81,6 +85,7 @@ class ImportOptions(WriteOptions):
         mtp: "keep", "drop" or "auto" (keep where the folder holds them) for multi-token prediction layers.
         follow_links: Files of the folder may be links out of it.
         divisible: The vocabulary is padded to a multiple of this times the tensor-parallel size.
+        part: "text" takes the language model of a model of text and images; None is for models of text.
         pad: What the rows are that pad it: "zero", or the "mean" of the others, in fp32, rounded once.
     """
 
@@ -91,6 +96,7 @@ class ImportOptions(WriteOptions):
     mtp: str = "auto"
     follow_links: bool = False
     divisible: int = 128
+    part: str | None = None
     pad: str = "zero"
 
 
@@ -115,6 +121,7 @@ def plan_import(
         raise RequestError(f"--mcore {options.mcore} is not known", hint=f"it takes {', '.join(VERSIONS)}")
     _refuse_other_folders(named_path(source))
     reader = open_checkpoint(source, follow_links=options.follow_links)
+    reader, others = _part(reader, options)
     model = _model(reader.catalog)
     reader, quantized = dequantized_folder(reader)
     catalog = reader.catalog
@@ -143,6 +150,7 @@ def plan_import(
         notes.append(
             f"the weights are quantized ({quantized.method}): each is multiplied by its scale, and rounded once"
         )
+    report["dropped"] += [{"tensor": name, "elements": "all", "reason": _OTHER_PART} for name in others]
     text = shlex.join(command_line(arguments))
     return replace(
         plan,
@@ -196,6 +204,25 @@ def _refuse_other_folders(folder: Path) -> None:
             f"{printable(str(folder))} holds GGUF files, quantized weights for llama.cpp",
             hint="name the folder they were made from",
         )
+
+
+def _part(reader: Reader, options: ImportOptions) -> tuple[Reader, list[str]]:
+    """The folder as that of the language model that is asked for, and the tensors that are not of it."""
+    config = reader.catalog.config
+    several = reader.catalog.framework == "Hugging Face" and has_text_part(config)
+    if options.part is None:
+        if several and of_type(config.get("model_type")) is None:
+            raise RequestError(
+                f"a {printable(str(config.get('model_type')))[:80]} is a model of text and images",
+                hint="--part text imports its language model, and leaves out the rest",
+            )
+        return reader, []
+    if options.part not in PARTS:
+        raise RequestError(f"--part {printable(options.part)} is not known", hint=f"it takes {', '.join(PARTS)}")
+    if not several:
+        raise RequestError("config.json describes no model of text and images", hint="leave out --part")
+    view, part = text_folder(reader)
+    return view, part.others
 
 
 def _model(catalog: Catalog) -> Model:

@@ -21,6 +21,7 @@ from converters.formats.base import ReaderView
 from converters.formats.common_state import Archive
 from converters.megatron.vocabulary import is_vocabulary
 from converters.models.quantized import dequantized
+from converters.models.text_part import text_part
 from converters.param_order import trainable
 from converters.pickles import Global, Obj
 from converters.planning.plan import Op
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.models.importing import MegatronMapping
     from converters.models.quantized import Dequantized
+    from converters.models.text_part import TextPart
     from converters.planning.plan import Copy, Target
 
-__all__ = ["ImportedReader", "dequantized_folder", "seen"]
+__all__ = ["ImportedReader", "dequantized_folder", "seen", "text_folder"]
 
 
 class ImportedReader(ReaderView):
@@ -157,3 +159,14 @@ def dequantized_folder(reader: Reader) -> tuple[Reader, Dequantized | None]:
     if plain is None:
         return reader, None
     return ReaderView(reader, replace(catalog, tensors=plain.tensors, config=plain.config)), plain
+
+
+def text_folder(reader: Reader) -> tuple[Reader, TextPart]:
+    """The folder of a model of text and images as that of its language model alone.
+
+    Raises:
+        FormatError: transformers does not take its config.json.
+        RequestError: The parts cannot be told apart.
+    """
+    part = text_part(reader.catalog.config, reader.catalog.tensors)
+    return ReaderView(reader, replace(reader.catalog, tensors=part.tensors, config=part.config)), part

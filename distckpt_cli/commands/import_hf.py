@@ -60,6 +60,14 @@ class ImportRequest:
             autocompletion=choice_of("mtp").complete,
         ),
     ] = None
+    part: Annotated[
+        str | None,
+        _job(
+            metavar="WHAT",
+            help="Of a model of text and images: text, its language model.",
+            autocompletion=choice_of("part").complete,
+        ),
+    ] = None
     pad: Annotated[
         str | None,
         _job(
