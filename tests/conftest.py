@@ -13,6 +13,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from oracle.fixtures import megatron_checkpoint, megatron_load
+from processes import end_all, forget_failure
 
 __all__ = ["megatron_checkpoint", "megatron_load"]
 
@@ -27,6 +28,23 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A test that fails leaves nothing behind that would fail another one."""
+    report = yield
+    if call.excinfo is not None and not item.config.getoption("usepdb"):
+        forget_failure(call.excinfo.value)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    try:
+        return (yield)
+    finally:
+        end_all()
 
 
 def pytest_addoption(parser):

@@ -1,8 +1,8 @@
-"""An export in a process of its own, slowed down or measured, for the tests that kill it.
+"""An export in a process of its own, measured, or held until a signal comes.
 
-    python engine_driver.py SRC DST [--sleep SECONDS] [--safe-point SECONDS] [--signals] [--measure] [OPTION=VALUE ...]
+    python engine_driver.py SRC DST [--hold N] [--measure] [OPTION=VALUE ...]
 
-Prints one JSON object at the end; `started` on a line of its own when workers begin.
+Prints one JSON object at the end; `held` on a line of its own when N tasks are done and it waits for the signal.
 """
 
 import argparse
@@ -10,16 +10,13 @@ import ast
 import json
 import sys
 import threading
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from converters.dtypes import from_option
 from converters.errors import DistckptError, Interrupted
-from converters.events import Moved, PlanReady, StopFlag
-from converters.execute import run as engine
-from converters.execute.worker import Worker
+from converters.events import Moved
 from converters.formats import open_checkpoint
 from converters.write.export import ExportOptions, plan_export, run_export
 
@@ -36,18 +33,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("src", type=Path)
     parser.add_argument("dst", type=Path)
-    parser.add_argument("--sleep", type=float, default=0.0)
-    parser.add_argument("--safe-point", type=float)
-    parser.add_argument("--signals", action="store_true")
+    parser.add_argument("--hold", type=int, metavar="N")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("options", nargs="*")
     asked = parser.parse_intermixed_args()
     given = dict(text.split("=", 1) for text in asked.options)
     options = ExportOptions(**{k: from_option(v) if k == "dtype" else ast.literal_eval(v) for k, v in given.items()})
-    if asked.safe_point is not None:
-        engine._SAFE_POINT_SECONDS = asked.safe_point
-    if asked.sleep:
-        slow_down(asked.sleep)
     if "dtype" in given:  # casts are torch's work; what it takes itself is not the engine's memory
         import torch
 
@@ -69,7 +60,7 @@ def main():
     if asked.measure:
         threading.Thread(target=watch, daemon=True).start()
     try:
-        answer = run(plan, asked.signals)
+        answer = run(plan, asked.hold)
     except DistckptError as error:
         answer = {"error": type(error).__name__, "message": error.message, "code": error.exit_code, "hint": error.hint}
         if isinstance(error, Interrupted):
@@ -80,27 +71,23 @@ def main():
     sys.exit(answer.get("code", 0))
 
 
-def run(plan, signals):
-    def listener(event):
-        if isinstance(event, PlanReady | Moved):
-            print("started" if isinstance(event, PlanReady) else "moved", flush=True)
+def run(plan, hold):
+    if hold is None:
+        return vars(run_export(plan))
+    from distckpt_cli.signals import stop_on_signals
 
-    if signals:
-        from distckpt_cli.signals import stop_on_signals
+    done = 0
+    with stop_on_signals() as stop:
 
-        with stop_on_signals() as stop:
-            return vars(run_export(plan, listener=listener, stop=stop))
-    return vars(run_export(plan, listener=listener, stop=StopFlag()))
+        def listener(event):
+            nonlocal done
+            done += isinstance(event, Moved)
+            if done == hold:
+                print("held", flush=True)
+            while done >= hold and not stop.wait(1.0):
+                pass
 
-
-def slow_down(seconds):
-    original = Worker._write
-
-    def scatter(self, *arguments):
-        time.sleep(seconds)
-        original(self, *arguments)
-
-    Worker._write = scatter
+        return vars(run_export(plan, listener=listener, stop=stop))
 
 
 if __name__ == "__main__":

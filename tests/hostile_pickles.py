@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from converters.pickles import Global, Obj, dumps, parse
 
+PATIENCE = 400.0  # seconds until a child is taken for one that hangs; what counts is its processor time
+
 _WIDE = b"\xef\xbd\x8f\xef\xbd\x93"
 """`os` in full-width letters, which Python source would fold to `os`."""
 
@@ -367,9 +369,10 @@ def live(folder: str) -> dict[str, bool]:
                 return repr(error)[:200]
             return ""
 
-        _forked(run, 20)
+        _forked(run, PATIENCE)
         # numpy.save and dbm add a suffix; a child that was started may need a moment.
-        for _ in range(100):
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
             if not template.fires or any(root.glob(f"m{number}*")):
                 break
             time.sleep(0.01)
@@ -430,8 +433,8 @@ def bombs(_: str) -> dict[str, dict]:
                 return f"read, not written: {error.message}"
             return "read"
 
-        base = _forked(lambda: "", 5)["rss"]
-        outcome = _forked(run, 30)
+        base = _forked(lambda: "", PATIENCE)["rss"]
+        outcome = _forked(run, PATIENCE)
         outcome["rss"] -= base
         outcome["size"] = len(case.data)
         results[case.name] = outcome

@@ -115,7 +115,8 @@ def take(case):
 
 
 def main(cases, answers):
-    faulthandler.dump_traceback_later(90, exit=True)  # all threads, if somebody waits for ever
+    torch.set_num_threads(1)  # also where this process was forked: the threads of the other are not here
+    faulthandler.dump_traceback_later(550, exit=True)  # all threads, if somebody waits for ever
     out = []
     for case in json.loads(Path(cases).read_text()):
         case |= case.get("ranks", {}).get(str(RANK), {})

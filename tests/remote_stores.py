@@ -5,9 +5,9 @@ from __future__ import annotations
 import http.client
 import http.server
 import json
+import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -23,25 +23,23 @@ BUCKET = "models"
 
 
 @contextmanager
-def s3_server():
-    """Runs moto's server in a process of its own; yields its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+def started(*arguments):
+    """Runs one of the servers below in a process of its own; yields the port that the system gave it."""
+    command = [sys.executable, __file__, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            for _ in range(300):
-                try:
-                    socket.create_connection(("127.0.0.1", port)).close()
-                    break
-                except OSError:
-                    time.sleep(0.1)
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
-            urllib.request.urlopen(request).close()
-            yield port
+            yield int(process.stdout.readline())
         finally:
             process.kill()
+
+
+@contextmanager
+def s3_server():
+    """Moto's server; yields its port."""
+    with started("s3") as port:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request).close()
+        yield port
 
 
 def environment(port):
@@ -102,22 +100,18 @@ class Proxy:
     """
 
     def __init__(self, port):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, str(port)], stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        self.port = int(self.process.stdout.readline())
+        self._running = started(port)
 
     def __enter__(self):
+        self.port = self._running.__enter__()
         return self
 
-    def __exit__(self, *_):
-        self.process.stdout.close()
-        self.process.kill()
-        self.process.wait()
+    def __exit__(self, *error):
+        self._running.__exit__(*error)
 
     def _ask(self, method, body=None):
         url = f"http://127.0.0.1:{self.port}/--proxy--"
-        with urllib.request.urlopen(urllib.request.Request(url, data=body, method=method), timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, data=body, method=method), timeout=200) as answer:
             return json.loads(answer.read())
 
     def set(self, **values):
@@ -161,7 +155,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             data = instead[1].encode()
             self.reply(instead[0], [("Content-Length", str(len(data)))], data, len(data))
             return
-        connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=200)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         connection.request(self.command, self.path, body=body, headers=headers)
         response = connection.getresponse()
@@ -267,21 +261,28 @@ class _Files(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-@contextmanager
 def file_server(folder, seconds=0.0, rate=0.0):
-    """Runs a web server of the files of a folder in a process of its own; yields its port.
+    """A web server of the files of a folder; a context manager that gives its port.
 
     Each request waits `seconds`, and then comes with `rate` bytes a second; 0: as fast as it goes.
     """
-    command = [sys.executable, __file__, str(folder), str(seconds), str(rate)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
+    return started(folder, seconds, rate)
+
+
+def serve_s3():
+    from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+    from werkzeug.serving import make_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = DomainDispatcherApplication(create_backend_app)
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+    print(server.port, flush=True)
+    server.serve_forever()
 
 
 def serve(what, *limits):
+    if what == "s3":
+        serve_s3()
     handler = _Handler if what.isdigit() else _Files
     if what.isdigit():
         _Handler.target = int(what)

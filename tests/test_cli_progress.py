@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from cli_support import ROOT, environment, terminal
+from processes import finish, start, wait_until
 
 from converters.events import FileDone, Moved, Note, Phase, PlanReady, Resumed, StopFlag
 from distckpt_cli.console import Console, UsageProblem
@@ -84,13 +83,11 @@ def test_nothing_to_write(capsys):
 
 
 def test_lines_come_by_themselves(capsys):
-    with Progress(Console(), "log", interval=0.02) as listener:
+    lines = []
+    with Progress(Console(), "log", interval=0.01) as listener:
         listener(PLAN)
-        time.sleep(0.2)
-    count = len(capsys.readouterr().err.splitlines())
-    assert count >= 3
-    time.sleep(0.1)
-    assert capsys.readouterr().err == ""  # the thread ended with the block
+        wait_until(lambda: lines.extend(capsys.readouterr().err.splitlines()) or len(lines) >= 3)
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
 def test_many_threads(capsys):
@@ -138,15 +135,19 @@ def test_choose_mode(monkeypatch):
 
 
 BAR = """
-import time
+import threading
 from converters.events import *
 from distckpt_cli.console import Console
 from distckpt_cli.progress import Progress, choose_mode
-with Progress(Console(), choose_mode("auto"), interval=0.5) as listener:
+mode = choose_mode("auto")
+with Progress(Console(), mode, interval=0.05) as listener:
+    shown, show = threading.Event(), listener._log_line
+    listener._log_line = lambda: (show(), shown.set())
     listener(PlanReady("export", 4, 100 << 20, 100 << 20, 0))
     listener(Note("[bold]kept[/bold] \\x1b[31m"))
     for _ in range(4):
-        listener(Moved(20 << 20)); listener(FileDone("f", 1)); time.sleep(0.3)
+        listener(Moved(20 << 20)); listener(FileDone("f", 1)); shown.clear()
+        mode == "bar" or shown.wait(200)
 print("wrote it")
 """
 
@@ -198,21 +199,17 @@ sys.exit(app.main(["inspect", "x"]))
 
 
 def _run_and_signal(code: str, *signals: int) -> tuple[int, str, str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-    )
+    process = start([sys.executable, "-c", code], env=environment(), cwd=ROOT)
     assert process.stdout is not None
+    assert process.stderr is not None
     assert process.stdout.readline() == "ready\n"
-    for number in signals:
+    said = ""
+    for count, number in enumerate(signals, 1):
         process.send_signal(number)
-        time.sleep(0.2)
-    out, err = process.communicate(timeout=20)
-    return process.returncode, out, err
+        if count < len(signals):  # two at once are one to the system
+            said += process.stderr.readline()
+    ((out, err),) = finish([process])
+    return process.returncode, out, said + err
 
 
 def _signalled(stubborn: bool, *signals: int) -> tuple[int, str]:

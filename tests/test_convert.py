@@ -462,7 +462,7 @@ def test_ranks_share_a_proof_and_fail_together(tmp_path):
     def run(rank):
         plan = plan_convert(open_checkpoint(source), tmp_path / "out", "torch_dist", options={})
         try:
-            run_conversion(plan, ranks=Ranks(rank, 2, launch="a test", timeout=20.0))
+            run_conversion(plan, ranks=Ranks(rank, 2, launch="a test"))
         except DistckptError as error:
             raised[rank] = error
 
@@ -470,7 +470,7 @@ def test_ranks_share_a_proof_and_fail_together(tmp_path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert {rank: error.exit_code for rank, error in raised.items()} == {0: 1, 1: 1}
     assert "do not round" in raised[0].message
     assert [path.name for path in tmp_path.iterdir()] == ["src"]

@@ -76,7 +76,7 @@ def together(tmp_path: Path, world: int, fingerprints: list[str] | None = None, 
     out: list = [None] * world
 
     def one(rank: int) -> None:
-        ranks = Ranks(rank, world, rank, launch=tmp_path.name, timeout=5.0)
+        ranks = Ranks(rank, world, rank, launch=tmp_path.name)
         print_ = (fingerprints or ["same"] * world)[rank]
         try:
             with Crew("test", print_, ranks=ranks, scratch=tmp_path) as crew:
@@ -90,7 +90,7 @@ def together(tmp_path: Path, world: int, fingerprints: list[str] | None = None, 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     return out
 
 
@@ -127,7 +127,7 @@ def test_ranks_meet_once_for_several_lists(tmp_path, monkeypatch):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert out[0][1:] == (SQUARES, {n: SQUARES[n] for n in range(30, 40)}, [0, 1, 2])
     assert dict(shares)[0] == 10
     assert sum(count for rank, count in shares if rank) < 10
@@ -142,9 +142,7 @@ def test_a_rank_that_ends_before_the_last_list_is_missed(tmp_path, moment):
 
     def one(rank):
         try:
-            with Crew(
-                "test", "x", ranks=Ranks(rank, 2, rank, tmp_path.name, 2.0), destination=tmp_path / "out"
-            ) as crew:
+            with Crew("test", "x", ranks=Ranks(rank, 2, rank, tmp_path.name), destination=tmp_path / "out") as crew:
                 crew.map(TASKS, lambda: Squares(crew), last=False)
                 if rank == 1 and moment == "between":
                     raise FormatError("the disk is gone")
@@ -157,7 +155,7 @@ def test_a_rank_that_ends_before_the_last_list_is_missed(tmp_path, moment):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert {type(error) for error in errors.values()} == {FormatError}
     assert len(errors) == 2
 

@@ -2,13 +2,14 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from checkpoints import golden, tree
 from cli_support import environment
+from processes import finish, is_alive, start, wait_until
 
 from distckpt_cli import launch
 from distckpt_cli.app import main
@@ -16,36 +17,26 @@ from distckpt_cli.app import main
 SOURCE = golden("llama_adam_tp2pp2")
 HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID")
 RESHARD = ("--tp", 4, "--max-memory", "256KiB", "--threads", 1)
-# loaded by every process of a run: each write waits, and says who it is; one may get a signal before it does anything
-SLOW = """
-import os, sys, time, pathlib
+# loaded by every process of a run: its ranks stand still in the middle; one may get a signal before it does anything
+ARMED = f"""
+import os, sys
 if "distckpt_cli" in sys.orig_argv and "RANK" in os.environ:
     if os.environ.get("VICTIM") == os.environ["RANK"]:
         os.kill(os.getpid(), int(os.environ["SIGNAL"]))
-    from converters.execute.worker import Worker
-    original = Worker._write
-    def scatter(self, *arguments):
-        pid = pathlib.Path(os.environ["PIDS"]) / os.environ["RANK"]
-        pid.with_suffix(".new").write_text(str(os.getpid()))
-        pid.with_suffix(".new").replace(pid)  # whoever sees it can read it
-        time.sleep(0.3)
-        original(self, *arguments)
-    Worker._write = scatter
+    sys.path.append({str(Path(__file__).parent)!r})
+    import holding
+    holding.install()
 """
 
 
 def distckpt(*args, **env):
-    return subprocess.Popen(
-        [sys.executable, "-m", "distckpt_cli", *map(str, args)],
-        env={k: v for k, v in environment().items() if k not in HIDDEN} | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = {k: v for k, v in environment().items() if k not in HIDDEN} | env
+    return start([sys.executable, "-m", "distckpt_cli", *args], env=env)
 
 
-def finish(process):
-    out, err = process.communicate(timeout=60)
+def how(process):
+    """How a process ends: its exit code, stdout, stderr."""
+    ((out, err),) = finish([process])
     return process.returncode, out, err
 
 
@@ -59,27 +50,22 @@ def expected(tmp_path_factory):
 
 @pytest.fixture
 def path(tmp_path):
-    """An import path on which the ranks are slow."""
+    """An import path that arms the ranks."""
     (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "sitecustomize.py").write_text(SLOW)
+    (tmp_path / "path" / "sitecustomize.py").write_text(ARMED)
     return os.pathsep.join(filter(None, [str(tmp_path / "path"), environment().get("PYTHONPATH", "")]))
 
 
 @pytest.fixture
-def slow(tmp_path, path):
-    """A run that takes long enough to be disturbed, and where its ranks leave their process ids."""
+def running(tmp_path, path):
+    """A launcher and the process ids of its ranks, which are at work until they are to stop."""
     pids = tmp_path / "pids"
     pids.mkdir()
-    env = {"PYTHONPATH": path, "PIDS": str(pids), "DISTCKPT_RANK_TIMEOUT": "5"}
+    (pids / "hold").touch()
+    env = {"PYTHONPATH": path, "PIDS": str(pids), "HOLD": str(pids / "hold"), "HOLD_FROM": "0"}
     process = distckpt("--workers", 2, "reshard", SOURCE, tmp_path / "out", *RESHARD, **env)
-    deadline = time.monotonic() + 120
-    while not all((pids / str(rank)).exists() for rank in range(2)):
-        assert process.poll() is None, finish(process)
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    yield process, [int((pids / str(rank)).read_text()) for rank in range(2)]
-    process.kill()
-    process.communicate()
+    wait_until(lambda: all((pids / str(rank)).exists() for rank in range(2)), process)
+    return process, [int((pids / str(rank)).read_text()) for rank in range(2)]
 
 
 WRONG = {
@@ -100,7 +86,7 @@ def wrong(tmp_path_factory):
     started = {
         name: distckpt("--workers", 2, *(places.get(word, word) for word in args)) for name, (args, *_) in WRONG.items()
     }
-    return {name: finish(process) for name, process in started.items()}
+    return {name: how(process) for name, process in started.items()}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -112,14 +98,14 @@ def test_exit_codes_are_precise_and_errors_shown_once(wrong, name):
     assert not out
 
 
-def test_a_signal_stops_all_ranks_and_the_same_command_continues(slow, tmp_path, expected):
-    process, pids = slow
+def test_a_signal_stops_all_ranks_and_the_same_command_continues(running, tmp_path, expected):
+    process, pids = running
     process.send_signal(signal.SIGTERM)
-    code, _, err = finish(process)
+    code, _, err = how(process)
     assert code == 143, err
-    assert not any(alive(pid) for pid in pids)
+    assert not any(is_alive(pid) for pid in pids)
     assert not (tmp_path / "out").exists()
-    code, out, err = finish(distckpt("--workers", 3, "reshard", SOURCE, tmp_path / "out", *RESHARD))
+    code, out, err = how(distckpt("--workers", 3, "reshard", SOURCE, tmp_path / "out", *RESHARD))
     assert code == 0, err
     assert out.count("wrote ") == 1
     assert tree(tmp_path / "out") == expected
@@ -129,20 +115,20 @@ def test_a_signal_stops_all_ranks_and_the_same_command_continues(slow, tmp_path,
     ("number", "timeout", "told"),
     [  # killed: only the launcher knows, and need not wait for five times the timeout; suspended: rank 0 finds out
         (signal.SIGKILL, 60, "stopped rank 1 ended with SIGKILL; ending rank 0, where it was not noticed"),
-        (signal.SIGSTOP, 0.4, "stopped rank 0 ended with exit code 143; ending rank 1, where it was not noticed"),
+        (signal.SIGSTOP, 0.2, "stopped rank 0 ended with exit code 143; ending rank 1, where it was not noticed"),
     ],
 )
 def test_a_rank_that_the_others_never_meet(number, timeout, told, tmp_path, path, expected, monkeypatch, capfd):
-    monkeypatch.setattr(launch, "_GRACE", 2.0)
-    monkeypatch.setattr(launch, "_PATIENCE", 2.0 if number == signal.SIGSTOP else 20.0)
+    monkeypatch.setattr(launch, "_GRACE", 0.5)
+    monkeypatch.setattr(launch, "_PATIENCE", 0.5 if number == signal.SIGSTOP else 200.0)
     for name in HIDDEN:
         monkeypatch.delenv(name, raising=False)
     for name, value in (("PYTHONPATH", path), ("VICTIM", "1"), ("SIGNAL", str(int(number)))):
         monkeypatch.setenv(name, value)
     begin = time.monotonic()
-    command = [*map(str, ("reshard", SOURCE, tmp_path / "out", *RESHARD, "--rank-timeout", timeout))]
-    assert launch.launch(2, command) == 143
-    assert time.monotonic() - begin < 30
+    command = [*map(str, ("reshard", SOURCE, tmp_path / "out", *RESHARD))]
+    assert launch.launch(2, [*command, "--rank-timeout", str(timeout)]) == 143
+    assert time.monotonic() - begin < 250
     _, err = capfd.readouterr()
     assert f"{told}\nhint:  run the same command again" in err
     assert "to abort" not in err  # nobody asked for it
@@ -173,27 +159,24 @@ def test_a_signal_before_anything_is_imported(who, number, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(EARLY)
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     command = ("--workers", 2, "reshard", SOURCE, tmp_path / "out", *RESHARD)
-    code, out, err = finish(distckpt(*command, PYTHONPATH=path, WHO=who, SIGNAL=str(int(number))))
+    code, out, err = how(distckpt(*command, PYTHONPATH=path, WHO=who, SIGNAL=str(int(number))))
     assert (code, out, err) == (128 + number, "", f"stopped by {number.name}\n")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_publishes_nothing(slow, tmp_path, victim):
-    process, pids = slow
+def test_a_killed_rank_publishes_nothing(running, tmp_path, victim):
+    process, pids = running
     os.kill(pids[victim], signal.SIGKILL)
-    code, _, err = finish(process)
+    code, _, err = how(process)
     assert code not in (0, 1, 2), err
     assert not (tmp_path / "out").exists()
-    assert not alive(pids[1 - victim])
+    assert not is_alive(pids[1 - victim])
 
 
-def test_ranks_do_not_outlive_their_launcher(slow, tmp_path):
-    process, pids = slow
+def test_ranks_do_not_outlive_their_launcher(running, tmp_path):
+    process, pids = running
     process.kill()
-    deadline = time.monotonic() + 20
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert not (tmp_path / "out").exists()
 
 
@@ -204,11 +187,3 @@ def test_where_it_does_not_belong(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert main(["--workers", "2", "inspect", str(SOURCE)]) == 2
     assert "the ranks are there already" in capsys.readouterr().err
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import hf_reference
 import numpy as np
 import pytest
 from checkpoints import GOLDENS, REPOSITORY, copy_golden, flip, golden, payloads, truth, write_llama
 from legacy_cases import LEGACY
+from processes import wait_until
 from safetensors.torch import load_file
 from simulated import Simulated
 from support import GOLDEN
@@ -549,18 +551,16 @@ def test_a_stream_does_not_run_ahead(big):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("converters.loading.state.find_device", lambda *_: Counting())
-        source = iter_tensors(big, "decoder.layers.*", ahead=1, threads=2)
+        source, begin = iter_tensors(big, "decoder.layers.*", ahead=None, threads=2), time.monotonic()
         next(source)
-        import time
-
-        time.sleep(0.3)
-        assert len(made) <= 4
+        wait_until(lambda: len(made) > 4)
         source.close()
         made.clear()
-        source = iter_tensors(big, "decoder.layers.*", ahead=None, threads=2)
+        enough_time = 3 * (time.monotonic() - begin)
+        source = iter_tensors(big, "decoder.layers.*", ahead=1, threads=2)
         next(source)
-        time.sleep(0.3)
-        assert len(made) > 4
+        time.sleep(enough_time)
+        assert len(made) <= 4
         source.close()
 
 

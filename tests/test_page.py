@@ -46,7 +46,7 @@ def opened(page, tmp_path, width=1200):
     path.write_text(page.replace("</body>", f"{ASK}</body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *flags, path.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([CHROMIUM, *flags, path.as_uri()], capture_output=True, text=True, check=True)
     (answer,) = re.findall(r'<pre id="answer">(.*?)</pre>', done.stdout)
     return json.loads(html.unescape(answer)), [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 

@@ -258,4 +258,4 @@ def test_torch_is_not_imported():
         f"m.read_metadata(pathlib.Path({str(GOLDEN / 'v016_deepseek.metadata')!r}).read_bytes());"
         "sys.exit(any(name.split('.')[0] in ('torch', 'megatron') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent).returncode == 0

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import pytest
 from checkpoints import flip, golden, payloads, tree, write_llama
 from cli_support import ROOT, environment
+from processes import finish, fork, start, wait_until
+from rank_driver import HURRY_SECONDS
 
 DRIVER = Path(__file__).parent / "rank_driver.py"
 MIXTRAL = golden("mixtral_adam_ep2tp2")
@@ -28,52 +30,41 @@ class Ran(NamedTuple):
     seconds: float
 
 
-def finish(processes, begin, timeout):
-    try:
-        said = [process.communicate(timeout=timeout) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
+def ended(ranks, begin=None):
+    """How processes end by themselves, and how long that takes since `begin`."""
+    begin = time.monotonic() if begin is None else begin
+    said = finish(ranks)
+    codes = [process.returncode for process in ranks]
     return Ran(codes, *("".join(s[n] for s in said) for n in (0, 1)), time.monotonic() - begin)
 
 
-def popen(command, env):
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def plain_environment(**more):
-    return {k: v for k, v in environment().items() if k not in HIDDEN} | more
+    return {k: v for k, v in environment().items() if k not in HIDDEN} | {k: str(v) for k, v in more.items()}
 
 
-def start(world, *args, **env):
+def started(world, *args, **env):
     """The ranks as a launcher would start them, without one."""
-    return [
-        popen(
-            [sys.executable, str(DRIVER), *map(str, args)],
-            plain_environment(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), **env),
-        )
-        for rank in range(world)
-    ]
+    own = [plain_environment(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, **env) for rank in range(world)]
+    if "LD_PRELOAD" in env:
+        return [start([sys.executable, DRIVER, *args], env=more) for more in own]
+    return [fork(DRIVER, *args, env=more) for more in own]
 
 
-def ranks(world, *args, timeout=60, **env):
-    begin = time.monotonic()
-    return finish(start(world, *args, **env), begin, timeout)
+def ranks(world, *args, **env):
+    return ended(started(world, *args, **env))
 
 
 def start_torchrun(world, program, *args, **env):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    return popen([*command, *program, *map(str, args)], plain_environment(OMP_NUM_THREADS="1", **env))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", world]
+    return start([*command, *program, *args], env=plain_environment(OMP_NUM_THREADS=1, **env))
 
 
 def torchrun(world, *args, **env):
-    begin = time.monotonic()
-    return finish([start_torchrun(world, ("-m", "distckpt_cli"), *args, **env)], begin, 90)
+    return ended([start_torchrun(world, ("-m", "distckpt_cli"), *args, **env)])
 
 
 def alone(*args):
-    return finish([popen([sys.executable, "-m", "distckpt_cli", *map(str, args)], plain_environment())], 0, 60)
+    return ended([fork(DRIVER, *args, env=plain_environment())])
 
 
 def left_beside(into):
@@ -132,11 +123,9 @@ def test_any_number_of_ranks_makes_the_same_bytes(world, resharded, tmp_path):
 
 def test_srun(resharded, tmp_path):
     """srun starts processes with these variables; nothing else of it is needed."""
-    begin = time.monotonic()
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
     command = [sys.executable, "-m", "distckpt_cli", "reshard", str(MIXTRAL), str(tmp_path / "out"), *RESHARD]
-    processes = [popen(command, plain_environment(**slurm, SLURM_PROCID=str(rank))) for rank in range(2)]
-    done = finish(processes, begin, 60)
+    done = ended([start(command, env=plain_environment(**slurm, SLURM_PROCID=rank)) for rank in range(2)])
     assert done.codes == [0, 0], done.err
     assert tree(tmp_path / "out") == resharded
     assert done.out.count("wrote ") == 1
@@ -160,16 +149,44 @@ def test_an_error_before_the_work_is_said_once(tmp_path):
 # ---------------------------------------------------------------------- ranks that fail
 
 
-def working(pids, into, world, timeout=120):
-    """Process ids of the ranks, once each of them has a finished task in its journal."""
-    folder = into.with_name(f".{into.name}.distckpt-partial")
-    journals = [folder / (f".journal-{rank}" if rank else ".journal") for rank in range(world)]
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if all(path.exists() and path.read_bytes().count(b"\n") > 1 for path in journals):
-            return {int(path.name): int(path.read_text()) for path in pids.glob("[0-9]")}
-        time.sleep(0.02)
-    raise AssertionError("the ranks did not begin to work")
+class Held:
+    """Ranks that stand still in the middle of their work, until they are to stop or are let go; see holding.py.
+
+    Attributes:
+        pids: The process id of each.
+    """
+
+    def __init__(self, folder, into, world, begin):
+        self.folder, self._hold = folder, folder / "hold"
+        self._hold.touch()
+        self.processes = begin({"HOLD": self._hold, "PIDS": folder, "HURRY": folder / "hurry"})
+        partial = into.with_name(f".{into.name}.distckpt-partial")
+        journals = [partial / (f".journal-{rank}" if rank else ".journal") for rank in range(world)]
+
+        def all_work():
+            return all(path.exists() and path.read_bytes().count(b"\n") > 1 for path in journals)
+
+        wait_until(all_work, *self.processes)
+        self.pids = {int(path.name): int(path.read_text()) for path in folder.glob("[0-9]")}
+
+    def let_go(self):
+        self._hold.unlink()
+
+    def hurry(self):
+        """From now on it is soon that a silent rank is lost."""
+        (self.folder / "hurry").touch()
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A function that starts ranks of `distckpt ARGS`, which writes to `into`; all have begun to work."""
+    folder = tmp_path / "held"
+    folder.mkdir()
+
+    def begin(world, into, *args, **env):
+        return Held(folder, into, world, lambda more: started(world, *args, **env | more))
+
+    return begin
 
 
 def resume(world, source, into, expected):
@@ -187,15 +204,12 @@ def resume(world, source, into, expected):
     [(1, 3), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(2, 2, marks=pytest.mark.slow)],
 )
 def test_a_killed_rank_ends_the_job(victim, again, llama, tmp_path):
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    begin = time.monotonic()
-    args = ("export-hf", llama[0], into, *SMALL, "--rank-timeout", "20")
-    launcher = start_torchrun(3, (str(DRIVER),), *args, SLOW="0.2", PIDS=str(pids))
-    try:
-        os.kill(working(pids, into, 3)[victim], signal.SIGKILL)
-    finally:
-        done = finish([launcher], begin, 60)
+    into = tmp_path / "out"
+    args = ("export-hf", llama[0], into, *SMALL)
+    (tmp_path / "held").mkdir()
+    job = Held(tmp_path / "held", into, 3, lambda env: [start_torchrun(3, (DRIVER,), *args, **env)])
+    os.kill(job.pids[victim], signal.SIGKILL)
+    done = ended(job.processes)
     assert done.codes == [1]  # torchrun's own
     assert f"rank {victim} on " in done.err
     assert "ended without a word" in done.err
@@ -206,42 +220,35 @@ def test_a_killed_rank_ends_the_job(victim, again, llama, tmp_path):
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_noticed_without_a_launcher(victim, llama, tmp_path):
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    processes = start(3, "export-hf", llama[0], into, *SMALL, SLOW="0.2", PIDS=str(pids))
-    try:
-        os.kill(working(pids, into, 3)[victim], signal.SIGKILL)
-        begin = time.monotonic()
-    finally:
-        done = finish(processes, begin, 30)
-    assert done.seconds < 12
+def test_a_killed_rank_is_noticed_without_a_launcher(victim, held, llama, tmp_path):
+    """By its lock, not by its silence, which would take a minute."""
+    into = tmp_path / "out"
+    job = held(3, into, "export-hf", llama[0], into, *SMALL)
+    begin = time.monotonic()
+    os.kill(job.pids[victim], signal.SIGKILL)
+    done = ended(job.processes, begin)
+    assert done.seconds < 50
     assert sorted(done.codes) == [-9, 143, 143]
     assert done.err.count("\nstopped") + done.err.startswith("stopped") == 1
     assert f"rank {victim} on " in done.err
+    assert "has not responded" not in done.err
     assert not into.exists()
 
 
-def test_a_hung_rank_ends_the_job(llama, tmp_path):
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    args = ("export-hf", llama[0], into, *SMALL, "--rank-timeout", "3")
-    processes = start(3, *args, SLOW="0.3", PIDS=str(pids))
-    hung = working(pids, into, 3)[2]
-    os.kill(hung, signal.SIGSTOP)
-    try:
-        begin = time.monotonic()
-        done = finish(processes[:2], begin, 30)
-        assert 2 < done.seconds < 3 + 10
-        assert done.codes == [143, 143]
-        assert "rank 2 on " in done.err
-        assert "has not responded for 3 s" in done.err
-        assert not into.exists()
-        os.kill(hung, signal.SIGCONT)  # it wakes up, and does not go on
-        assert finish(processes[2:], begin, 30).codes == [143]
-    finally:
-        os.kill(hung, signal.SIGCONT) if processes[2].poll() is None else None
-        processes[2].kill()
+def test_a_hung_rank_ends_the_job(held, llama, tmp_path):
+    into = tmp_path / "out"
+    job = held(3, into, "export-hf", llama[0], into, *SMALL)
+    begin = time.monotonic()
+    os.kill(job.pids[2], signal.SIGSTOP)
+    job.hurry()
+    done = ended(job.processes[:2], begin)
+    assert done.seconds > HURRY_SECONDS - 1  # of which one beat may have passed
+    assert done.codes == [143, 143]
+    assert "rank 2 on " in done.err
+    assert f"has not responded for {HURRY_SECONDS:g} s" in done.err
+    assert not into.exists()
+    os.kill(job.pids[2], signal.SIGCONT)  # it wakes up, and does not go on
+    assert ended(job.processes[2:]).codes == [143]
     resume(2, llama[0], into, llama[1])
 
 
@@ -272,25 +279,21 @@ def test_ranks_that_see_each_other_late_and_have_no_locks(seconds, slow_view, re
 
 
 @pytest.mark.slow
-def test_without_locks_a_killed_rank_is_noticed_by_its_silence(slow_view, llama, tmp_path):
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    args = ("export-hf", llama[0], into, *SMALL, "--rank-timeout", "4")
-    processes = start(3, *args, SLOW="0.3", PIDS=str(pids), **slow_view)
-    try:
-        os.kill(working(pids, into, 3)[1], signal.SIGKILL)
-        begin = time.monotonic()
-    finally:
-        done = finish(processes, begin, 40)
+def test_without_locks_a_killed_rank_is_noticed_by_its_silence(held, slow_view, llama, tmp_path):
+    into = tmp_path / "out"
+    job = held(3, into, "export-hf", llama[0], into, *SMALL, **slow_view)
+    os.kill(job.pids[1], signal.SIGKILL)
+    job.hurry()
+    done = ended(job.processes)
     assert sorted(done.codes) == [-9, 143, 143]
     assert "rank 1 on " in done.err
-    assert "has not responded for 4 s" in done.err
+    assert f"has not responded for {HURRY_SECONDS:g} s" in done.err
     assert not into.exists()
     resume(2, llama[0], into, llama[1])
 
 
 def test_a_failing_rank_is_the_one_that_is_heard(llama, tmp_path):
-    done = ranks(3, "export-hf", llama[0], tmp_path / "out", *SMALL, SLOW="0.05", BUG_RANK="2")
+    done = ranks(3, "export-hf", llama[0], tmp_path / "out", *SMALL, BUG_RANK=2)
     assert done.codes == [70, 70, 70]
     assert done.err.count("a bug of this rank") == 1
     assert "found by rank 2 on" in done.err
@@ -298,11 +301,7 @@ def test_a_failing_rank_is_the_one_that_is_heard(llama, tmp_path):
 
 
 def test_torchrun_reports_the_cause(llama, tmp_path):
-    done = finish(
-        [start_torchrun(2, (str(DRIVER),), "export-hf", llama[0], tmp_path / "out", *SMALL, BUG_RANK="1")],
-        time.monotonic(),
-        60,
-    )
+    done = ended([start_torchrun(2, (DRIVER,), "export-hf", llama[0], tmp_path / "out", *SMALL, BUG_RANK=1)])
     assert done.codes == [1]
     assert "error: internal error: ZeroDivisionError: a bug of this rank" in done.err
     assert "traceback : internal error: ZeroDivisionError" in done.err
@@ -320,35 +319,25 @@ def test_damage_that_one_rank_finds_is_published_by_none(llama, tmp_path):
     assert left_beside(tmp_path / "out") == []  # it can never become a good result
 
 
-def test_a_signal_to_all_is_an_interruption(llama, tmp_path):
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    processes = start(3, "export-hf", llama[0], into, *SMALL, SLOW="0.2", PIDS=str(pids))
-    try:
-        working(pids, into, 3)
-        for _ in range(2):  # a job manager and a launcher, both to all
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-        begin = time.monotonic()
-    finally:
-        done = finish(processes, begin, 30)
+def test_a_signal_to_all_is_an_interruption(held, llama, tmp_path):
+    into = tmp_path / "out"
+    job = held(3, into, "export-hf", llama[0], into, *SMALL)
+    for _ in range(2):  # a job manager and a launcher, both to all
+        for process in job.processes:
+            process.send_signal(signal.SIGTERM)
+    done = ended(job.processes)
     assert done.codes == [143] * 3
     assert done.err.count("stopping after") == 1
     assert done.err.count("stopped finished work is kept") == 1
     resume(1, llama[0], into, llama[1])
 
 
-def test_a_reshard_goes_on_with_another_number_of_ranks(resharded, tmp_path):
+def test_a_reshard_goes_on_with_another_number_of_ranks(held, resharded, tmp_path):
     """Output records written by ranks of two runs: their checksums are put together from all journals."""
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    processes = start(2, "reshard", MIXTRAL, into, *RESHARD, "--threads", "1", SLOW="0.03", PIDS=str(pids))
-    try:
-        working(pids, into, 2)
-        processes[1].kill()
-        begin = time.monotonic()
-    finally:
-        done = finish(processes, begin, 30)
+    into = tmp_path / "out"
+    job = held(2, into, "reshard", MIXTRAL, into, *RESHARD, "--threads", 1)
+    job.processes[1].kill()
+    done = ended(job.processes)
     assert done.codes == [143, -9]
     assert not into.exists()
     done = ranks(3, "reshard", MIXTRAL, into, *RESHARD, "--json")
@@ -357,17 +346,14 @@ def test_a_reshard_goes_on_with_another_number_of_ranks(resharded, tmp_path):
     assert tree(into) == resharded
 
 
-def test_a_second_launch_is_refused(llama, tmp_path):
-    into, pids = tmp_path / "out", tmp_path / "pids"
-    pids.mkdir()
-    first = start(2, "export-hf", llama[0], into, *SMALL, SLOW="0.1", PIDS=str(pids), MASTER_PORT="1")
-    try:
-        working(pids, into, 2)
-        second = ranks(2, "export-hf", llama[0], into, *SMALL, MASTER_PORT="2")
-        assert second.codes == [5, 5]
-        assert second.err.count("another distckpt is writing") == 1
-    finally:
-        done = finish(first, time.monotonic(), 60)
+def test_a_second_launch_is_refused(held, llama, tmp_path):
+    into = tmp_path / "out"
+    first = held(2, into, "export-hf", llama[0], into, *SMALL, MASTER_PORT=1)
+    second = ranks(2, "export-hf", llama[0], into, *SMALL, MASTER_PORT=2)
+    assert second.codes == [5, 5]
+    assert second.err.count("another distckpt is writing") == 1
+    first.let_go()
+    done = ended(first.processes)
     assert done.codes == [0, 0], done.err
     assert tree(into) == llama[1]
 
@@ -377,9 +363,6 @@ def test_torch_is_not_imported(tmp_path):
         "import sys; from distckpt_cli.app import main; code = main(sys.argv[1:]);"
         " sys.exit(code or ('torch' in sys.modules and 99))"
     )
-    command = [sys.executable, "-c", code, "export-hf", str(MIXTRAL), str(tmp_path / "out")]
-    both = [
-        popen(command, plain_environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), PYTHONPATH=str(ROOT)))
-        for rank in range(2)
-    ]
-    assert finish(both, 0, 60).codes == [0, 0]
+    command = [sys.executable, "-c", code, "export-hf", MIXTRAL, tmp_path / "out"]
+    env = [plain_environment(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, PYTHONPATH=ROOT) for rank in range(2)]
+    assert ended([start(command, env=own) for own in env]).codes == [0, 0]

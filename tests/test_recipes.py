@@ -4,13 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from checkpoints import GOLDEN, copy_golden, run_cli, tree
 from cli_support import ROOT, environment
+from processes import finish, start, wait_until
 
 RECIPES = ROOT / "scripts" / "recipes"
 
@@ -170,26 +170,20 @@ def test_two_hosts(hosts, tmp_path):
         own = ("--nnodes", "2", "--nproc-per-node", "2", "--local-addr", f"10.99.0.{n + 1}", *rendezvous)
         own += ("--rdzv-conf", f"is_host={int(n == 0)}")  # there is no name service to find it out
         command = ["ip", "netns", "exec", host, sys.executable, "-m", "torch.distributed.run", *own]
-        processes.append(
-            subprocess.Popen(
-                [*command, "-m", "distckpt_cli", *args, "--max-memory", "256KiB"],
-                env={k: v for k, v in environment().items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-        time.sleep(0.5)
-    try:
-        said = [process.communicate(timeout=40) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+        env = {k: v for k, v in environment().items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        processes.append(start([*command, "-m", "distckpt_cli", *args, "--max-memory", "256KiB"], env=env))
+    said = finish(processes)
     assert [process.returncode for process in processes] == [0, 0], said
     assert "".join(out for out, _ in said).count("wrote ") == 1
     one = run_cli("reshard", *args[1:2], tmp_path / "one", *args[3:])
     assert one.returncode == 0, one.stderr
     assert tree(tmp_path / "out") == tree(tmp_path / "one")
+
+
+def is_idle(pid):
+    """Whether a process sleeps and waits for no other one."""
+    status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return status == "S" and not Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def test_watch_waits_for_the_next_iteration_and_runs_a_command_on_each(training, tmp_path):
@@ -207,18 +201,15 @@ def test_watch_waits_for_the_next_iteration_and_runs_a_command_on_each(training,
         "--exec",
         f"echo $1 >> {seen}",
     ]
-    process = subprocess.Popen(
-        [*map(str, command), "--", "export-hf", "-q"], env=environment(), stdout=subprocess.PIPE, text=True
-    )
-    (training / "latest_checkpointed_iteration.txt").write_text("10")
-    deadline = time.monotonic() + 60
-    while not (out / "iter_0000010").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    (training / "latest_checkpointed_iteration.txt").write_text("20")
-    while not (seen.exists() and len(seen.read_text().splitlines()) == 2) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    tracker = training / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")  # a job that is just writing it
+    process = start([*command, "--", "export-hf", "-q"], env=environment())
+    tracker.write_text("10")
+    wait_until((out / "iter_0000010").exists, process)
+    tracker.write_text("20")
+    wait_until(lambda: seen.exists() and len(seen.read_text().splitlines()) == 2 and is_idle(process.pid), process)
     process.terminate()
-    text, _ = process.communicate(timeout=60)
+    ((text, _),) = finish([process])
     assert process.returncode == 143
     assert "2 new of 2 iterations" in text
     assert seen.read_text().splitlines() == [str(out / name) for name in ("iter_0000010", "iter_0000020")]

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import copy_golden, edit_metadata, flip, golden, payloads, run_cli, tree, truth, write_llama
+from processes import finish, start
 from support import GOLDEN, read_tensor
 from test_optim import swap_on_disk
 from test_verify_damage import cli, found, golden_folder, text_of
@@ -586,8 +587,8 @@ def test_ranks_share_the_files_and_agree(damaged, tmp_path):
     alone = json.loads(cli(copy, "--json", "--values")[1])
     words = ["--json", "--values", "--write-manifest", "--progress", "off"]
     done = [
-        subprocess.Popen(
-            [sys.executable, "-m", "distckpt_cli", "verify", str(copy), *words],
+        start(
+            [sys.executable, "-m", "distckpt_cli", "verify", copy, *words],
             env={
                 **os.environ,
                 "PYTHONPATH": str(GOLDEN.parent.parent),
@@ -598,13 +599,10 @@ def test_ranks_share_the_files_and_agree(damaged, tmp_path):
                 "TORCHELASTIC_RUN_ID": tmp_path.name,
                 "DISTCKPT_SCRATCH": str(scratch),
             },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(3)
     ]
-    answers = [(*process.communicate(timeout=100), process.returncode) for process in done]
+    answers = [(*said, process.returncode) for said, process in zip(finish(done), done, strict=True)]
     assert [code for *_, code in answers] == [int(damaged)] * 3, answers
     assert [bool(out) for out, _, _ in answers] == [True, False, False]
     together = json.loads(answers[0][0])

@@ -138,6 +138,8 @@ def _complete(root: Path) -> list[str]:
     from converters.formats.resolve import TRACKER, iterations
 
     text = read_small(root / TRACKER, 4096).decode("ascii", "replace").strip()
+    if not text:  # it is being written
+        return []
     latest = int(text) if text.isdigit() else None
     names = [name for name in iterations(root) if name != "release"]
     return [name for name in names if latest is None or int(name.removeprefix("iter_")) <= latest]

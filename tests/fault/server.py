@@ -5,12 +5,12 @@ Started with fault.so in LD_PRELOAD where system calls shall fail. Reads one JSO
     {"runs": [{"argv": [...], "log": "/tmp/0", "env": {"RANK": "0"}, "fault": ["pwrite", 3, "EIO", "/out"],
                "phase": ["working", "KILL"], "limits": {"NOFILE": 40}, "trace": ["/tmp/trace", "/out"],
                "constants": {"execute.run._SAFE_POINT_SECONDS": 0.01}}],
-     "kill": [0.25, 9], "seconds": 60}
+     "kill": [0.25, 9]}
     {"runs": [{"status": 5, "counts": {"pwrite": 12}, "read": 1234}], "late": false}
 
 All runs of a request are started together. Only `argv` and `log` must be given. `status` is negative for a signal; `kill`
 sends a signal to all after so many seconds; `read` are the bytes a run has read. A run that was stopped is let go on when
-the others have ended, and one that takes longer than `seconds` is killed (`late`).
+the others have ended, and one that takes longer than `SECONDS` is killed (`late`).
 """
 
 import ctypes
@@ -35,6 +35,7 @@ import converters
 import distckpt_cli
 from distckpt_cli.app import main as distckpt
 
+SECONDS = 500  # until runs are taken for hanging
 CALLS = ("write", "pwrite", "read", "pread", "preadv", "fsync", "rename", "open", "mkdir", "ftruncate", "fallocate")
 CALLS += ("close", "unlink", "rmdir", "link", "stat", "list")  # as in fault.c
 
@@ -118,7 +119,7 @@ def serve(request):
             for pid in stopped:
                 os.kill(pid, signal.SIGCONT)
             stopped.clear()
-        if now > request.get("seconds", 60):
+        if now > SECONDS:
             late = True
             for pid in running:
                 os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,6 @@ from checkpoints import golden, tree, write_llama
 SOURCE = golden("llama_dpreshardable_buckets_tp2dp2")  # whose optimizer state is proved before it is written
 WRITING = ("planning", "proof", "working", "checking", "publishing")
 LOOKING = ("planning", "looking", "answering")
-TIMEOUT, ARRIVAL = 1.0, {"execute.rank_sync._ARRIVAL": 3}
 TILES = ("--max-memory", "256KiB")  # so small that there is work for both
 
 
@@ -59,9 +58,14 @@ def id_of(case):
 def test_a_rank_is_lost(server, memory, resharded, command, phase, victim, action):
     """The other one ends in time and says which; the result is there or not; the same command completes it."""
     into, other = memory() / "out", 1 - victim
-    argv = [*argv_of(command, into), "--rank-timeout", str(TIMEOUT)]
-    seconds = 3 * TIMEOUT * (2 if action == "STOP" else 1) + 10 + 5  # to arrive, each in turn; grace; a slow machine
-    ended = server.ranks(2, argv, {victim: {"phase": [phase, action]}}, constants=ARRIVAL, seconds=seconds)
+    argv = argv_of(command, into)
+    run = {"phase": [phase, action]}
+    if (
+        action == "STOP" or phase == "planning"
+    ):  # only its silence tells; the victim itself gives the other all its time
+        run["env"] = {"DISTCKPT_RANK_TIMEOUT": "60"}
+    env = {"DISTCKPT_RANK_TIMEOUT": "1" if "env" in run else "60"}
+    ended = server.ranks(2, argv, {victim: run}, constants={"execute.rank_sync._ARRIVAL": 2}, env=env)
     text = "".join(run.text for run in ended)
     assert "Traceback" not in text
     assert "internal error" not in text

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -64,9 +66,13 @@ class Server:
         process = self._process(torch=torch or request["argv"][0] in ("load", "rival"))
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps(request, default=str) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
+        try:
+            process.stdin.write(json.dumps(request, default=str) + "\n")
+            process.stdin.flush()
+            return json.loads(process.stdout.readline())
+        except BaseException:  # the limit of a test, Ctrl-C: an answer that comes later is nobody's
+            self.close()
+            raise
 
     def _process(self, *, torch: bool) -> subprocess.Popen[str]:
         if torch not in self._processes:
@@ -77,16 +83,26 @@ class Server:
                 "DISTCKPT_PROGRESS": "log",
                 "CUDA_VISIBLE_DEVICES": "",
             }
-            made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+            made = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+                start_new_session=True,
+            )
             self._processes[torch] = made
             assert made.stdout is not None
             assert made.stdout.readline() == "ready\n"
         return self._processes[torch]
 
     def close(self) -> None:
-        """Ends them."""
-        for process in self._processes.values():
-            process.communicate(timeout=30)
+        """Ends them with all that they have started."""
+        while self._processes:
+            _, process = self._processes.popitem()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 @dataclass

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent.parent
-TIMEOUT = 120  # seconds; a run takes three to eight
+TIMEOUT = 600  # seconds; a run takes three to eight
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Server:
             cls.running = None
 
 
-def run_module(module, *arguments, text="", timeout=280):
+def run_module(module, *arguments, text="", timeout=TIMEOUT):
     """Runs `python -m MODULE` of this folder with `text` as its input: (exit code, standard output, standard error)."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         pytest.skip("megatron-core is not installed")

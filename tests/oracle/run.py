@@ -35,7 +35,7 @@ def start_parallel(options, rank, rendezvous, tp, pp, ep):
     faulthandler.dump_traceback_later(options.timeout, exit=True)
     world = tp * pp * (options.dp or ep)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=tp,
@@ -248,7 +248,7 @@ def main():
     )
     parser.add_argument("--expected", type=Path, help="safetensors of every tensor, whole, by its per-layer name")
     parser.add_argument("--logits", type=Path, help="also the fp32 logits of the model at TP1 PP1")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds")
+    parser.add_argument("--timeout", type=int, default=600, help="seconds")
     options = parser.parse_args()
     options.folder = options.folder.absolute()
 
