@@ -21,12 +21,14 @@ def format_count(number: int) -> str:
     return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
 
 
-def counted(number: int, noun: str, plural: str = "") -> str:
-    """A number with its noun: `1 file`, `2,400 files`, `0 copies`.
+def counted(number: int, noun: str, plural: str = "", *, verb: str = "") -> str:
+    """A number with its noun: `1 file`, `2,400 files`, `0 copies`, `1 file is`, `2 files are`.
 
     Args:
         number: How many.
         noun: In the singular.
         plural: In the plural, where that is not the singular with an s.
+        verb: What follows, in the singular and in the plural: "is/are".
     """
-    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+    form = verb.split("/")[number != 1] if verb else ""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'} {form}".rstrip()

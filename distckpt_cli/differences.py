@@ -11,6 +11,7 @@ from converters.comparison.pairs import Side
 from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
 from converters.names import any_of, fold, matcher, printable
+from converters.words import counted
 from distckpt_cli.difference_values import show_lines, show_values
 from distckpt_cli.exits import ExitCode
 
@@ -103,7 +104,7 @@ def _only(report: DiffReport, number: int) -> list[str]:
     if not state or any(name.startswith("optimizer.") for name in other.tensors):
         return [text for text, _ in fold(names)]
     rest = [text for text, _ in fold(name for name in names if not name.startswith("optimizer."))]
-    return [*rest, f"the optimizer state ({len(state):,} tensors)"]
+    return [*rest, f"the optimizer state ({counted(len(state), 'tensor')})"]
 
 
 def _types(report: DiffReport) -> list[str]:

@@ -241,7 +241,7 @@ def test_an_archive_with_a_storage_that_was_not_sealed_is_not_ended():
     file.tree = [file.tensor(ZEROS) for _ in range(3)]
     output = ArchiveOutput([file])
     output.seal(0, 0)
-    with pytest.raises(DistckptError, match=r"2 storages of x.pt were not filled"):
+    with pytest.raises(DistckptError, match=r"2 storages not filled: x.pt"):
         list(output.end())
 
 

@@ -266,7 +266,7 @@ BAD_INDEX = {
     "hidden": (lambda m: m.update({"lm_head.weight": ".x.safetensors"}), OUTSIDE),
     "another ending": (lambda m: m.update({"lm_head.weight": "x.bin"}), OUTSIDE),
     "not text": (lambda m: m.update({"lm_head.weight": 3}), OUTSIDE),
-    "missing shard": (lambda m: m.update({"more": "model-00003-of-00002.safetensors"}), "1 of 3 shards are missing"),
+    "missing shard": (lambda m: m.update({"more": "model-00003-of-00002.safetensors"}), "no file for 1 of 3 shards"),
     "a tensor that is not there": (lambda m: m.update({"more": "model-00001-of-00002.safetensors"}), "lacks 1 tensor that"),
     "empty": (lambda m: m.clear(), "no weight_map"),
 }  # fmt: skip

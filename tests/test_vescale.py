@@ -95,7 +95,7 @@ def test_safetensors(tmp_path):
 def test_a_stage_between_others_is_missing(copy):
     shutil.move(copy / "optimizer" / "pp_1", copy / "optimizer" / "pp_2")
     error = refused(copy)
-    assert "1 of 3 stages of the optimizer are missing: optimizer/pp_1" in error.message
+    assert "the optimizer lacks 1 of 3 stages: optimizer/pp_1" in error.message
 
 
 def test_the_last_stage_is_missing(copy):

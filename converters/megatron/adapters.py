@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.names import fold, listed_lines, printable
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -161,7 +162,7 @@ def _factors(catalog: Catalog) -> dict[str, Factors]:
             halves.setdefault(f"{match[1]}.weight", {})[match[2]] = info
     if strange:
         raise RequestError(
-            f"{len(strange)} tensors of adapters are not those of a LoRA of one linear layer of a decoder",
+            f"{counted(len(strange), 'tensor')} of adapters cannot belong to a LoRA of one linear layer of a decoder",
             details=_listed(strange),
             hint="experts' adapters, DoRA and canonical LoRA are not known here; convert --to safetensors keeps them",
             tensor=strange[0],

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +193,7 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
     if members:
         out.append(_closed(members, at, sizes[len(out)], align, what))
     if len(out) != len(sizes):
-        raise Misfit(f"{what} has {len(sizes)} buckets, its parameters fill {len(out)}")
+        raise Misfit(f"{what} has {counted(len(sizes), 'bucket')}, its parameters fill {len(out)}")
     return out
 
 

@@ -126,8 +126,7 @@ class Layout:
         parts = [f"tp {self.tp}", f"pp {self.pp}"]
         parts += [f"{name} {value}" for name in ("vpp", "cp", "ep") if (value := getattr(self, name) or 1) > 1]
         parts += [f"etp {self.expert_tp}"] if self.ep > 1 or self.expert_tp != self.tp else []
-        ranks = f"({self.world_size} rank{'s' if self.world_size > 1 else ''})"
-        return "  ".join([*parts, f"dp {self.dp}", ranks])
+        return "  ".join([*parts, f"dp {self.dp}", f"({counted(self.world_size, 'rank')})"])
 
     def _uneven_experts(self) -> RequestError:
         need, have = self.expert_tp * self.ep, self.tp * self.cp * self.dp

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
 from converters.model_parts import LANGUAGE, REPLICATED, model_parts, split_part
+from converters.words import counted
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
@@ -95,7 +96,7 @@ def _part(part: str, layers: Counter[str], catalog: Catalog) -> str:
 
 
 def _layers(count: int) -> str:
-    return f"{count} layer{'' if count == 1 else 's'}"
+    return counted(count, "layer")
 
 
 def _adapters(weights: dict[str, TensorInfo]) -> str:

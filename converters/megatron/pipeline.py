@@ -215,7 +215,7 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
         option, n = options[0]
         fits = [k for k in range(1, n + left + 1) if (n + left - k) % max(middle, 1) == 0]
         fits = [k for k in fits if (n + left - k == 0) == (middle == 0)]
-        stages = f"{middle} middle stage{'s' if middle != 1 else ''}"
+        stages = counted(middle, "middle stage")
         raise RequestError(
             f"{words} of {counted(num_layers, 'layer')} leave {left} for {stages} of --pp {layout.pp}",
             hint=f"{option} must leave a multiple of {middle}: try {some_of(fits, n)}" if fits else None,
@@ -250,14 +250,16 @@ def _stated(layout: Layout, text: str, num_layers: int, mtp_layers: int) -> tupl
 
     if len(stages) % layout.pp:
         raise refuse(
-            f"has {len(stages)} stages, not a multiple of --pp {layout.pp}",
+            f"has {counted(len(stages), 'stage')}, not a multiple of --pp {layout.pp}",
             f"--pp must divide {len(stages)}: try {some_of(divisors(len(stages)), layout.pp)}",
         )
     chunks = len(stages) // layout.pp
     if (layout.vpp or 1) != chunks and layout.vpp is not None:
-        raise refuse(f"has {len(stages)} stages: with --pp {layout.pp} that is --vpp {chunks}, not {layout.vpp}")
+        raise refuse(
+            f"has {counted(len(stages), 'stage')}: with --pp {layout.pp} that is --vpp {chunks}, not {layout.vpp}"
+        )
     if chunks > 1 and layout.pp == 1:
-        raise refuse(f"has {len(stages)} stages, --pp is 1", f"--pp {len(stages)}")
+        raise refuse(f"has {counted(len(stages), 'stage')}, --pp is 1", f"--pp {len(stages)}")
     flat = "".join(stages)
     if flat.count("E") != 1 or not flat.startswith("E"):
         raise refuse("must have one E (embedding), before everything else")

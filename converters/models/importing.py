@@ -16,6 +16,7 @@ from converters.models.described import COMPUTED, HEADS, Described, own_names
 from converters.models.export import emit_all
 from converters.names import fold, printable
 from converters.planning.plan import Drop, Op, Target, pieces_of, prove, reversed_copy
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -108,7 +109,7 @@ def _check(out: Described, present: Mapping[str, TensorInfo]) -> None:
     missing = [name for name in out.targets if name not in present]
     if missing:
         raise IntegrityError(
-            f"{len(missing)} tensors that config.json needs are not in the folder",
+            f"the folder lacks {counted(len(missing), 'tensor')} that config.json needs",
             details=[printable(text) for text, _ in fold(missing)][:8],
             hint="was a file left out when it was copied, or is config.json of another model? distckpt verify says more",
             tensor=missing[0],
@@ -176,7 +177,7 @@ def _dropped(
         counts = Counter(name.rpartition(".")[2] for name in unknown)
         hint = "quantized weights have scales beside them; they are not imported" if _scaled(counts) else None
         raise RequestError(
-            f"{len(unknown)} tensors have no place in what config.json describes",
+            f"{counted(len(unknown), 'tensor', verb='has/have')} no place in what config.json describes",
             details=[printable(text) for text, _ in fold(unknown)][:8],
             hint=hint or "is config.json of another model? distckpt verify compares them",
             tensor=unknown[0],

@@ -24,6 +24,7 @@ from converters.megatron.optimizer_parts import MASTERS
 from converters.names import StateName, printable
 from converters.pickles import Global
 from converters.torchzip.records import tensor_ref
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -226,7 +227,7 @@ def collect_states(
         if stored.coalesced and flats[0].numel != total:
             raise Misfit(f"{what} has {flats[0].numel:,} elements, its parameters take {total:,}")
         if not stored.coalesced and len(flats) != len(buckets):
-            raise Misfit(f"{what} has {len(flats)} buckets, its parameters fill {len(buckets)}")
+            raise Misfit(f"{what} has {counted(len(flats), 'bucket')}, its parameters fill {len(buckets)}")
         base, prefix = 0, str(StateName(MASTERS.get(state, state), ""))
         for number, bucket in enumerate(buckets):
             flat = flats[0 if stored.coalesced else number]

@@ -239,7 +239,7 @@ def _unflatten(
         if not wrong:
             return OptimizerState(tensors, _replaced(catalog), candidate)
         if best is None or len(wrong) < len(refused):
-            note = f"{counted(len(wrong), 'master weight')} {'does' if len(wrong) == 1 else 'do'} not round to the weights; "
+            note = f"{counted(len(wrong), 'master weight', verb='does/do')} not round to the weights; "
             note += "flat buckets are named by the likeliest order"
             best, refused = OptimizerState(tensors, _replaced(catalog), candidate, (note,)), wrong
     if best is not None and not proved:
@@ -343,7 +343,7 @@ class _Unflattener:
         self.used.add((chain, index))
         if len(wanted) != len(have):
             raise Misfit(
-                f"data-parallel group {index} has {len(have)} buffers, its parameters make {len(wanted)}",
+                f"data-parallel group {index} has {counted(len(have), 'buffer')}, its parameters make {len(wanted)}",
                 details=[f"pipeline rank {pp}, tensor-parallel rank {tp}"],
             )
         for number, buffer in enumerate(wanted):

@@ -38,7 +38,7 @@ def describe_layout(layout: SavedLayout) -> str:
             continue  # it follows tp unless asked otherwise, and means nothing without experts
         shown.append(f"{name} {size}")
     text = "  ".join(shown) or "unknown"
-    return text + (f" ({layout.ranks} rank{'s' if layout.ranks != 1 else ''})" if layout.ranks else "")
+    return text + (f" ({counted(layout.ranks, 'rank')})" if layout.ranks else "")
 
 
 def find_architecture(catalog: Catalog, identity: Identity) -> tuple[Model | None, list[str]]:
@@ -76,7 +76,7 @@ def describe_model(model: ModelArgs, kind: str) -> str:
     parts = [kind] if kind else []
     if model.num_layers is not None:
         kinds = f" ({model.layer_kinds})" if model.layer_kinds else ""
-        parts.append(f"{model.num_layers} layer{'s' if model.num_layers != 1 else ''}{kinds}")
+        parts.append(counted(model.num_layers, "layer") + kinds)
     if model.hidden_size is not None:
         parts.append(f"hidden {model.hidden_size}")
     if model.num_attention_heads is not None:
@@ -111,7 +111,7 @@ def describe_names(catalog: Catalog) -> str:
     for tensor in catalog.weights.values():
         sizes[tensor.dtype.short] += tensor.nbytes
     whose = "names of Hugging Face" if catalog.framework == "Hugging Face" else "unrecognised model"
-    layers = [f"{len(numbers)} layer{'s' if len(numbers) != 1 else ''}"] if numbers else []
+    layers = [counted(len(numbers), "layer")] if numbers else []
     parts = [whose, *layers, *(name for name, _ in sizes.most_common(3))]
     return ", ".join(parts)
 

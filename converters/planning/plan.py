@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from converters.box import Box, find_overlap, runs, uncovered
 from converters.errors import RequestError
 from converters.names import fold, listed_lines
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -240,7 +241,7 @@ def _prove_written(pieces: Iterable[Piece]) -> None:
     missing = [piece.name for piece in pieces if not piece.copies and not piece.fills and piece.nbytes]
     if missing:
         raise RequestError(
-            f"nothing in the checkpoint fills {len(missing)} target tensors",
+            f"nothing in the checkpoint fills {counted(len(missing), 'target tensor')}",
             details=_listed(missing),
             tensor=missing[0],
         )
@@ -283,9 +284,8 @@ def account(stored: Mapping[str, TensorInfo], used: Mapping[str, TensorInfo], dr
 
 
 def _lost(names: Sequence[str], details: list[str]) -> RequestError:
-    one = "1 source tensor" if len(names) == 1 else f"{len(names)} source tensors"
     return RequestError(
-        f"{one} would be lost without a reason",
+        f"{counted(len(names), 'source tensor')} would be lost without a reason",
         details=details,
         hint="no rule knows it; convert --to safetensors keeps the weights as they are, --optimizer none their state out",
         tensor=names[0],

@@ -295,7 +295,7 @@ class _Verification:
         pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
         find_twins(check, self.reader, self.index, self.lookups.named, pairs)
         read = sum(len(self.index.records(n)) for positions in self.positions.values() for n in positions)
-        check.summary = f"{counted(read, 'record')} hold{'s' * (read == 1)} what the metadata promises"
+        check.summary = f"{counted(read, 'record', verb='holds/hold')} what the metadata promises"
         if len(self.index) > read:
             check.summary += f", {counted(len(self.index) - read, 'record')} of missing files could not be read"
         whole = "archive is" if scan.archives == 1 else "archives are"

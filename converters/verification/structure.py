@@ -119,7 +119,7 @@ def _check_grids(check: Check, objects: Iterable[ObjectInfo]) -> None:
         elif len(members) != math.prod(grid):
             lost = _missing(grid, {o.offset for o in members})
             text = f"{shown} has {len(members):,} of its {math.prod(grid):,} shards; {list(lost)} is missing"
-            check.error(text, needed=f"{math.prod(grid)} shards", found=f"{len(members)} shards")
+            check.error(text, needed=counted(math.prod(grid), "shard"), found=counted(len(members), "shard"))
 
 
 def _missing(grid: tuple[int, ...], present: set[tuple[int, ...]]) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ def _check_census(check: Check, catalog: Catalog) -> None:
         lost = sorted(set(range(max(by_layer) + 1)) - set(by_layer))
         if lost:
             text = f"{printable(prefix)}: {_numbered(lost)} of {max(by_layer) + 1} are missing"
-            check.error(text, needed=f"{max(by_layer) + 1} layers", found=f"{len(by_layer)} layers")
+            check.error(text, needed=counted(max(by_layer) + 1, "layer"), found=counted(len(by_layer), "layer"))
         for number, less, lacking in _incomplete(by_layer):
             names = tuple(f"{prefix}.{number}.{suffix}" for suffix in sorted(lacking))
             check.error(f"{listed(names, 1)} is missing; layer {less} has it", tensors=names)
@@ -155,7 +155,7 @@ def _check_census(check: Check, catalog: Catalog) -> None:
         lost = sorted(set(range(most)) - numbers)
         if lost:
             text = f"{printable(name)}: {_numbered(lost)} of {most} are missing"
-            check.error(text, needed=f"{most} experts", found=f"{len(numbers)} experts")
+            check.error(text, needed=counted(most, "expert"), found=counted(len(numbers), "expert"))
 
 
 def _numbered(numbers: list[int]) -> str:

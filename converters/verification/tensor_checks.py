@@ -153,7 +153,9 @@ class Lookups:
         moments = {parameter_of(task.names[0]): results[task.number] for task in possible}
         optimizer = self._report.check("optimizer")
         judge_moments(optimizer, moments, self.tensors)
-        optimizer.summary += f"; {len(moments):,} first moments are possible beside the second" if moments else ""
+        optimizer.summary += (
+            f"; {counted(len(moments), 'first moment', verb='is/are')} possible beside the second" if moments else ""
+        )
         numel = sum(s["numel"] for s in stats.values())
         check.summary = f"{counted(numel, 'element')} of {counted(len(stats), 'tensor')}: "
         check.summary += "no NaN, no Inf, none empty or out of proportion"

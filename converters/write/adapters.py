@@ -151,7 +151,7 @@ def _check_fit(catalog: Catalog, adapters: Adapters) -> None:
             wrong.append(f"{printable(name)} is {weight.dtype}, which nothing is added to")
     if wrong:
         raise RequestError(
-            f"{counted(len(wrong), 'adapter')} {'does' if len(wrong) == 1 else 'do'} not fit the model",
+            f"{counted(len(wrong), 'adapter', verb='does/do')} not fit the model",
             details=listed_lines([text for text, _ in fold(wrong)], 8),
             hint="name the checkpoint that they were trained on",
         )

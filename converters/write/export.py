@@ -305,7 +305,7 @@ def _check_model(config: Mapping[str, Any], mapping: HfMapping) -> None:
     unlike = unlike_transformers(config, {name: target.shape for name, target in mapping.targets.items()})
     if unlike:
         raise RequestError(
-            f"transformers builds another model of config.json: {len(unlike)} tensors differ",
+            f"transformers builds another model of config.json: {counted(len(unlike), 'tensor', verb='differs/differ')}",
             details=unlike[:8],
         )
 

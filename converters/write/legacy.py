@@ -46,6 +46,7 @@ from converters.names import fold, parse_key, quoted
 from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
 from converters.pickles import Obj, fields, set_field
+from converters.words import counted
 from converters.write.side_files import files_beside
 from converters.write.target_state import (
     TRACKER,
@@ -342,7 +343,8 @@ class _Writer:
         lost = sorted(n for n in self._catalog.weights if self._model.trains(n) and n not in trained)
         if lost and self._chains and self._options.optimizer == "distributed":
             raise RequestError(
-                f"{len(lost)} parameters have no optimizer state, so no distributed optimizer can be written",
+                f"{counted(len(lost), 'parameter', verb='has/have')} no optimizer state, "
+                "so no distributed optimizer can be written",
                 details=[text for text, _ in fold(lost)][:8],
                 hint="--optimizer none",
             )

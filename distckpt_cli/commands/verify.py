@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from converters.words import format_size
+from converters.words import counted, format_size
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Ckpt, Looking, spread, workers
@@ -102,7 +102,7 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
         console.fact("manifest", report.manifest)
     if report.files:
         rate = f", {format_size(report.bytes_read / report.seconds)}/s" if report.seconds > 0.05 else ""
-        files = f"{report.files:,} file{'s' if report.files != 1 else ''}"
+        files = counted(report.files, "file")
         console.fact("read", f"{format_size(report.bytes_read)} from {files}, {report.seconds:.1f} s{rate}")
     left = report.unchecked if console.verbose else report.unchecked[:_SHOWN]
     for number, text in enumerate(left):

@@ -28,6 +28,7 @@ from converters.planning.job import OutputFile, Slice
 from converters.planning.plan import Op
 from converters.planning.routes import CopyRoutes, Location
 from converters.torchzip.records_out import ArchiveLayout, storage_node, tensor_node
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -210,5 +211,5 @@ class ArchiveOutput:
         """See `Seals`."""
         if self._unsealed:
             names = {self.files[self._records[record].file].name for record in self._unsealed}
-            raise DistckptError(f"{len(self._unsealed)} storages of {', '.join(sorted(names))} were not filled")
+            raise DistckptError(f"{counted(len(self._unsealed), 'storage')} not filled: {', '.join(sorted(names))}")
         yield from ((file, [layout.suffix()]) for file, layout in enumerate(self._layouts))

@@ -48,7 +48,7 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
     if missing:
         count = sum(len(shards[shard]) for shard in missing)
         listed = ", ".join(map(printable, sorted(missing)[:8]))
-        text = f"{len(missing)} of {len(shards)} shards are missing: {listed}"
+        text = f"no file for {len(missing)} of {len(shards)} shards: {listed}"
         raise damaged_file(folder, {missing[0]: text}, f"{count} tensors are in them")
     return dict(sorted(shards.items()))
 
@@ -71,6 +71,6 @@ def promised(
     if len(tensors) > len(wanted):
         more = tuple(sorted(tensors.keys() - set(wanted)))
         names = ", ".join(map(printable, more[:8])) + (", ..." if len(more) > 8 else "")
-        text = f"holds {len(more)} tensors that are not in {index}; they are not read: {names}"
+        text = f"holds {counted(len(more), 'tensor')} beyond those in {index}, not read: {names}"
         problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name, tensors=more))
     return {name: tensors[name] for name in wanted}

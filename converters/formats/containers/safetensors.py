@@ -111,7 +111,7 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
         lacking = [shard for shard in lacking if shard not in names]
         if lacking:
             raise FormatError(
-                f"{len(lacking)} of {total} shards are missing: {', '.join(map(printable, lacking[:8]))}",
+                f"there is no file for {len(lacking)} of {total} shards: {', '.join(map(printable, lacking[:8]))}",
                 hint=f"copy them, and {INDEX}, from where the others came",
             )
     return dict.fromkeys(names)

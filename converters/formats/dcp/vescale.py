@@ -25,6 +25,7 @@ from converters.formats.dcp.names import Named, name_keys
 from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.formats.registry import dcp_folders
 from converters.names import StateName, printable, state_names
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -64,7 +65,7 @@ class VeScaleReader(TorchDcpReader):
         if missing:
             shown = ", ".join(f"optimizer/pp_{number}" for number in missing)
             raise FormatError(
-                f"{len(missing)} of {len(stages) + len(missing)} stages of the optimizer are missing: {shown}",
+                f"the optimizer lacks {len(missing)} of {len(stages) + len(missing)} stages: {shown}",
                 hint="copy them from where the checkpoint was saved",
             )
         return super().open(folder)
@@ -82,7 +83,7 @@ class VeScaleReader(TorchDcpReader):
         tensors = super()._tensors(named, problems)
         without = _without_state(tensors)
         if without:
-            text = f"{len(without)} weights have no optimizer state: were they frozen, or is optimizer/pp_* missing?"
+            text = f"no optimizer state for {counted(len(without), 'weight')}: frozen in training, or a lost optimizer/pp_*?"
             problems.append(Problem("warning", text, tensors=tuple(without)))
         return tensors
 

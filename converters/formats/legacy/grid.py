@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.folder import scan
 from converters.names import listed_lines, printable
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -94,14 +95,14 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     missing = [name for name in folders.values() if name not in names]
     if missing:
         raise FormatError(
-            f"{len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep} are missing",
+            f"the checkpoint lacks {len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep}",
             details=[", ".join(listed_lines(missing, 12))],
             hint="copy them from the machine that wrote them; every one holds a part of the model",
         )
     extra = [name for name in names if name not in folders.values()]
     if extra:
         raise FormatError(
-            f"{len(extra)} folders belong to no rank of a job with tp {tp}, pp {pp}, ep {ep}: two saves lie in one place",
+            f"tp {tp}, pp {pp}, ep {ep} leave {counted(len(extra), 'folder')} without a rank: two saves are mixed",
             details=[", ".join(extra[:12])],
             hint="move the folders of the other save away",
         )

@@ -29,6 +29,7 @@ from converters.megatron.optimizer_parts import entry_groups, group_algorithm
 from converters.names import StateName
 from converters.optimizer.flat import StoredFlat, bucket_sizes, collect_states, read_buffers
 from converters.torchzip.records import tensor_ref
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -173,7 +174,7 @@ def _chained(entries: Sequence[Any], owned: Sequence[Owned], what: str) -> list[
         return [(rest[0], dense), *last]
     if len(rest) == 2:  # overlap_param_gather_with_optimizer_step: the first model chunk has its own
         return [(rest[0], [p for p in dense if p.chunk == 0]), (rest[1], [p for p in dense if p.chunk > 0]), *last]
-    raise Misfit(f"{what}: {len(rest)} chained optimizers are not known to Megatron-LM")
+    raise Misfit(f"{what}: {counted(len(rest), 'chained optimizer', verb='is/are')} not known to Megatron-LM")
 
 
 def _algorithm(entry: Any) -> str | None:
@@ -239,7 +240,9 @@ class FlatFile:
                 wanted.setdefault((parameter.chunk, parameter.local.dtype), []).append(parameter)
             stored = read_buffers(entry, self.file.name, self._flat)
             if len(stored) != len(wanted):
-                raise Misfit(f"{self.file.name} has {len(stored)} buffers, the parameters make {len(wanted)}")
+                raise Misfit(
+                    f"{self.file.name} has {counted(len(stored), 'buffer')}, the parameters make {len(wanted)}"
+                )
             for (number, buffer), ((chunk, kind), parameters) in zip(
                 sorted(stored.items()), wanted.items(), strict=True
             ):

@@ -228,9 +228,7 @@ class LegacyReader(StorageReader):
     def _named_optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
         collected = Collected()
         if lacking := self._lost_files():
-            raise Misfit(
-                f"{counted(len(lacking), 'file')} {'is' if len(lacking) == 1 else 'are'} missing: {', '.join(lacking[:8])}"
-            )
+            raise Misfit(f"{counted(len(lacking), 'file', verb='is/are')} missing: {', '.join(lacking[:8])}")
         numel = sum(p.local.numel for p in model.owned[0, 0, 0])
         for rank, file in self._model_files.items():
             if self._flat_files:
