@@ -76,11 +76,10 @@ def flatten(
         FormatError: It is not known where a parameter stands in the order.
     """
     parts, objects = list[BucketOut](), list[ObjectOut]()
-    job = (parameters, layout, outline, order)
+    model = LocalModel(parameters, layout, outline, order)
     for chained in chain:
         if chained.part.distributed:
-            flattener = _Flattener(*job, chained, scaler, args or {}, available or {})
-            own_parts, own_objects = flattener.run(states)
+            own_parts, own_objects = _Flattener(model, chained, scaler, args or {}, available or {}).run(states)
             parts += own_parts
             objects += own_objects
     return parts, objects
@@ -97,33 +96,27 @@ class _Group:
     ranks: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class _Flattener:
-    def __init__(
-        self,
-        parameters: Mapping[str, Target],
-        layout: Layout,
-        outline: Outline,
-        order: Order,
-        chained: ChainedOptimizer,
-        scaler: tuple[Node, Mapping[str, bytes]],
-        args: Mapping[str, Any],
-        available: Mapping[str, Sequence[int]],
-    ) -> None:
-        self.layout, self.chained, self.args, self.available = layout, chained, args, available
-        self.scaler, self.storages = scaler
-        self.model = LocalModel(parameters, layout, outline, order)
+    """One optimizer of the chain; see `flatten`."""
+
+    model: LocalModel
+    chained: ChainedOptimizer
+    scaler: tuple[Node, Mapping[str, bytes]]
+    args: Mapping[str, Any]
+    available: Mapping[str, Sequence[int]]
 
     def run(self, states: Mapping[str, DType]) -> tuple[list[BucketOut], list[ObjectOut]]:
         parts: list[BucketOut] = []
         objects: list[ObjectOut] = []
         for group in self._groups():
             numels: list[tuple[Node, list[Bucket]]] = []
-            chunks, names = range(self.layout.chunks), self.chained.part.names
+            chunks, names = range(self.model.layout.chunks), self.chained.part.names
             owned = self.model.buffers(group.pp, chunks, group.tp, group.ep, experts=self.chained.experts, names=names)
             for number, buffer in enumerate(owned):
                 grad = "float32" if self._grads_in_fp32() else buffer.dtype.name
                 types = (Global("torch", buffer.dtype.name), Global("torch", grad))
-                job = (self.args, self.layout, self.model.numel, group.pp, buffer.chunk)
+                job = (self.args, self.model.layout, self.model.numel, group.pp, buffer.chunk)
                 buckets = arrange(buffer.parameters, Rules.of(*job, experts=self.chained.experts is True))
                 numels.append((types, buckets))
                 key = self._key(group, f"gbuf_idx_{number}.dtype_(torch.{buffer.dtype.name}, torch.{grad})")
@@ -139,7 +132,7 @@ class _Flattener:
         return f"{self.chained.prefix}optimizer.distributed.dp_group_idx_{group.index}.{name}"
 
     def _groups(self) -> Iterator[_Group]:
-        at = self.layout
+        at = self.model.layout
         if not self.chained.experts:
             for pp in range(at.pp):
                 for tp in range(at.tp):
@@ -158,10 +151,11 @@ class _Flattener:
             "per_bucket_numel": [{types: [b.numel for b in buckets]} for types, buckets in numels],
             "per_bucket_numel_unpadded": [{types: [b.numel_unpadded for b in buckets]} for types, buckets in numels],
         }
-        if self.scaler is not None:
-            values["grad_scaler"] = self.scaler
+        scaler, members = self.scaler
+        if scaler is not None:
+            values["grad_scaler"] = scaler
         for name, value in values.items():
-            storages = self.storages if name == "grad_scaler" else {}
+            storages = members if name == "grad_scaler" else {}
             # Megatron wraps every object in a list of one
             key = self._key(group, f"{name}/shard_0_1")
             yield ObjectOut(key, group.ranks[0], object_record([value], storages))

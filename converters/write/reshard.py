@@ -22,7 +22,7 @@ from converters.optimizer.proof import Masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.storage import as_remainders, keeps_remainders
 from converters.write.framework_files import companions, keeps_framework
-from converters.write.reshard_state import ReshardOptions, State, target_state
+from converters.write.reshard_state import ReshardOptions, State, TargetState
 from converters.write.reshard_targets import Targets
 from converters.write.side_files import files_beside
 from converters.write.target_state import TRACKER, chosen_optimizer, describe, job_flags, optimizer_flags, tracker
@@ -96,16 +96,8 @@ def plan_reshard(
     draft = _draw(reader, layout, options)
     options, targets, groups = draft.options, draft.targets, draft.targets.groups
     masters = {n: draft.sources[n] for n, parts in state_names(draft.sources) if parts.state == MASTER}
-    state = target_state(
-        reader,
-        layout,
-        targets.outline,
-        options,
-        groups,
-        stacked=targets.stacked,
-        padded_vocab=targets.padded_vocab(),
-        completed=keeps_remainders(masters),
-    )
+    model = reader, layout, targets.outline, options, groups, targets.stacked, targets.padded_vocab()
+    state = TargetState(*model, keeps_remainders(masters)).make()
     output = TorchDistOutput(targets.columns(), draft.buckets, [*draft.objects, *state.objects])
     around = companions(
         catalog,

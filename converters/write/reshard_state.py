@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from converters.megatron.outline import Outline
     from converters.optimizer.groups import ParamGroups
 
-__all__ = ["ReshardOptions", "State", "target_state", "target_wrapper"]
+__all__ = ["ReshardOptions", "State", "TargetState", "target_wrapper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +99,15 @@ class State:
     rng: bool = False
 
 
-def target_state(
-    reader: Reader,
-    layout: Layout,
-    outline: Outline,
-    options: ReshardOptions,
-    groups: ParamGroups | None,
-    *,
-    stacked: Collection[str],
-    padded_vocab: int | None,
-    completed: bool = False,
-) -> State:
-    """Objects and common state of a checkpoint for a job at `layout`.
+_NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
+_PROJECTION = "self_attention.linear_proj"
 
-    Args:
+
+@dataclass
+class TargetState:
+    """Makes objects and common state of a checkpoint for a job at `layout`.
+
+    Attributes:
         groups: Param groups of its optimizers, in the form of the target; None if it has none.
         stacked: The parts of the model whose layers share keys in the target.
         padded_vocab: Rows of the target's embedding.
@@ -121,45 +116,35 @@ def target_state(
     Raises:
         RequestError: The random state was to be kept and cannot be.
     """
-    return _Maker(reader, layout, outline, options, groups, stacked, padded_vocab, completed).make()
 
+    reader: Reader
+    layout: Layout
+    outline: Outline
+    options: ReshardOptions
+    groups: ParamGroups | None
+    stacked: Collection[str]
+    padded_vocab: int | None
+    completed: bool = False
 
-_NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
-_PROJECTION = "self_attention.linear_proj"
-
-
-class _Maker:
-    def __init__(
-        self,
-        reader: Reader,
-        layout: Layout,
-        outline: Outline,
-        options: ReshardOptions,
-        groups: ParamGroups | None,
-        stacked: Collection[str],
-        padded_vocab: int | None,
-        completed: bool,
-    ) -> None:
-        self._reader, self._layout, self._outline, self._options = reader, layout, outline, options
-        self._groups = groups
-        self._stacked, self._padded_vocab, self._completed = stacked, padded_vocab, completed
-        self._catalog = reader.catalog
-        self._pipeline = layout.pipeline(outline.num_layers, outline.mtp_layers)
+    def __post_init__(self) -> None:
+        self._catalog = self.reader.catalog
+        self._pipeline = self.layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
         self._dropped: list[tuple[str, str]] = []
-        self._keep_rng = rng_fits(self._catalog, layout, options.rng, self._dropped)
+        self._keep_rng = rng_fits(self._catalog, self.layout, self.options.rng, self._dropped)
 
     def make(self) -> State:
+        """What goes along beside the tensors, each by its rule."""
         objects = list(self._carried())
-        if self._options.extra_state == "fill":
+        if self.options.extra_state == "fill":
             objects += self._missing_extra_state({o.key for o in objects})
-        archive, tree = open_common(self._reader)
+        archive, tree = open_common(self.reader)
         notes: list[str] = []
-        if self._options.framework == "megatron-lm":
-            tree, lost, notes = as_megatron_lm(self._catalog, tree, optimizer=self._options.optimizer != "none")
+        if self.options.framework == "megatron-lm":
+            tree, lost, notes = as_megatron_lm(self._catalog, tree, optimizer=self.options.optimizer != "none")
             self._dropped += lost
         changed = self._adapt(archive, tree)
         common = None
-        if self._options.mcore == "0.19":
+        if self.options.mcore == "0.19":
             # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
             objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
         else:
@@ -174,22 +159,22 @@ class _Maker:
                 continue
             if base == "rng_state":
                 if self._keep_rng:
-                    rank = self._layout.rank(pp=info.offset[0], tp=info.offset[1])
-                    yield ObjectOut(info.key, rank, _record(self._reader, info))
+                    rank = self.layout.rank(pp=info.offset[0], tp=info.offset[1])
+                    yield ObjectOut(info.key, rank, _record(self.reader, info))
             elif base == "rerun_state_machine_state":
                 self._dropped.append((info.key, "belongs to one rank of the job that saved"))
             elif base.endswith("._extra_state"):
-                if self._options.extra_state == "drop":
+                if self.options.extra_state == "drop":
                     self._dropped.append((info.key, "extra state is not wanted"))
                 else:
                     key, layer = self._extra_state_key(info)
-                    yield ObjectOut(key, self._home(layer or "output_layer.weight"), _record(self._reader, info))
+                    yield ObjectOut(key, self._home(layer or "output_layer.weight"), _record(self.reader, info))
             else:
-                yield ObjectOut(info.key, 0, _record(self._reader, info))
+                yield ObjectOut(info.key, 0, _record(self.reader, info))
 
     def _home(self, name: str) -> int:
         """The rank that saves what belongs to a tensor's module."""
-        return self._layout.rank(pp=self._pipeline.homes(name, tied=self._outline.tied)[0].pp)
+        return self.layout.rank(pp=self._pipeline.homes(name, tied=self.outline.tied)[0].pp)
 
     def _extra_state_key(self, info: ObjectInfo) -> tuple[str, str | None]:
         """The key of an extra state in the target's style, and a name that says where it lives."""
@@ -197,7 +182,7 @@ class _Maker:
         name = parsed.template.format(*info.offset[: len(parsed.axes)])
         if not Pipeline.recognises(name):  # a module that no rule knows
             return info.key, None
-        return target_wrapper(split_wrapper(info.name)[0], self._options) + self._object_key(name), name
+        return target_wrapper(split_wrapper(info.name)[0], self.options) + self._object_key(name), name
 
     def _missing_extra_state(self, have: set[str]) -> Iterator[ObjectOut]:
         """Empty extra states for modules that have none: which modules have one changed with every Megatron-Core.
@@ -208,7 +193,7 @@ class _Maker:
         source_drops_them = self._catalog.masters or self._catalog.imported is not None
         if stored is None and not source_drops_them:  # Megatron-FSDP drops those that there were, Hugging Face has none
             return
-        wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self._options), empty_object()
+        wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self.options), empty_object()
         # the projection of a mixer is stored part by part, but its norm is not
         weights = (name for name in self._catalog.weights if name.endswith((".weight", ".in_proj.layer_norm_weight")))
         modules = dict.fromkeys(n.rpartition(".")[0] for n in weights if not _NO_EXTRA_STATE.match(n))
@@ -223,8 +208,8 @@ class _Maker:
 
     def _object_key(self, name: str) -> str:
         """The key of an object of a canonical module, with its place in the grid of layers and experts."""
-        stored = stored_key(name, stacked=split_part(name)[0] in self._stacked)
-        count = {"layer": self._outline.layers(name), "expert": self._outline.num_experts or 1}
+        stored = stored_key(name, stacked=split_part(name)[0] in self.stacked)
+        count = {"layer": self.outline.layers(name), "expert": self.outline.num_experts or 1}
         offset = stored.prefix or (0,)
         grid = tuple(count[axis] for axis in stored.axes) or (1,)
         return f"{stored.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
@@ -232,13 +217,13 @@ class _Maker:
     def _adapt(self, archive: Archive, tree: dict[Any, Any]) -> dict[str, tuple[Any, Any]]:
         """Changes the common state for the target; returns the training arguments that differ."""
         changed: dict[str, tuple[Any, Any]] = {}
-        options, args = self._options, tree.get("args")
+        options, args = self.options, tree.get("args")
         if isinstance(args, Obj):
             stored = fields(args)
-            values = layout_arguments(stored, self._layout, self._padded_vocab) | _own_arguments(
-                stored, options, self._groups
+            values = layout_arguments(stored, self.layout, self.padded_vocab) | _own_arguments(
+                stored, options, self.groups
             )
-            values |= plain_master_arguments(stored) if self._completed else {}
+            values |= plain_master_arguments(stored) if self.completed else {}
             if not self._keep_rng:
                 # load_checkpoint asks for rng_state unless the checkpoint says that it has none
                 values["no_save_rng"] = True
@@ -247,11 +232,11 @@ class _Maker:
         if tree.pop("modelopt_state", None) is not None:  # post_training/checkpointing.py, has_modelopt_state (0.16.1)
             text = "jobs look for ModelOpt's state in a folder of that name, which only ModelOpt can write"
             self._dropped.append(("modelopt_state", text))
-        if self._groups is None:
+        if self.groups is None:
             tree.pop("optimizer", None)
         else:
-            tree["optimizer"] = common_optimizer(self._groups, self._groups.chain(self._layout.ep), options.optimizer)
-            archive.add(self._groups.storages)
+            tree["optimizer"] = common_optimizer(self.groups, self.groups.chain(self.layout.ep), options.optimizer)
+            archive.add(self.groups.storages)
             _describe_optimizer(tree.setdefault("content_metadata", {}), options.optimizer)
         if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
             tree["content_metadata"]["singleton_local_shards"] = False
