@@ -71,6 +71,6 @@ def promised(
     if len(tensors) > len(wanted):
         more = tuple(sorted(tensors.keys() - set(wanted)))
         names = ", ".join(map(printable, more[:8])) + (", ..." if len(more) > 8 else "")
-        text = f"holds {counted(len(more), 'tensor')} beyond those in {index}, not read: {names}"
+        text = f"holds {counted(len(more), 'tensor', verb='that is/that are')} not in {index} and not read: {names}"
         problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name, tensors=more))
     return {name: tensors[name] for name in wanted}
