@@ -260,7 +260,7 @@ def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
     for prime in _PRIMES:
         mine, whole = np.ones(len(starts), np.int64), 1
         for count, (first, last), begins, ends in positions:
-            # secret, for whoever knows the weights can make boxes that weigh right; not of numpy.random, slow to import
+            # secret: who knows the weights can make boxes that pass; not of numpy.random, slow to import
             before = (np.frombuffer(os.urandom(8 * count), np.uint64) % prime).astype(np.int64)
             mine = mine * ((before[ends] - before[begins]) % prime) % prime
             whole = whole * int(before[last] - before[first]) % prime

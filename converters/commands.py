@@ -76,7 +76,7 @@ _Function = TypeVar("_Function", bound="Callable[..., WriteReport]")
 
 
 def target_layout(catalog: Catalog, sizes: Mapping[str, Any]) -> Layout:
-    """The layout that somebody means who asks for some sizes: the others are those that the source was saved with.
+    """The target layout: the sizes given, and for all others those that the source was saved with.
 
     Args:
         catalog: Of the source; sizes of one that no Megatron job saved are 1.
@@ -99,7 +99,7 @@ def _saved_layout(catalog: Catalog) -> Layout:
 
 @contextmanager
 def _kept_sizes_named(saved: Layout, sizes: Mapping[str, Any]) -> Iterator[None]:
-    """Adds to a refusal which of the options in it nobody gave."""
+    """Adds to a refusal which of its options are the source's, as they were not given."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""What a running operation tells whoever is watching, and how the watcher asks it to stop.
+"""Progress of a running operation, as its listener receives it, and the flag that stops it.
 
 The library never prints. It calls a listener with one of the events below, from any thread; the shell draws a bar or
 writes a log line, a notebook may do something else.
@@ -74,7 +74,7 @@ class Note:
     """Something a person should know, in one sentence; not an error.
 
     Attributes:
-        text: The sentence. It may contain names from the checkpoint; whoever prints it escapes them.
+        text: The sentence. It may contain names from the checkpoint, which the printer must escape.
     """
 
     text: str

@@ -172,7 +172,7 @@ def _me() -> str:
 def _is_ours_to_show(error: BaseException) -> bool:
     """Whether this process shows an error, of all that were started together: each error is shown once.
 
-    Before the ranks have met nobody knows of the others; then one process of each machine shows what is wrong there.
+    Before the ranks have met, none knows of the others; so one process of each machine shows what is wrong there.
     """
     ranks = Ranks.from_environment()
     shown_here = getattr(error, "shown_here", None)

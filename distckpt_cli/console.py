@@ -94,7 +94,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
     Args:
         columns: Titles; one that begins with `>` is aligned to the right. The last column is never padded or cut.
         rows: Cells, already escaped.
-        width: Of the terminal; None if nobody wraps. Where it is narrow, the last cell moves to its own line.
+        width: Of the terminal; None for no wrapping. Where it is narrow, the last cell moves to its own line.
     """
     right = [title.startswith(">") for title in columns]
     cells = [[title.lstrip(">") for title in columns], *rows]

@@ -93,7 +93,7 @@ def stop_on_signals() -> Iterator[StopFlag]:
         ranks = Ranks.from_environment()
         if ranks.rank:
             return
-        how = "" if ranks.world > 1 else " (once more to abort)"  # a launcher stops ranks; nobody has typed anything
+        how = "" if ranks.world > 1 else " (once more to abort)"  # a launcher stops ranks; no key was typed
         how = " (Ctrl-C again to abort)" if signum == signal.SIGINT else how
         os.write(2, f"\nstopping after the current tiles{how}\n".encode())
 

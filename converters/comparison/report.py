@@ -25,7 +25,7 @@ class TensorReport:
     """One pair of tensors.
 
     Attributes:
-        pair: Which.
+        pair: The two sides, matched by name.
         types: Element types in A; those in B.
         values: What was found; None if values were not looked at.
         padding: The same for rows beyond the vocabulary; never counts.

@@ -28,7 +28,7 @@ def seal(job: Job, folder: Path, written: RecordSums, *, whole_only: bool = Fals
         whole_only: Leave records of which others write a part, and those that no source fills, to rank 0.
 
     Raises:
-        DistckptError: Something of a record was not written, and nobody is left to do it.
+        DistckptError: A part of a record was not written, and no task is left that would.
         DestinationError: Writing failed.
     """
     if job.seals is None or (whole_only and not job.seals.apart):

@@ -31,7 +31,7 @@ def packed(error: BaseException | None) -> dict[str, Any] | None:
 
 
 def disk_trouble(error: BaseException) -> FormatError | None:
-    """What a failing disk says where nobody asked it anything that was expected to fail; None if it is no such word."""
+    """The sentence for an unexpected OSError of a failing disk; None for another error."""
     if not isinstance(error, OSError) or error.errno not in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM):
         return None
     what = printable(str(error.filename)) if error.filename else "a file"

@@ -67,7 +67,7 @@ class Leftover:
     Attributes:
         kind: "staging", "upload", "ranks" or "replaced": see the module.
         state: "running": a living process has it; "unfinished": its run has ended early, and it may be removed;
-            "unknown": it has no journal of ours, is somebody else's, or nothing tells whether its run is alive.
+            "unknown": it has no journal of ours, belongs to another user, or nothing tells whether its run is alive.
         reason: Why it is not removed; empty if it may be.
         nbytes: Bytes that it takes on the disk.
         modified: When its journal, or itself, last changed, in seconds since 1970.
@@ -244,7 +244,7 @@ def _probed(path: Path, kind: str) -> tuple[str, str]:
 
 
 def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:
-    """State and reason of a folder whose lock nobody else holds."""
+    """State and reason of a folder that no other process has locked."""
     if kind == "replaced":
         return (
             "unknown",

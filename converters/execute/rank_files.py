@@ -80,7 +80,7 @@ class Board:
         Raises:
             DestinationError: Writing failed.
         """
-        # replaced, never changed, so that nobody reads half of it; closing is what network file systems send it on
+        # replaced, never changed, so that no reader sees half of it; closing is what network file systems send it on
         path, data = self.folder / f"{name}.new", json.dumps(document, separators=(",", ":")).encode()
         try:
             try:
@@ -176,7 +176,7 @@ def dismiss_earlier(folders: Iterable[Path]) -> None:
     """
     for folder in folders:
         for name in ("rank-0", "round"):
-            (folder / name).unlink(missing_ok=True)  # whoever misses it stops
+            (folder / name).unlink(missing_ok=True)  # a rank that misses it stops
         deadline = time.monotonic() + _PATIENCE
         while living := next(_locked_files(folder), None):
             if time.monotonic() > deadline:

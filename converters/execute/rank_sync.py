@@ -11,7 +11,7 @@
     rank 0    here .... all are here, plans agree; staging folder, round .. own share .. collects .. publishes .. over
     rank R    here ......................................................... own share .. done .............. left
 
-Files of an earlier run fool nobody: every process draws a random number, rank 0 repeats the numbers it has heard, and a
+Files of an earlier run are recognised: every process draws a random number, rank 0 repeats the numbers it has heard, and a
 rank believes rank 0 only if its own number is among them. Whoever misses that later on stops: another run has taken over.
 """
 
@@ -130,7 +130,7 @@ class Team:
             self.say()
         except DestinationError as error:
             self._board.close()
-            error.shown_here = True  # type: ignore[attr-defined]  # nobody else will ever hear of it
+            error.shown_here = True  # type: ignore[attr-defined]  # no other rank will hear of it
             raise
         self._thread.start()
         return self

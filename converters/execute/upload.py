@@ -122,7 +122,7 @@ class Upload:
                 self._journal.write_text(json.dumps(journal.header(self._fingerprint, self._about)) + "\n")
 
     def _take_lock(self) -> None:
-        """Holds the folder for this process, so that nobody clears it and no second run uploads beside this one."""
+        """Holds the folder for this process, so that no other process clears it or uploads beside this one."""
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +226,7 @@ class Upload:
         return dict(_objects(self.destination, ""))
 
     def _done(self, there: dict[str, tuple[int, str]]) -> set[str]:
-        """What an earlier run has uploaded, and nobody has changed since."""
+        """What an earlier run has uploaded and what is unchanged since."""
         lines = journal.read(self._journal, self._fingerprint)[0]
         return {line["name"] for line in lines if there.get(line["name"]) == (line["size"], line["tag"])}
 

@@ -69,9 +69,9 @@ class Crew:
         threads: Workers in this process.
         ranks: This process among those that were started together; by default it is alone.
         scratch: Where ranks meet.
-        destination: What is going to be written, where they meet beside that: whoever writes it tidies up after a kill.
+        destination: What is going to be written; the ranks meet beside it, and its writer tidies up after a kill.
         listener: Told about progress of all ranks, on rank 0.
-        stop: Polled by whoever asks `should_stop`.
+        stop: Polled by `should_stop`.
 
     Attributes:
         ranks: This process among those that do it together.
@@ -215,7 +215,7 @@ class Crew:
         return heard
 
     def moved(self, event: Event, nbytes: int) -> None:
-        """Notes what a worker has done, and tells whoever watches."""
+        """Notes what a worker has done, and tells the listener."""
         with self._lock:
             self._done += nbytes
         self._listener(event)

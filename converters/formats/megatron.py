@@ -157,7 +157,7 @@ def _training(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fiddle(path: Path) -> Mapping[str, Any]:
-    """The settings in `io.json`, all that the first versions of NeMo 2 kept: those that somebody set, no defaults."""
+    """The settings in `io.json`, all that the first versions of NeMo 2 kept: those that were set, no defaults."""
     try:
         document = json.loads(read_small(path, 64 << 20)) if is_file(path) else {}
     except (ValueError, RecursionError) as error:

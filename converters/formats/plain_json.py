@@ -1,4 +1,4 @@
-"""JSON that somebody else wrote, with one meaning only: readers differ in which of two equal keys they take."""
+"""JSON from outside, read strictly: a document with equal keys is refused, as readers differ in which they take."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def _descend(folder: Path) -> Path:
             inside = (inner / name for name in DATA_FOLDERS)
             if _is_data_folder(inner) or is_file(inner / TRACKER) or any(map(_is_data_folder, inside)):
                 checkpoints.append(inner)
-        except FormatError:  # one, but broken: whoever opens it says how
+        except FormatError:  # one, but broken: opening it says how
             checkpoints.append(inner)
         except OSError:
             closed.append(inner)

@@ -47,7 +47,7 @@ class Examiner:
     """Looks at tiles for one thread: at once on the host, a few tiles later but in the same order on a device.
 
     Args:
-        device: Where.
+        device: The device that computes.
         tile_bytes: Of all arrays that are looked at together, at most; each but the last rounded up to 64.
     """
 

@@ -66,7 +66,7 @@ class Gatherer:
         allocate: Makes a buffer of so many bytes; ordinary memory by default.
 
     Attributes:
-        segments: Checksums of what was read; whoever wants them empties the list from time to time, or sets None.
+        segments: Checksums of what was read; their consumer empties the list from time to time, or sets None.
     """
 
     def __init__(self, sources: Sources, allocate: Callable[[int], Bytes] | None = None) -> None:

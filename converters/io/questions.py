@@ -5,8 +5,8 @@
     checker.ask(question, tiles, "optimizer.state.param.X", "X")
     question.wrong, question.first
 
-`verify`, `diff`, the proof of master weights before something is written and the one while they are read ask all they ask
-of elements in this form: what is computed of a block (`__call__`), and what the blocks of a tile add to the answer (`add`).
+`verify`, `diff` and both proofs of master weights (before writing, and while reading) are questions of this form: `__call__`
+computes numbers of a block, `add` takes the numbers of a tile's blocks into the answer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Together:
     """Several questions of the same elements, which are read once.
 
     Args:
-        questions: They.
+        questions: The questions, in the order of their columns.
     """
 
     def __init__(self, questions: Sequence[Question]) -> None:

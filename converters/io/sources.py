@@ -116,7 +116,7 @@ class Sources:
             return self._means[name]
 
     def is_new(self, record: int) -> bool:
-        """Whether nobody has asked this of a record before."""
+        """Whether this is the first call for a record."""
         with self._lock:
             new = record not in self._seen
             self._seen.add(record)

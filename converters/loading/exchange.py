@@ -13,7 +13,7 @@ that it has read and gets those of all others (`all_gather`, over NCCL or gloo).
 
     round    | fetches of rank 0 ... | fetches of rank 2 ...     rank 0 reads the next round meanwhile
 
-Before each round its members tell each other over gloo, in one number, whether they are well: so nobody enters a collective
+Before each round its members tell each other over gloo, in one number, whether they are well: so no rank enters a collective
 that another one will not enter. Who is not well says so once to every group that has rounds left, and does none of them.
 Messages of errors travel over gloo when all rounds are over. A rank that dies breaks gloo's connections at once, which is
 an error; of NCCL's, torch's watchdog takes notice, which ends the processes that wait.

@@ -320,7 +320,7 @@ def _started() -> Ranks:
     import sys
 
     started = Ranks.from_environment()
-    if "torch.distributed" in sys.modules:  # it was imported by whoever made a group
+    if "torch.distributed" in sys.modules:  # imported by the caller that made a group
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():

@@ -304,7 +304,7 @@ class Loading:
         return None
 
     def _may_begin(self, fetch: ReadItem) -> bool:
-        if self._ahead is None or not self._ready:  # nobody can take anything: go on, whatever the order of fetches
+        if self._ahead is None or not self._ready:  # no tensor can be taken: go on in any order of fetches
             return True
         fresh = sum(self.plan.pieces[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
         return not fresh or self._untaken + fresh <= self._ahead

@@ -39,7 +39,7 @@ def prepare(
 
     Args:
         make: Opens and plans, given the ranks of the job; may fail.
-        options: How.
+        options: The options of the load.
         rank: Whose tensors they are.
         in_job: With the other ranks of the job: where one fails, all do.
 

@@ -112,7 +112,7 @@ class Prepared:
 
     Attributes:
         request: What is loaded.
-        options: How.
+        options: The options of the load.
         report: What the load has done so far.
         ranks: The ranks that load together; None for one alone.
         exchange: What they share; None if each reads all of its own.

@@ -1,6 +1,6 @@
 """What a checkpoint is, in the words of the people who train models: everything the identity card of `inspect` says.
 
-Each statement carries where it comes from, since a checkpoint is often looked at because somebody's memory of it is wrong.
+Each statement carries where it comes from, since people often inspect a checkpoint because they remember it wrongly.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class Layout:
         return cls(**{f.name: getattr(told if f.name in keep else facts, f.name) for f in fields(cls)})
 
     def changed(self, **sizes: Any) -> Layout:
-        """The layout that somebody means who has this one and asks for some fields to differ.
+        """This layout with other values for some fields.
 
         Args:
             asked: Fields of `Layout`; None is what was not asked for.

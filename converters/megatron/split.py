@@ -186,7 +186,7 @@ def _outer_rule(name: str) -> Split | None:
 
 def _part_rule(part: str, name: str) -> Split | None:
     """Of a parameter of a part beside the language model."""
-    if part in REPLICATED:  # unless somebody has built it of Megatron's modules
+    if part in REPLICATED:  # unless it was built of Megatron's modules
         return None if _PARALLEL.match(name) else Split(None)
     if part == "vision_projection.":
         projection = _PROJECTION.fullmatch(name)

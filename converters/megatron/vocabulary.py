@@ -79,7 +79,7 @@ def vocabulary_rows(
     divisible = catalog.options.get("make_vocab_size_divisible_by", 128)
     if not isinstance(divisible, int) or divisible < 1:
         raise RequestError(f"the argument make_vocab_size_divisible_by is {divisible!r}, not a positive number")
-    # nobody knows how many rows are padding, or Megatron-Bridge pads nothing (GPTModelProvider): keep them all, and pad
+    # it is not known how many rows are padding, or Megatron-Bridge pads nothing (GPTModelProvider): keep them all, and pad
     # further if tp asks for it
     if true is None or (true == stored and catalog.options.get("should_pad_vocab") is False):
         return -(-stored // tp) * tp

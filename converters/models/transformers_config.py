@@ -63,7 +63,7 @@ def class_keys(name: str) -> frozenset[str]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Without what transformers says of a configuration that it doubts, which is for whoever loads the model."""
+    """Silences the warnings of transformers about a configuration: they are for the one who loads the model."""
     import logging
 
     from transformers.utils.logging import get_verbosity, set_verbosity

@@ -171,8 +171,8 @@ def _provable(catalog: Catalog, tensors: Mapping[str, TensorInfo]) -> dict[str, 
 def proved_when_read(catalog: Catalog, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """The optimizer's tensors with master weights that are compared with their weights whenever they are read.
 
-    For whoever hands them on without having looked at all of them before: a seventh more is read for it, of which no
-    element is skipped.
+    For callers that hand tensors on without having looked at all of them before. It reads a seventh more, and skips no
+    element.
 
     Args:
         catalog: The checkpoint's.

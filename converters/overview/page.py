@@ -33,7 +33,7 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
 
     Args:
         reader: The open checkpoint; only its metadata is read.
-        verification: What `distckpt verify --json` said of it; None if nobody asked.
+        verification: The document of `distckpt verify --json`; None without one.
     """
     catalog = reader.catalog
     identity = identify(catalog)

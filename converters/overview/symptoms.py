@@ -43,7 +43,7 @@ class Diagnosis:
     """A symptom in a text.
 
     Attributes:
-        symptom: Which.
+        symptom: The symptom that the text shows.
         line: Number of the first line that shows it, from 1.
         text: That line, shortened.
         count: Lines that show it.

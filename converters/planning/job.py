@@ -74,7 +74,7 @@ class Seals(Protocol):
     """Output records that end with their own checksum (torch.save archives).
 
     Attributes:
-        apart: A record can be sealed as soon as it is filled, by whoever filled it; otherwise all are, at the end.
+        apart: The worker that fills a record seals it at once; otherwise all are sealed at the end.
     """
 
     @property

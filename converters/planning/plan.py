@@ -264,7 +264,7 @@ def _prove_written(pieces: Iterable[Piece]) -> None:
 def account(stored: Mapping[str, TensorInfo], used: Mapping[str, TensorInfo], dropped: Iterable[str]) -> None:
     """Checks that each stored tensor is used, under its own name or another, or left out for a stated reason.
 
-    `prove` does so for the elements of tensors that are used; this is for tensors that nobody thought of.
+    `prove` does so for the elements of tensors that are used; this is for tensors that no rule mentions.
 
     Args:
         stored: What a checkpoint holds.

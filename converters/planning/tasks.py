@@ -1,4 +1,4 @@
-"""The work of a job in units. A list of a hundred thousand tasks is arrays until somebody takes one."""
+"""The work of a job in units. A list of a hundred thousand tasks is kept as arrays; a task is made when it is taken."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class RemoteContent:
     def __init__(self, store: Store, key: str, properties: Properties, address: RemotePath) -> None:
         self._store, self._key, self._properties, self._address = store, key, properties, address
         self._front = 0  # how far it was read
-        self._expected = 0  # end of the range that somebody reads from front to back
+        self._expected = 0  # end of the range that is being read from front to back
         self._ahead: deque[tuple[int, Future[memoryview]]] = deque()  # what is fetched of it already, in order
 
     def expect(self, offset: int, length: int) -> None:

@@ -1,6 +1,6 @@
-"""The folders of a store, as its listings say: asked once, remembered until somebody wants to know whether they changed.
+"""The folders of a store, from its listings: requested once, and kept until a caller checks for changes.
 
-A folder is listed when somebody looks into it. When a fifth one of the folders in a folder is looked into, that one is
+A folder is listed when it is first read. When a fifth one of the folders in a folder is looked into, that one is
 listed with all below it: there is a request for each thousand objects, never one for each file or folder.
 """
 

@@ -62,7 +62,7 @@ class WebStore(ObjectStore):
             weights: Any = json.loads(bytes(self.get(key, 0, properties.size)[0]))["weight_map"]
             names = {name for name in weights.values() if isinstance(name, str) and "/" not in name and name}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return  # whoever reads it says what is wrong
+            return  # reading it says what is wrong
         folder = key.rpartition("/")[0]
         paths = [f"{folder}/{name}" if folder else name for name in sorted(names | set(_BESIDE))]
         with ThreadPoolExecutor(8) as pool:

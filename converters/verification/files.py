@@ -1,6 +1,6 @@
 """What there is to read: the files of a checkpoint, large ones in pieces, and the records and tensors in each.
 
-    a file of 100 GB   | piece 0 | piece 1 | piece 2 | ...        each read from front to back, by whoever is free
+    a file of 100 GB   | piece 0 | piece 1 | piece 2 | ...        each read from front to back, by the next free thread
     its records          | 0  |  1    |  2  |    3    | ...       a CRC-32 of each part; parts are combined at the end
 
 A SHA-256 cannot be combined: a file that a manifest lists, or shall list, is read by one worker from end to end.

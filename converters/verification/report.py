@@ -20,7 +20,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that is wrong, worth a look, or that nobody here can tell.
+    """Something that is wrong, worth a look, or cannot be decided.
 
     Attributes:
         severity: "error": the answer is no; "warning"; "unchecked": not understood, so neither right nor wrong.

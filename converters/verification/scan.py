@@ -170,7 +170,7 @@ class FileWorker:
         try:
             source = open_source(path)
         except FormatError as error:
-            if isinstance(error.__cause__, PermissionError):  # no damage: nobody can say
+            if isinstance(error.__cause__, PermissionError):  # not damage: it is unknown
                 text = f"{printable(str(path))} cannot be read: {error.__cause__.strerror}"
                 raise FormatError(
                     text, hint="nothing is said of its contents; get permission and run this again"

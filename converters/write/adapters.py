@@ -55,7 +55,7 @@ def wants_peft(catalog: Catalog, peft: bool, merge: bool) -> bool:
     """Whether an export writes adapters alone.
 
     Raises:
-        RequestError: It shall, but there is more to the request; or the model has adapters and nobody said what for.
+        RequestError: It shall, but there is more to the request; or the model has adapters and no option for them was given.
     """
     if peft and merge:
         raise RequestError("--peft writes adapters alone, --merge-adapter merges them: choose one")

@@ -67,7 +67,7 @@ _KINDS = {
 
 
 class LiteralText(str):
-    """A value as somebody typed it: a Python or JSON literal, or the name of a torch type."""
+    """A value as typed: a Python or JSON literal, or the name of a torch type."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Files beside the tensors, in the result: carried to where whoever loads it looks for them, or left out with the reason.
+"""Files beside the tensors, in the result: carried to where the loader looks for them, or left out with the reason.
 
 | kind of file | torch_dist, legacy | safetensors with Megatron's names | export-hf |
 |---|---|---|---|
@@ -6,7 +6,7 @@
 | ModelOpt's state | `modelopt_state/`; legacy jobs look for it in `model_optim_rng.pt` | left out | left out |
 | exported weights | `hf/` | left out | left out |
 | data loaders | if the number of data-parallel ranks is the same | left out | left out |
-| small files that nobody knows | as they are | left out | left out |
+| small files of unknown kinds | as they are | left out | left out |
 
 Nothing of these files is looked into; the engine copies them as the bytes they are, a mebibyte at a time.
 """
@@ -83,7 +83,7 @@ def files_beside(
         target: Name of the format that is written; "hf" for a Hugging Face folder.
         folder: Where in the destination the checkpoint lies.
         layout: The job that loads the result, if the format is for one.
-        written: Names within the destination that are written already: these files are somebody else's to carry.
+        written: Names within the destination that are written already: other code carries these files.
 
     Raises:
         FormatError: There are too many, or a folder cannot be listed.

@@ -392,7 +392,7 @@ def _only_newer(value: Any) -> Obj | None:
     """The first instance in an argument's value of a class that Megatron-Core 0.14 and 0.16 do not let a common state hold.
 
     They read it with `weights_only` and their own list of classes (megatron/core/safe_globals.py), and refuse all of it for
-    one argument that nobody asks for, `inference_cuda_graph_scope` of 0.19 for example. A job takes None for "not told".
+    one argument that no program reads, `inference_cuda_graph_scope` of 0.19 for example. A job takes None for "not told".
     """
     for item in value if isinstance(value, list) else [value]:
         if isinstance(item, Obj) and item.func.module.startswith("megatron.") and item.func.name not in _KNOWN_CLASSES:

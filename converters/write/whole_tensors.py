@@ -1,4 +1,4 @@
-"""What goes into a container of whole tensors: the model under somebody's names, the optimizer, the facts of the job.
+"""What goes into a container of whole tensors: the model, under any names, the optimizer, the facts of the job.
 
 Names are those that a model without tensor and pipeline parallelism has, Megatron's own or Hugging Face's; a source with
 other names keeps them.
@@ -137,7 +137,7 @@ def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
     refuse_contradictions(ModelArgs.from_catalog(catalog), catalog)
     placed = {name: t for name, t in catalog.tensors.items() if t.kind != "weight" or Pipeline.recognises(name)}
     model = LocalModel.of(replace(catalog, tensors=placed), Layout(), vocab_size=vocab_size).chunk()
-    # as they are stored: Megatron-FSDP keeps a bf16 model's weights in fp32, and nothing is rounded that nobody asked for
+    # as they are stored: Megatron-FSDP keeps a bf16 model's weights in fp32, and nothing is rounded without a request
     tensors: list[Piece] = [replace(t, dtype=catalog.weights[t.sources[0]].dtype) for t in model]
     # what no rule knows has no place on a rank of a job, but it is a whole tensor with a name
     unknown = {name: t for name, t in catalog.weights.items() if name not in placed}

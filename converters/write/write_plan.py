@@ -153,7 +153,7 @@ class Conversion:
     proof: Proof | None = None
 
     def __post_init__(self) -> None:
-        """Every tensor of the source is read, copied with its file, or left out with a reason, whoever made this.
+        """Every tensor of the source is read, copied with its file, or left out with a reason, in every plan.
 
         Raises:
             RequestError: One is neither.
@@ -195,7 +195,7 @@ def run_conversion(
         listener: Told about progress, of all ranks, on rank 0.
         stop: Polled between tiles.
         ranks: The processes that do this together; by default this one alone.
-        typed: The words of the command line, for whoever comes across what an interrupted run left.
+        typed: The words of the command line, named where an interrupted run left files.
 
     Raises:
         DistckptError: See `converters.execute.run.run`; also when the disk has not enough room, before anything is written.

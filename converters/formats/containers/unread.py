@@ -1,4 +1,4 @@
-"""Tensors that lie in a file and that nobody reads: in attributes of pickled objects, or under keys that nobody knows."""
+"""Tensors of a file that no reader takes: in attributes of pickled objects, or under unknown keys."""
 
 from __future__ import annotations
 
