@@ -28,7 +28,17 @@ __all__ = [
     "STATED",
     "SWIGLU",
 ]
-__all__ += ["LAYER_NORM", "attention", "decoder", "dense_layers", "llama", "mixture", "rope", "window_layer_types"]
+__all__ += [
+    "LAYER_NORM",
+    "attention",
+    "decoder",
+    "dense_layers",
+    "llama",
+    "mixture",
+    "rms_llama",
+    "rope",
+    "window_layer_types",
+]
 
 # field of `ModelArgs` -> its names in config.json
 KEYS: dict[str, tuple[str, ...]] = {
@@ -180,6 +190,11 @@ def _yarn(args: ModelArgs) -> dict[str, Any]:
 def llama(args: ModelArgs) -> dict[str, Any]:
     """Sizes, query groups and rotary embedding: what most architectures have in common with Llama."""
     return {**decoder(args), **attention(args), **rope(args)}
+
+
+def rms_llama(args: ModelArgs) -> dict[str, Any]:
+    """The same with the epsilon of RMSNorm."""
+    return {**llama(args), "rms_norm_eps": args.norm_epsilon}
 
 
 def dense_layers(args: ModelArgs) -> list[int]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {**config.llama(args), "rms_norm_eps": args.norm_epsilon, "use_bias": False}
+    return {**config.rms_llama(args), "use_bias": False}
 
 
 MODEL = LlamaModel(

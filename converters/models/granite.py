@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 def granite_settings(args: ModelArgs) -> dict[str, Any]:
     """The keys that all Granite architectures share; Megatron-LM multiplies by nothing but one."""
     return {
-        **config.llama(args),
-        "rms_norm_eps": args.norm_epsilon,
+        **config.rms_llama(args),
         "attention_bias": False,
         "attention_multiplier": (args.head_dim or 1) ** -0.5,
         "embedding_multiplier": 1.0,

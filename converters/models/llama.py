@@ -54,8 +54,7 @@ class LlamaModel(Model):
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.llama(args),
-        "rms_norm_eps": args.norm_epsilon,
+        **config.rms_llama(args),
         "attention_bias": bool(args.add_bias_linear),
         "mlp_bias": bool(args.add_bias_linear),
     }

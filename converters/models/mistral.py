@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        **config.llama(args),
-        "rms_norm_eps": args.norm_epsilon,
+        **config.rms_llama(args),
         "sliding_window": args.window_size,
     }
 

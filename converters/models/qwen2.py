@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 def qwen_settings(args: ModelArgs) -> dict[str, Any]:
     """The keys that all Qwen architectures share."""
     return {
-        **config.llama(args),
-        "rms_norm_eps": args.norm_epsilon,
+        **config.rms_llama(args),
         "use_sliding_window": False,
         "sliding_window": None,
         "max_window_layers": args.num_layers,

@@ -20,8 +20,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     layers = args.num_layers or 0
     unrotated = every_nth(args.extras.get("no_rope_freq"), layers) or (False,) * layers
     return {
-        **config.llama(args),
-        "rms_norm_eps": args.norm_epsilon,
+        **config.rms_llama(args),
         "attention_bias": False,
         "mlp_bias": False,
         "no_rope_layers": [int(not skipped) for skipped in unrotated],
