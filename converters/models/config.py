@@ -20,25 +20,15 @@ __all__ = [
     "DENSE",
     "GROUPED_ATTENTION",
     "KEYS",
+    "LAYER_NORM",
     "LLAMA",
     "NO_BIAS",
     "PLAIN_ROUTER",
     "RMS",
     "ROPE",
-    "STATED",
-    "SWIGLU",
 ]
-__all__ += [
-    "LAYER_NORM",
-    "attention",
-    "decoder",
-    "dense_layers",
-    "llama",
-    "mixture",
-    "rms_llama",
-    "rope",
-    "window_layer_types",
-]
+__all__ += ["STATED", "SWIGLU", "attention", "decoder", "dense_layers", "llama", "mixture", "rms_llama", "rope"]
+__all__ += ["window_layer_types"]
 
 # field of `ModelArgs` -> its names in config.json
 KEYS: dict[str, tuple[str, ...]] = {
