@@ -1,7 +1,7 @@
 """The commands that write, as functions: `distckpt reshard` on the command line, `converters.reshard` in a program.
 
 Both take their options and defaults from here: the layout's are fields of `Layout`, the others those of the option classes
-of `targets`, the words that an option takes are in `CHOICES`.
+in `write`, the words that an option takes are in `CHOICES`.
 
     report = converters.reshard("ckpt/iter_0050000", "out", tp=2, pp=2)
     report.path, report.to_json()

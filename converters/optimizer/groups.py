@@ -4,7 +4,7 @@
     fully_reshardable                           optimizer.{0, 1, ..}.optimizer.param_groups
     dp_reshardable, bucket_space, dp_zero       an object for each data-parallel group
 
-A chain of optimizers has one for each algorithm (`facts.optimizer_parts`), and behind it one for the experts of a job with
+A chain of optimizers has one for each algorithm (`megatron.optimizer_parts`), and behind it one for the experts of a job with
 expert parallelism, whose groups are in the same one if the job is layer-wise:
 
     ep 1     Adam                Muon, Adam                            ep 2, layer-wise of main:
@@ -187,7 +187,7 @@ def common_optimizer(groups: ParamGroups, chain: Sequence[ChainedOptimizer], sha
 
     Returns:
         An inert tree: `{"optimizer": {"param_groups": [...]}, ...}`, or one of those for each of several optimizers, by
-        number. A loss scaler in it refers to the members `found.storages`.
+        number. A loss scaler in it refers to the members `groups.storages`.
     """
     entries = [_entry(groups, chained, sharding_type) for chained in chain]
     return entries[0] if len(entries) == 1 else dict(enumerate(entries))

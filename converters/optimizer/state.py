@@ -5,7 +5,7 @@
 
 Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
 `param` here). Master weights are fp32 here, also where the file holds remainders (`storage`). Flat buckets store no names:
-the order of parameters follows from the model (`registration`), and what the checkpoint does not tell is tried out on the
+the order of parameters follows from the model (`param_order`), and what the checkpoint does not tell is tried out on the
 values: each candidate must turn master weights into the weights stored beside them.
 """
 

@@ -1,4 +1,4 @@
-"""How master weights are stored: as fp32, or as what the bf16 weights beside them lack (`reading.remainders`).
+"""How master weights are stored: as fp32, or as what the bf16 weights beside them lack (`io.remainders`).
 
 A precision-aware optimizer keeps int16 remainders. Megatron-Core writes them as int16 in `fully_sharded_model_space` and
 `dp_reshardable`; in `fully_reshardable`, `dp_zero_gather_scatter` and `distrib_optim.pt` they pass through fp32 buffers and

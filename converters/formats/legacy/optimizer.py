@@ -2,7 +2,7 @@
 
     plain Adam, SGD, Muon    state by number: the parameters of group after group, each in the order of the model; the fp32
                              master weights in a list of their own, which lacks parameters that are fp32 themselves
-    distrib_optim.pt         flat buffers, see `parallel.buffers`; the order is that of the rank's own model, whose names
+    distrib_optim.pt         flat buffers, see `megatron.buffers`; the order is that of the rank's own model, whose names
                              lie beside it. One array for each state (from 2024-04), or one for each bucket (from 2024-02)
 
     layer_wise_optimizer_N   the same, of those parameters that were dealt out to data-parallel rank N
