@@ -1,4 +1,4 @@
-"""What `megatron.rank_state_dict` gives each rank against the memory of the real megatron-core, and of real legacy checkpoints."""
+"""What `megatron.rank_state_dict` gives each rank against the real megatron-core, in memory and in legacy checkpoints."""
 
 import json
 import zlib

@@ -4,8 +4,8 @@
     fully_reshardable                           optimizer.{0, 1, ..}.optimizer.param_groups
     dp_reshardable, bucket_space, dp_zero       an object for each data-parallel group
 
-A chain of optimizers has one for each algorithm (`megatron.optimizer_parts`), and behind it one for the experts of a job with
-expert parallelism, whose groups are in the same one if the job is layer-wise:
+A chain of optimizers has one for each algorithm (`megatron.optimizer_parts`), and behind it one for the experts of a job
+with expert parallelism, whose groups are in the same one if the job is layer-wise:
 
     ep 1     Adam                Muon, Adam                            ep 2, layer-wise of main:
     ep 2     Adam, its experts   Muon, its experts, Adam               Muon with its experts, Adam
