@@ -407,7 +407,7 @@ BAD = {
     "not JSON": (lambda f: (f / "config.json").write_text("{"), FormatError, "config.json"),
     "a word for a size": (lambda f: cases.rewrite_config(f, hidden_size="wide"), FormatError, "does not take"),
     "no heads": (lambda f: cases.rewrite_config(f, num_attention_heads=0), FormatError, "does not take"),
-    "missing tensor": (lambda f: without(f, NORM), IntegrityError, "not in the folder"),
+    "missing tensor": (lambda f: without(f, NORM), IntegrityError, "the folder lacks"),
     "a row too few": (lambda f: reshaped(f, Q), RequestError, "by config.json"),
     "another width": (lambda f: cases.rewrite_config(f, intermediate_size=60), RequestError, "by config.json"),
     "a tensor too many": (lambda f: added(f, "model.layers.0.mlp.up_proj.scale"), RequestError, "no place"),
@@ -462,7 +462,7 @@ def test_missing_shards_and_an_index_that_lies(tmp_path):
     first = sorted(source.glob("*.safetensors"))[0]
     kept = first.read_bytes()
     first.unlink()
-    with pytest.raises(FormatError, match="shards are missing"):
+    with pytest.raises(FormatError, match="no file for 1 of"):
         plan_import(source, tmp_path / "job", Layout())
     first.write_bytes(kept)
     document["weight_map"][NORM] = sorted({*document["weight_map"].values()} - {document["weight_map"][NORM]})[0]

@@ -181,7 +181,7 @@ def test_a_missing_file(tmp_path):
 def test_folders_of_another_save(tmp_path):
     folder = copy_legacy("legacy_llama_adam_tp2pp2", tmp_path)
     shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
-    assert "belong to no rank" in refused(folder).message
+    assert "belongs to no rank" in refused(folder).message
 
 
 def test_mixed_iterations(tmp_path):

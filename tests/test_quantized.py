@@ -238,7 +238,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (without(f"{UP}_scale_inv"), IntegrityError, "scale"),
         (replaced(f"{UP}_scale_inv", torch.ones(3, 3)), IntegrityError, r"\[3, 3\]"),
         (replaced(f"{UP}_scale_inv", torch.ones(3, dtype=torch.int32)), RequestError, "not understood"),
-        (without(UP), DistckptError, "no place|not in the folder"),
+        (without(UP), DistckptError, "no place|the folder lacks"),
         (stated(weight_block_size=[32, 32]), IntegrityError, "blocks of 32 x 32"),
         (stated(weight_block_size=[0, 8]), DistckptError, "two positive numbers"),
         (stated(quant_method="awq"), RequestError, "awq"),

@@ -3,7 +3,7 @@
 plan = plan_legacy(open_checkpoint("ckpt"), Path("out"), Layout(tp=2, pp=2))
 run_conversion(plan)
 
-`megatron.rank_state_dict` says what a rank has in memory, `formats.legacy.output` how its files look; here is what goes along.
+`megatron.rank_state_dict` says what a rank has in memory, `formats.legacy.output` how its files look; here: what goes along.
 
 | what | rule |
 |---|---|

@@ -49,7 +49,7 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
         count = sum(len(shards[shard]) for shard in missing)
         listed = ", ".join(map(printable, sorted(missing)[:8]))
         text = f"no file for {len(missing)} of {len(shards)} shards: {listed}"
-        raise damaged_file(folder, {missing[0]: text}, f"{count} tensors are in them")
+        raise damaged_file(folder, {missing[0]: text}, counted(count, "tensor", verb="is/are") + " in them")
     return dict(sorted(shards.items()))
 
 

@@ -102,7 +102,8 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     extra = [name for name in names if name not in folders.values()]
     if extra:
         raise FormatError(
-            f"tp {tp}, pp {pp}, ep {ep} leave {counted(len(extra), 'folder')} without a rank: two saves are mixed",
+            f"{counted(len(extra), 'folder', verb='belongs/belong')} to no rank of a job with tp {tp}, pp {pp}, ep {ep}: "
+            "two saves are mixed",
             details=[", ".join(extra[:12])],
             hint="move the folders of the other save away",
         )
