@@ -86,6 +86,8 @@ class TensorInfo:
         unit: Rows and columns of a matrix that are written together: tiles of it are whole squares of that size, of which
             both sides are multiples.
         mean_rows: The last so many rows are not stored: each is the mean of those that are.
+        replicas: Keys of arrays that hold the same elements once more and are not read: the copies of an embedding that two
+            pipeline stages share fill flat buckets of their own.
     """
 
     name: str
@@ -100,6 +102,7 @@ class TensorInfo:
     update: LowRank | None = None
     unit: int = 1
     mean_rows: int = 0
+    replicas: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:

@@ -66,6 +66,7 @@ CASES = {
     "pao16_full_tp2dp2": Modern("pao", ("llama", PAO)),
     "paoM_dpr_dp2": Modern("pao", ("llama", PAO), "--tp 2"),
     "sgd16_tp2": Modern("", ("llama", "SGD")),
+    "tied16_dpr_pp2dp2": Modern("tied", ("qwen2", "dp_reshardable"), "--tp 2 --pp 1"),
 }
 
 

@@ -30,18 +30,22 @@ class Collected:
     Attributes:
         pieces: Tensor -> array (by its identity) -> boxes and the elements of the array where they begin.
         inside: Parameters that begin or end within a stored chunk, not at an edge of one.
+        replicas: Tensor -> keys of the arrays in which it lies once more.
     """
 
     pieces: dict[str, dict[int, list[tuple[Box, int]]]] = field(default_factory=lambda: defaultdict(dict))
     arrays: dict[int, StoredArray] = field(default_factory=dict)
     types: dict[str, DType] = field(default_factory=dict)
     inside: set[str] = field(default_factory=set)
+    replicas: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     def add(self, prefix: str, local: Local, array: StoredArray, kind: DType, at: int) -> None:
         """Notes a parameter that begins at an element of an array, unless it is a replica."""
         if not _at_edges(array, at, at + local.numel):
             self.inside.add(local.name)
         if not local.first:
+            for tensor, _ in local.segments:
+                self.replicas[prefix + tensor].add(array.key)
             return
         for tensor, box in local.segments:
             name = prefix + tensor
@@ -54,7 +58,8 @@ class Collected:
     def tensor(self, name: str, shape: tuple[int, ...], kind: str) -> TensorInfo:
         """The tensor of a name that was noted."""
         parts = tuple(FlatPart(self.arrays[key], tuple(pieces)) for key, pieces in self.pieces[name].items())
-        return TensorInfo(name, self.types[name], shape, kind, parts)
+        replicas = tuple(sorted(self.replicas.get(name, ())))
+        return TensorInfo(name, self.types[name], shape, kind, parts, replicas=replicas)
 
     def missing(self, name: str, shape: Sequence[int]) -> int:
         """How many elements nothing was noted for."""

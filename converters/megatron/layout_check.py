@@ -101,6 +101,16 @@ def check(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) 
             "--first-layers and --last-layers",
             hint="leave --vpp and --pp-layout out",
         )
+    for option, saved, wanted in (
+        ("moe_mlp_glu_interleave_size", args.etp or args.tp, layout.expert_tp),
+        ("moe_shared_expert_glu_interleave_size", args.tp, layout.tp),
+    ):
+        if args.extras.get(option) and saved not in (None, wanted):
+            raise RequestError(
+                f"with {option} {printable(str(args.extras[option]))} the rows of gate and up lie in turn within each "
+                f"tensor-parallel part of the {saved} that saved; no loader of Megatron divides them into {wanted}",
+                hint=f"--{'etp' if 'mlp' in option else 'tp'} {saved}",
+            )
     layout.pipeline(outline.num_layers, outline.mtp_layers)
     return list(_notes(args, layout, outline))
 

@@ -100,7 +100,9 @@ def _rope(model: ModelArgs, notes: list[str]) -> dict[str, Any]:
             )
         return {"use_rope_scaling": True, "rope_scaling_factor": model.rope_factor}
     if kind == "linear":
-        notes.append(f"Megatron-LM ignores that the rotary embedding of this model is scaled by {model.rope_factor:g}")
+        notes.append(
+            f"Megatron-LM before 0.19 ignores that the rotary embedding of this model is scaled by {model.rope_factor:g}"
+        )
         return {"rotary_seq_len_interpolation_factor": model.rope_factor}
     if kind == "yarn":
         values = {argument: getattr(model, name) for argument, name in _ROPE.items()}

@@ -19,6 +19,7 @@ from converters.megatron.model_options import DEFAULTS, read_options
 from converters.megatron.model_shapes import measure
 from converters.megatron.option_values import Facts
 from converters.megatron.part_shapes import odd_shapes
+from converters.megatron.vocabulary import real_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -137,6 +138,7 @@ class ModelArgs:
                 read_options(facts, label, values)
         facts.forget_unused(catalog)
         facts.measure(catalog)
+        facts.count_real_rows(catalog)
         if catalog.args or catalog.config:
             facts.add_defaults(catalog)
         field_names = {f.name for f in fields(cls)}
@@ -207,6 +209,14 @@ class _Collected(Facts):
         tp, pp, cp, world = (values.get(n) for n in ("tp", "pp", "cp", "world_size"))
         if world and tp and pp:
             self.put("dp", world // (tp * pp * (cp or 1)), "args.world_size")
+
+    def count_real_rows(self, catalog: Catalog) -> None:
+        """Puts the tokenizer's size in place of --vocab-size, or nothing if that is not known."""
+        stated, stored = self.values.get("vocab_size"), self.values.get("padded_vocab_size")
+        if stated is None or stored is None or self.source["vocab_size"] != "args.vocab_size":
+            return
+        self.values["vocab_size"], note = real_rows(stated, stored, self.values.get("tp") or 1, catalog.args)
+        self.notes += [note] if note else []
 
     def add_defaults(self, catalog: Catalog) -> None:
         """What an option amounts to that the writing version did not have or did not write out."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, moe_layers, read_pattern
 from converters.megatron.option_values import Facts, as_bool, as_float, as_int, as_str
+from converters.megatron.rope_options import read_rope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -99,6 +100,8 @@ DEFAULTS: dict[str, Any] = {
     "moe_expert_bias": False,
     "mla": False,
 }
+# what is not understood of them stays among the extras, so that neither a default nor absence stands for it
+_NEVER_ASSUMED = {*DEFAULTS, "moe_num_groups", "moe_group_topk", "moe_scaling_factor"}
 # options that change the forward pass, by the value that leaves it unchanged (besides None and absence)
 _EXTRAS: dict[str, Any] = {
     "activation_func_clamp_value": 0,
@@ -118,7 +121,11 @@ _EXTRAS: dict[str, Any] = {
     "linear_attention_freq": 0,
     "moe_apply_probs_on_input": False,
     "moe_latent_size": 0,
+    "moe_mlp_glu_interleave_size": 0,
+    "moe_router_force_biased": 0,
+    "moe_router_force_load_balancing": False,
     "moe_router_topk_limited_devices": 0,
+    "moe_shared_expert_glu_interleave_size": 0,
     "mtp_use_repeated_layer": False,
     "no_rope_freq": 0,
     "qk_l2_norm": False,
@@ -140,10 +147,13 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     """
     for name, (convert, spellings) in NAMES.items():
         for spelling in spellings:
-            value = convert(options.get(spelling))
+            stated = options.get(spelling)
+            value = convert(stated)
             if value is not None:
                 facts.put(name, value, f"{label}.{spelling}")
                 break
+            if stated is not None and name in _NEVER_ASSUMED:  # a rotary base for each layer, say
+                facts.extras.setdefault(spelling, stated)
     for name, neutral in _EXTRAS.items():
         value = options.get(name)
         if value is not None and value is not False and value != neutral:
@@ -151,11 +161,16 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     _read_negated(facts, label, options)
     _read_normalization(facts, label, options)
     _read_activation(facts, label, options)
-    _read_rope(facts, label, options)
+    read_rope(facts, label, options)
     _read_window(facts, label, options)
+    _read_spec(facts, options)
     hybrid = _read_pattern(facts, label, options)
     layers = facts.values.get("num_layers")
     if facts.values.get("num_experts") and layers:
+        balancing = options.get("moe_router_load_balancing_type")
+        kinds = balancing if isinstance(balancing, list | tuple) else (balancing,)
+        if any(kind not in _BALANCED_BY_LOSS for kind in kinds):
+            facts.extras.setdefault("moe_router_load_balancing_type", balancing)
         capacity = as_float(options.get("moe_expert_capacity_factor"))
         if capacity is not None:
             facts.notes.append(
@@ -165,6 +180,9 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
             facts.put("moe_layers", moe_layers(options.get("moe_layer_freq", 1), layers), f"{label}.moe_layer_freq")
 
 
+_BALANCED_BY_LOSS = (None, "none", "aux_loss", "seq_aux_loss", "global_aux_loss")
+"""Values of `moe_router_load_balancing_type` that leave the routing alone; "sinkhorn" and "quantile_balancing" choose and
+weigh experts otherwise (moe/router.py, core_v0.16.1 and later)."""
 _VARIANTS = ("gated_delta_net", "gdn", "gdn2", "dsa")
 """Values of `experimental_attention_variant`, core 0.16 to 0.20; the first is the second's older name."""
 
@@ -233,17 +251,27 @@ _NAMED_ACTIVATIONS = {
     "squared-relu": "relu2",
     "squared_relu": "relu2",
     "openai_gelu": "gelu_tanh",
+    "fast_gelu": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
+
+
+def _function_name(named: Any) -> str:
+    """Name of a function that a configuration gives as text, as an inert pickled value, or with arguments bound to it."""
+    if not isinstance(named, dict):
+        return str(named if isinstance(named, str) else getattr(named, "name", "")).rsplit(".", 1)[-1]
+    text = str(named.get("_target_", "")).rsplit(".", 1)[-1]
+    bound = {name: value for name, value in named.items() if name not in ("_target_", "_partial_", "_call_")}
+    if text == "gelu" and bound == {"approximate": "tanh"}:
+        return "gelu_tanh"
+    return f"{text} with {bound}" if bound else text
 
 
 def _read_activation(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     """Megatron-LM has one flag per activation; Bridge and NeMo 2 name a function; NeMo 1 a string."""
     named = options.get("activation_func", options.get("activation"))
     if named is not None:
-        if not isinstance(named, str):
-            named = named.get("_target_", "") if isinstance(named, dict) else getattr(named, "name", "")
-        text = str(named).rsplit(".", 1)[-1]
+        text = _function_name(named)
         source = f"{label}.activation_func" if "activation_func" in options else f"{label}.activation"
         gated = as_bool(options.get("gated_linear_unit"))
         facts.put("gated", text.endswith("glu") if gated is None else gated, source)
@@ -274,87 +302,6 @@ def _read_activation(facts: Facts, label: str, options: Mapping[str, Any]) -> No
         facts.put("activation", "gelu_tanh" if tanh else "gelu", f"{label}.bias_gelu_fusion")
 
 
-def _read_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
-    if options.get("use_rotary_position_embeddings") is True:  # Megatron-LM before 0.4
-        facts.override("position_embedding_type", "rope", f"{label}.use_rotary_position_embeddings")
-    if as_bool(options.get("multi_latent_attention")):
-        _read_mla_rope(facts, label, options)
-        return
-    linear = as_float(options.get("seq_len_interpolation_factor", options.get("rotary_seq_len_interpolation_factor")))
-    kind, numbers, source = None, {}, ""
-    if options.get("position_embedding_type") == "yarn":
-        kind, source, numbers = "yarn", "position_embedding_type", _yarn(options)
-        if options.get("yarn_correction_range_round_to_int") is False:
-            facts.extras["yarn_correction_range_round_to_int"] = False
-    elif options.get("use_rope_scaling") is True or options.get("rope_scaling") is True:
-        kind, source = "llama3", "use_rope_scaling" if "use_rope_scaling" in options else "rope_scaling"
-        # rotary_pos_embedding.py fixes all but the factor
-        numbers = {"rope_factor": _first(options, "rope_scaling_factor") or 8.0, **_LLAMA3}
-        if label == "args" and numbers["rope_factor"] != 8:
-            # GPTModel's default applies: no version of Megatron-LM's model builder (0.6 to 0.20) passes the argument on
-            facts.notes.append(f"Megatron-LM ignores rope_scaling_factor {numbers['rope_factor']:g} and scales by 8")
-            numbers["rope_factor"] = 8.0
-    elif as_float(options.get("scale_factor")) and options.get("old_context_len"):  # NeMo 2 Llama31Config
-        kind, source = "llama3", "scale_factor"
-        numbers = {name: _first(options, old) for name, old in _NEMO_LLAMA3.items()}
-    if linear and linear != 1:
-        if label == "args":
-            facts.notes.append(f"Megatron-LM ignores rotary_seq_len_interpolation_factor {linear:g}")
-        elif kind:
-            facts.extras["seq_len_interpolation_factor"] = linear
-        else:
-            kind, source, numbers = "linear", "seq_len_interpolation_factor", {"rope_factor": linear}
-    _put_rope(facts, kind, numbers, f"{label}.{source}")
-
-
-def _read_mla_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
-    """MLA looks at rope_type alone, whose default is yarn (multi_latent_attention.py, core 0.10 to 0.20)."""
-    numbers = _yarn(options)
-    if (options.get("rope_type") or "yarn") == "yarn":
-        if (as_float(numbers["rope_factor"]) or 1.0) > 1:  # with a factor of 1, yarn is the plain embedding
-            _put_rope(facts, "yarn", numbers, f"{label}.rope_type")
-    elif (as_float(numbers["rope_factor"]) or 1.0) > 1 and as_float(options.get("mscale_all_dim")):
-        facts.extras["mscale_all_dim"] = options["mscale_all_dim"]  # scales the softmax without scaling the rotation
-
-
-def _yarn(options: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's numbers; those that the command line cannot set are defaults of MLATransformerConfig."""
-    numbers = {name: _first(options, f"yarn_{old}", old) for name, (old, _) in _YARN.items()}
-    return {name: _YARN[name][1] if value is None else value for name, value in numbers.items()}
-
-
-def _put_rope(facts: Facts, kind: str | None, numbers: Mapping[str, Any], source: str) -> None:
-    facts.put("rope_scaling", kind, source)
-    for name, value in numbers.items():
-        facts.put(name, as_int(value) if name.endswith("embeddings") else as_float(value), source)
-
-
-_LLAMA3 = {
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_max_position_embeddings": 8192,
-}
-_NEMO_LLAMA3 = {
-    "rope_factor": "scale_factor",
-    "rope_low_freq_factor": "low_freq_factor",
-    "rope_high_freq_factor": "high_freq_factor",
-    "rope_original_max_position_embeddings": "old_context_len",
-}
-# field -> option, default (core 0.14 transformer_config.py, MLATransformerConfig)
-_YARN: dict[str, tuple[str, Any]] = {
-    "rope_factor": ("rotary_scaling_factor", 40.0),
-    "rope_original_max_position_embeddings": ("original_max_position_embeddings", None),
-    "rope_beta_fast": ("beta_fast", 32.0),
-    "rope_beta_slow": ("beta_slow", 1.0),
-    "rope_mscale": ("mscale", 1.0),
-    "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
-}
-
-
-def _first(options: Mapping[str, Any], *names: str) -> Any:
-    return next((options[name] for name in names if options.get(name) is not None), None)
-
-
 def _read_window(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     window = options.get("window_size")
     if isinstance(window, str):
@@ -362,3 +309,29 @@ def _read_window(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     if isinstance(window, list | tuple) and window and as_int(window[0]) is not None and window[0] >= 0:
         # (left, right): a query sees `left` keys before itself, and itself
         facts.put("window_size", int(window[0]) + 1, f"{label}.window_size")
+    elif window is not None and not (isinstance(window, list | tuple) and window and as_int(window[0]) is not None):
+        facts.extras.setdefault("window_size", window)
+
+
+def _read_spec(facts: Facts, options: Mapping[str, Any]) -> None:
+    """Modules of somebody's own compute what they like, whatever their tensors are called.
+
+    Megatron-LM's `spec` is a module and what to take of it; Bridge and NeMo 2 write the function that makes one.
+    """
+    for name in ("spec", "transformer_layer_spec", "mamba_stack_spec", "hybrid_stack_spec"):
+        spec = options.get(name)
+        if isinstance(spec, dict):
+            spec = spec.get("_target_")
+        text = ".".join(map(str, spec)) if isinstance(spec, list | tuple) else spec
+        if not isinstance(text, str) or not text or text == "local" or text.startswith("megatron.core."):
+            continue
+        if text.rpartition(".")[2] not in _PLAIN_SPECS:
+            facts.extras.setdefault(name, text)
+
+
+# functions of Bridge's providers and NeMo's model classes that choose among Megatron-Core's own layers
+_PLAIN_SPECS = {
+    *("default_layer_spec", "local_layer_spec", "transformer_engine_layer_spec", "transformer_engine_full_layer_spec"),
+    *("quantization_layer_spec", "mtp_block_spec", "modelopt_transformer_layer_spec", "modelopt_mamba_stack_spec"),
+    *("transformer_engine_mamba_stack_spec", "get_default_mamba_stack_spec", "default_stack_spec", "mamba_stack_spec"),
+}

@@ -1,8 +1,8 @@
-"""How many rows the embedding has at another layout: the vocabulary is padded for the tensor-parallel ranks. No I/O."""
+"""How many rows of an embedding are real, and how many it has at another layout: it is padded for the ranks. No I/O."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.box import Box
 from converters.errors import RequestError
@@ -12,11 +12,19 @@ from converters.names import parameter_of
 from converters.planning.plan import Drop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Mapping
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 
     from converters.catalog import Catalog, TensorInfo
 
-__all__ = ["embedding_name", "is_embedding", "is_vocabulary", "padding_rows", "vocabulary_rows"]
+__all__ = [
+    "embedding_name",
+    "end_of_documents",
+    "is_embedding",
+    "is_vocabulary",
+    "padding_rows",
+    "real_rows",
+    "vocabulary_rows",
+]
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = frozenset(
@@ -53,6 +61,63 @@ def padding_rows(sources: Mapping[str, TensorInfo], rows: Callable[[str, TensorI
         name = parameter_of(source)
         if info.shape and is_vocabulary(name) and (kept := rows(name, info)) < info.shape[0]:
             yield Drop(source, Box.rows(info.shape, kept), "padding rows of the vocabulary")
+
+
+def real_rows(stated: int, stored: int, tp: int, args: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Rows of the vocabulary that are not padding, and what a person should know of that; None if nothing says.
+
+    Megatron-LM pads the tokenizer's size, which is not always --vocab-size. Of a NullTokenizer that is the size without
+    the token that ends a document, until core 0.18 took it for the whole size; TikToken cuts its vocabulary to it; all
+    other tokenizers have a size of their own and do not look at it (training/tokenizer/tokenizer.py, core_v0.6.0 to
+    core_v0.16.1; core/tokenizers/utils/build_tokenizer.py, core_v0.17.0 and later).
+
+    Args:
+        stated: --vocab-size.
+        stored: Rows of the embedding.
+        tp: Tensor-parallel size of the job that saved.
+        args: Its arguments.
+    """
+    tokenizer, divisible = args.get("tokenizer_type"), args.get("make_vocab_size_divisible_by")
+    if not isinstance(tokenizer, str) or not isinstance(divisible, int) or divisible < 1 or tp < 1:
+        return stated, ""
+    fits = padded_vocab(stated, divisible, tp) == stored
+    if _adds_one(args):
+        # where both would fit, nobody knows whether the job had the tokenizer or a --padded-vocab-size: `end_of_documents`
+        if padded_vocab(stated + 1, divisible, tp) == stored and not fits:
+            return stated + 1, f"row {stated} of the vocabulary ends documents: {tokenizer} has it beside --vocab-size"
+        return stated, ""
+    if tokenizer in ("NullTokenizer", "TikTokenizer") or fits or stated >= stored:
+        return stated, ""
+    return None, (
+        f"the argument vocab_size {stated} is not what the embedding's {stored} rows were padded from, and a {tokenizer} "
+        "does not look at it"
+    )
+
+
+def _adds_one(args: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer's size is --vocab-size and one token more, which ends documents."""
+    tokenizer = args.get("tokenizer_type")
+    old = tokenizer == "NullTokenizer" and "null_tokenizer_eod_id" not in args  # an argument of 0.18 and later
+    return old or tokenizer == "NullMultimodalTokenizer"
+
+
+def end_of_documents(drops: Iterable[Drop], args: Mapping[str, Any]) -> tuple[str, ...]:
+    """A note, if what is left out as padding may be a token that a job was trained with.
+
+    Args:
+        drops: What is left out of a checkpoint.
+        args: The arguments of the job that saved it.
+    """
+    row = args.get("vocab_size")
+    if not isinstance(row, int) or not _adds_one(args):
+        return ()
+    boxes = (drop.box for drop in drops if is_vocabulary(drop.source) and drop.box is not None)
+    if not any(box.start[0] <= row < box.stop[0] for box in boxes):
+        return ()
+    return (
+        f"row {row} of the embedding is left out as padding; if the job's data ended documents with the token of "
+        f"{args['tokenizer_type']}, it is that one (--vocab-size {row + 1} keeps it)",
+    )
 
 
 def vocabulary_rows(

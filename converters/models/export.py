@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
+from converters.megatron.vocabulary import end_of_documents
 from converters.models.config import KEYS
 from converters.models.rules import Emit
 from converters.planning.plan import Drop, pieces_of
@@ -106,7 +107,7 @@ def map_to_hf(
         drops=out.drops,
         config=model.config(shown, vocab_size=vocab, dtype=written),
         generation_config=model.generation_config(shown),
-        notes=[*notes, *_doubts(args), *model.remarks(args)],
+        notes=[*notes, *end_of_documents(out.drops, catalog.args), *_doubts(args), *model.remarks(args)],
     )
 
 

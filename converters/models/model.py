@@ -90,9 +90,13 @@ class Model:
     def unexpressible(self, args: ModelArgs) -> list[str]:
         """What of a model this architecture cannot express, as sentences; empty if it fits."""
         out = [text for name, allowed in self.needs.items() if (text := _misfit(name, args.fact(name), allowed))]
-        unknown = {name: value for name, value in args.extras.items() if name not in self.needs}
+        fields = args.__dataclass_fields__
+        unknown = {name: value for name, value in args.extras.items() if name not in self.needs or name in fields}
         extras = ((name, describe(value, max_depth=2, max_nodes=16)) for name, value in unknown.items())
-        out += [f"{name} = {value!r:.200} changes the forward pass" for name, value in extras]
+        out += [
+            f"{name} = {value!r:.200} {'is not understood' if name in fields else 'changes the forward pass'}"
+            for name, value in extras
+        ]
         if args.rope_scaling == "yarn" and args.rope_original_max_position_embeddings is None:
             out.append("the length that yarn extends (original_max_position_embeddings) is not known")
         if self.hybrid:

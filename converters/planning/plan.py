@@ -268,7 +268,7 @@ def account(stored: Mapping[str, TensorInfo], used: Mapping[str, TensorInfo], dr
 
     Args:
         stored: What a checkpoint holds.
-        used: What is read of it. A flat bucket is used if a parameter in it is.
+        used: What is read of it. A flat bucket is used if a parameter in it is, or lies in another one, too.
         dropped: Names of what is left out.
 
     Raises:
@@ -276,7 +276,7 @@ def account(stored: Mapping[str, TensorInfo], used: Mapping[str, TensorInfo], dr
     """
     left = stored.keys() - used.keys()
     left -= set(dropped) if left else set()
-    keys = {key for info in used.values() for key in info.keys} if left else set()
+    keys = {key for info in used.values() for key in (*info.keys, *info.replicas)} if left else set()
     # a tensor without elements has none to lose: no copy names it
     lost = [n for n, info in stored.items() if n in left and info.numel and keys.isdisjoint(info.keys)]
     if lost:

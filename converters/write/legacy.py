@@ -41,7 +41,7 @@ from converters.megatron.extra_states import with_extra_states
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
-from converters.megatron.vocabulary import embedding_name, padding_rows
+from converters.megatron.vocabulary import embedding_name, end_of_documents, padding_rows
 from converters.names import fold, parse_key, quoted
 from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
@@ -142,7 +142,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
         folder=writer.folder,
         extra_files={TRACKER: tracker(writer.folder)},
         dropped=(*writer.dropped, *beside.dropped),
-        notes=(*notes, *state.notes, *writer.notes()),
+        notes=(*notes, *end_of_documents(drops, catalog.args), *state.notes, *writer.notes()),
         summary=(*summary, *beside.summary),
         facts=facts,
         advice=(f"start the job with {writer.flags(destination)}",),

@@ -17,6 +17,7 @@ from converters.megatron.damage import refuse_contradictions, refuse_damaged, re
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.outline import Outline
+from converters.megatron.vocabulary import end_of_documents
 from converters.names import MASTER, printable, quoted, state_names
 from converters.optimizer.proof import Masters
 from converters.optimizer.read_groups import read_param_groups
@@ -112,7 +113,8 @@ def plan_reshard(
     extra = _extra_files(output, state, around, options)
     beside = files_beside(catalog, "torch_dist", folder, layout, written={*extra, *(file.name for file in files)})
     files += beside.files
-    job = options.job(reader, draft.sources, output, files, seals=output, drops=targets.drops(draft.sources))
+    drops = list(targets.drops(draft.sources))
+    job = options.job(reader, draft.sources, output, files, seals=output, drops=drops)
     summary, facts = describe(catalog, layout, options.optimizer, state.changed)
     return ReshardPlan(
         command="reshard",
@@ -122,7 +124,13 @@ def plan_reshard(
         folder=folder,
         extra_files=extra,
         dropped=(*_unused(catalog, options), *state.dropped, *around.dropped, *beside.dropped),
-        notes=(*draft.notes, *_loader_notes(groups), *state.notes, *around.notes),
+        notes=(
+            *draft.notes,
+            *end_of_documents(drops, catalog.args),
+            *_loader_notes(groups),
+            *state.notes,
+            *around.notes,
+        ),
         summary=(*summary, *beside.summary),
         facts={**facts, "objects": len(state.objects)},
         advice=(

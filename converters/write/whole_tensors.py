@@ -18,7 +18,7 @@ from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.pipeline import Pipeline
 from converters.megatron.rank_state_dict import LocalModel
-from converters.megatron.vocabulary import is_embedding, is_vocabulary
+from converters.megatron.vocabulary import end_of_documents, is_embedding, is_vocabulary
 from converters.names import StateName, printable, state_names
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Global
@@ -148,7 +148,7 @@ def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
         rows = copy.source_box.stop[0] if shape else 0
         if is_vocabulary(copy.source) and rows < shape[0]:
             drops.append(Drop(copy.source, Box.rows(shape, rows), "padding rows of the vocabulary"))
-    return Content("megatron", tensors, catalog.weights, drops)
+    return Content("megatron", tensors, catalog.weights, drops, end_of_documents(drops, catalog.args))
 
 
 # ---------------------------------------------------------------------- the state of training
