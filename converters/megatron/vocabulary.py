@@ -115,8 +115,8 @@ def end_of_documents(drops: Iterable[Drop], args: Mapping[str, Any]) -> tuple[st
     if not any(box.start[0] <= row < box.stop[0] for box in boxes):
         return ()
     return (
-        f"row {row} of the embedding is left out as padding; if the job's data ended documents with the token of "
-        f"{args['tokenizer_type']}, it is that one (--vocab-size {row + 1} keeps it)",
+        f"row {row} of the embedding is left out as padding; --vocab-size {row + 1} keeps it, should it be the token with "
+        f"which {args['tokenizer_type']} ended documents",
     )
 
 
