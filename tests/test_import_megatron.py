@@ -39,7 +39,7 @@ def expected(root, into):
     """Every tensor, whole and without padding, under the names on disk."""
     found, experts = {}, {}
     for name, bits in megatron_bits(root).items():
-        value = torch.from_numpy(bits).view(torch.bfloat16)
+        value = torch.from_numpy(bits).view({2: torch.bfloat16, 4: torch.float32}[bits.itemsize])
         value = value[:251] if name.startswith(("embedding.word", "output_layer")) else value
         if hit := re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", name):
             experts.setdefault(f"{hit[1]}.experts.{hit[3]}", {})[int(hit[2])] = value
@@ -57,9 +57,10 @@ def load(root, truth, layout, arguments, *more):
     assert code == 0, answer
 
 
-CASES = ["llama", "mixtral", "mistral"]
+CASES = ["llama", "mixtral", "mistral", "glm4_moe"]
 MORE = ["qwen2", "qwen3", "gpt2", "starcoder2", "llama_bias_tied", "qwen3_moe", "gpt_neox"]
 MORE += ["phi3", "ministral", "smollm3", "seed_oss", "glm", "ernie4_5", "arcee", "granite", "granitemoe", "gpt_oss"]
+MORE += ["glm4_moe_plain"]
 
 
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
@@ -79,3 +80,14 @@ def test_megatron_computes_the_logits_of_transformers(name, tmp_path):
     if name not in MORE:
         imported(tmp_path / "hf", tmp_path / "job4", Layout(tp=2, pp=3), iteration=10)
         load(tmp_path / "job4", truth, {"tp": 2, "pp": 3}, arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("qwen3_next", {"tp": 2}), ("bamba", {"pp": 2}), ("nemotron_h_dense", {"tp": 2})]
+)
+def test_megatron_loads_what_a_cpu_cannot_compute(name, layout, tmp_path):
+    """Mamba and gated delta nets: the real modules without their kernels take every tensor, strictly, bit for bit."""
+    cases.save(name, tmp_path / "hf", **({"linear_num_value_heads": 4} if name == "qwen3_next" else {}))
+    imported(tmp_path / "hf", tmp_path / "job", Layout(**layout), iteration=10)
+    truth = expected(tmp_path / "job", tmp_path / "truth.safetensors")
+    load(tmp_path / "job", truth, layout, model_arguments(tmp_path / "job"))

@@ -13,8 +13,10 @@ from megatron.core import mpu, tensor_parallel
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LAYERS = "decoder.layers."
@@ -70,8 +72,23 @@ BASE = {
     "moe_router_group_topk": None,
     "moe_shared_expert_intermediate_size": None,
     "moe_shared_expert_gate": False,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_dtype": None,
     "moe_grouped_gemm": False,
     "mtp_num_layers": None,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "linear_attention_freq": None,
+    "linear_conv_kernel_dim": None,
+    "linear_key_head_dim": None,
+    "linear_value_head_dim": None,
+    "linear_num_key_heads": None,
+    "linear_num_value_heads": None,
+    "hybrid_override_pattern": None,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": None,
     "init_method_std": 0.02,
     "attention_dropout": 0.0,
     "hidden_dropout": 0.0,
@@ -142,6 +159,11 @@ def build_model(args):
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"),
         *("expert_tensor_parallel_size", "rotary_interleaved", "window_attn_skip_freq", "no_rope_freq"),
         *("activation_func_clamp_value", "glu_linear_offset", "softmax_type"),
+        *("moe_router_enable_expert_bias", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
+        *("moe_router_group_topk", "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate"),
+        *("attention_output_gate", "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+        *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
     ]
     activation = quick_gelu if args.quick_geglu else squared_relu if args.squared_relu else F.gelu
     activation = F.silu if args.swiglu else activation
@@ -164,14 +186,29 @@ def build_model(args):
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
-    )
-    if args.num_experts:
-        # TransformerEngine's layers, where nearly every real MoE checkpoint comes from, keep this norm apart.
-        del spec.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."]
+    if isinstance(args.moe_layer_freq, list):
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=args.num_experts, qk_layernorm=args.qk_layernorm, normalization=args.normalization
+        )
+    for layer in getattr(spec, "layer_specs", [spec]):
+        if layer.submodules.mlp.module is MoELayer:
+            # TransformerEngine's layers, where nearly every real MoE checkpoint comes from, keep this norm apart.
+            layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # layers share theirs
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
-    model = GPTModel(
+    kind = GPTModel
+    if args.experimental_attention_variant or args.hybrid_override_pattern:
+        from oracle import mixers  # which needs modules that other models do not
+    if args.experimental_attention_variant == "gated_delta_net":
+        offset = get_transformer_layer_offset(config)
+        pattern = args.linear_attention_freq[offset : offset + len(spec.layer_specs)]
+        spec = mixers.with_delta_nets(spec, pattern)
+    if args.hybrid_override_pattern is not None:
+        spec = mixers.stack_spec(spec.submodules.self_attention)
+        kind = mixers.stack(args.hybrid_override_pattern)
+    more = {"rope_scaling": args.use_rope_scaling} if kind is GPTModel else {}
+    model = kind(
         config,
         spec,
         vocab_size=args.padded_vocab_size,
@@ -182,9 +219,13 @@ def build_model(args):
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
+        **more,
     )
-    return model.to(args.params_dtype)  # norms too, as Megatron's Float16Module does
+    model = model.to(args.params_dtype)  # norms too, as Megatron's Float16Module does
+    for name, buffer in model.named_buffers():
+        if name.endswith("expert_bias"):
+            buffer.data = buffer.data.float()  # as its router does with each batch
+    return model
 
 
 def sharded_state(model, per_layer=False):
