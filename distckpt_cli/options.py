@@ -14,7 +14,7 @@ import typer
 from converters.errors import RequestError
 from converters.io.memory import default_threads
 from converters.remote.patience import RETRY_SECONDS, retry_for
-from distckpt_cli.choices import DEVICES, Words, check_choice, check_device, choice
+from distckpt_cli.choices import Words, check_choice, choice
 from distckpt_cli.console import Console, UsageProblem, parse_size
 
 __all__ = [
@@ -149,18 +149,6 @@ class Looking(Running):
             "several machines the working directory.",
         ),
     ] = None
-    device: Annotated[
-        str,
-        resources(
-            metavar="WHERE",
-            help="Where values are looked at: cpu, cuda, cuda:N or auto (a GPU, if there is one and it pays).",
-            autocompletion=DEVICES.complete,
-        ),
-    ] = "cpu"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_device(self.device)
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:

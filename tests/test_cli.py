@@ -111,7 +111,7 @@ def test_about(command, capsys):
         (["diff", "a", "b", "--rtol", "x"], "--rtol takes a number"),
         (["export-hf", "a", "b", "--progress", "fancy"], "--progress 'fancy' is not a choice"),
         (["export-hf", "a", "b", "--device", "gpu"], "--device 'gpu' is not a choice"),
-        (["verify", "a", "--device", "cuda:x"], "--device 'cuda:x' is not a choice"),
+        (["reshard", "a", "b", "--device", "cuda:x"], "--device 'cuda:x' is not a choice"),
         (["export-hf", "a", "b", "--arch", "foo"], "unknown architecture 'foo'"),
         (["diff", "a", "b", "--arch", "foo"], "unknown architecture 'foo'"),
         (["export-hf", "a", "b", "--dtype", "int8"], "cannot cast to 'int8'"),

@@ -16,7 +16,7 @@ from converters.errors import IntegrityError, RequestError
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.io import gather
-from converters.io.arithmetic import OnHost, unequal
+from converters.io.arithmetic import Arithmetic, unequal
 from converters.io.remainders import join_masters
 from converters.loading.loader import load as load_ranks
 from converters.megatron.layout import Layout
@@ -94,7 +94,7 @@ def test_a_number_in_the_middle_rounds_up_or_to_even():
         ([0x3F80, 0x3F82, 0xBF80, 0x3F81], 0),
         ([0x3F82, 0x3F81, 0xBF82, 0x3F80], 4),
     ):
-        assert unequal(OnHost(), middle, np.array(weight, "<u2"), fp32, bf16)[0] == wrong
+        assert unequal(Arithmetic(), middle, np.array(weight, "<u2"), fp32, bf16)[0] == wrong
 
 
 @pytest.mark.parametrize("name", NAMES)

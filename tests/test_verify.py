@@ -29,7 +29,7 @@ from converters.errors import Interrupted, RequestError
 from converters.events import FileDone, Moved, PlanReady, StopFlag
 from converters.execute.manifest import MEGATRON, read_manifest, write_manifest
 from converters.formats import open_checkpoint
-from converters.io.arithmetic import OnHost, examined
+from converters.io.arithmetic import Arithmetic, examined
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields
 from converters.verification.report import Check
@@ -374,7 +374,9 @@ def stats_of(values: np.ndarray, kind: str = "float32") -> tuple[TensorInfo, dic
     half = max(1, values.size // 2)
     for part in (values.reshape(-1)[:half], values.reshape(-1)[half:]):
         bits = part.view(f"u{values.itemsize}")
-        one.add(Box.whole(bits.shape), examined(OnHost(), lambda on, block: count(on, block, info.dtype), bits), [bits])
+        one.add(
+            Box.whole(bits.shape), examined(Arithmetic(), lambda on, block: count(on, block, info.dtype), bits), [bits]
+        )
     return info, one.document()
 
 

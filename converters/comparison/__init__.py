@@ -33,7 +33,6 @@ def diff(
     follow_links: bool = False,
     max_memory: int = 64 << 20,
     threads: int | None = None,
-    device: str = "cpu",
     listener: Listener | None = None,
     stop: StopFlag | None = None,
 ) -> DiffReport:
@@ -56,7 +55,6 @@ def diff(
         follow_links: Files of both may be links out of their folders.
         max_memory: Bytes of buffers.
         threads: Workers; None takes one for each core, 4 at most.
-        device: Where values are compared: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one and it pays.
         listener: Told about progress; see `converters.events`.
         stop: Polled between tiles; set it to end.
 
@@ -84,7 +82,6 @@ def diff(
         arch=arch,
         max_memory=max_memory,
         threads=default_threads() if threads is None else threads,
-        device=device,
     )
     plan = plan_diff(
         open_checkpoint(a, follow_links=follow_links), open_checkpoint(b, follow_links=follow_links), options

@@ -16,7 +16,7 @@ from converters.comparison.facts import Fact, Facts, compare_arguments, compare_
 from converters.comparison.folders import comparable
 from converters.comparison.pairs import Side, match
 from converters.comparison.report import DiffReport, TensorReport
-from converters.comparison.run import blaming, comparison_device, read_values, stretches, tile_size
+from converters.comparison.run import blaming, read_values, stretches, tile_size
 from converters.comparison.trees import ABSENT
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
@@ -54,7 +54,6 @@ class DiffOptions:
         arch: Architecture of a Hugging Face folder beside a Megatron checkpoint; None to find out.
         max_memory: Bytes of buffers.
         threads: Workers in this process.
-        device: Where values are compared: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it pays.
     """
 
     tolerance: Tolerance | None = None
@@ -65,7 +64,6 @@ class DiffOptions:
     arch: str | None = None
     max_memory: int = 64 * MIB
     threads: int = 2
-    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -203,7 +201,6 @@ def run_diff(
         scratch: Folder in which they meet.
 
     Raises:
-        RequestError: There is no such device, or too little memory on it.
         IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
         FormatError: A file cannot be read.
         Interrupted: Asked to stop.
@@ -216,13 +213,10 @@ def run_diff(
         "diff", plan.fingerprint, threads=plan.threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop
     )
     with crew:
-        device, note = comparison_device(
-            plan.options.device, plan.nbytes, plan.threads, plan.tile_bytes, plan.sides, ranks
-        )
         if crew.leads and listener is not None:
             memory = plan.threads * 6 * plan.tile_bytes
             listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
-            for text in (*plan.notes, *([note] if note else [])):
+            for text in plan.notes:
                 listener(Note(text))
         values = read_values(
             crew,
@@ -231,7 +225,6 @@ def run_diff(
             plan.sides,
             tile_bytes=plan.tile_bytes,
             tolerance=plan.options.tolerance,
-            device=device,
         )
         for side, before in zip(plan.sides, plan.prints, strict=True):
             if fingerprint_of(side.reader) != before:

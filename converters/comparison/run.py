@@ -4,7 +4,7 @@
                                                compare -> a few numbers, added up in the order of the tiles
     B  pieces in its files --gather--> tile --'
 
-A worker holds a tile of each side, on a GPU a few of them; nothing grows with the model. Every byte is read once, and each
+A worker holds a tile of each side; nothing grows with the model. Every byte is read once, and each
 record's checksum is compared on the way.
 """
 
@@ -20,8 +20,7 @@ from converters.comparison.values import Apart, Difference, prepared, prepared_t
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Moved
 from converters.io.arithmetic import BLOCK
-from converters.io.block_runner import TileChecker, looking_device
-from converters.io.device import Host
+from converters.io.block_runner import TileChecker
 from converters.io.gather import Gatherer
 from converters.io.sources import Sources
 from converters.names import quoted
@@ -31,18 +30,15 @@ from converters.planning.routes import landing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
     from converters.comparison.pairs import Matching, Side
     from converters.comparison.values import Tolerance
-    from converters.execute.ranks import Ranks
     from converters.execute.work_sharing import Crew
-    from converters.io.device import Device
     from converters.planning.plan import Copy
 
-__all__ = ["Values", "WorkItem", "blaming", "comparison_device", "read_values", "stretches", "tile_size"]
+__all__ = ["Values", "WorkItem", "blaming", "read_values", "stretches", "tile_size"]
 
 MIB = 1 << 20
 _TILE = 2 * MIB
@@ -98,28 +94,6 @@ def tile_size(max_memory: int, threads: int) -> tuple[int, int]:
     return tile, max(1, min(threads, max_memory // (6 * tile + _BLOCKS)))
 
 
-def comparison_device(
-    requested: str, nbytes: int, threads: int, tile_bytes: int, sides: tuple[Side, Side], ranks: Ranks | None
-) -> tuple[Device, str | None]:
-    """Where values are compared, and a sentence about it if a person should know; see `looking_device`.
-
-    Args:
-        requested: The device that was asked for.
-        nbytes: Bytes to compare, of both sides.
-        threads: Workers in this process.
-        tile_bytes: Bytes of a tile of one side.
-        sides: The checkpoints.
-        ranks: This process among those that were started together.
-
-    Raises:
-        RequestError: There is no such device, or too little memory on it.
-    """
-    least = min((t.dtype.itemsize for side in sides for t in side.tensors.values()), default=1)
-    local = ranks.local if ranks else 0
-    tile, elements = 2 * tile_bytes, tile_bytes // least
-    return looking_device(requested, nbytes, threads=threads, tile_bytes=tile, elements=elements, local_rank=local)
-
-
 def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
     """Cuts the work into parts of about equal size, in the order of the pairs; the same on every rank."""
     source, target = sides[1 - matching.shown].tensors, sides[matching.shown].tensors
@@ -155,7 +129,6 @@ def read_values(
     *,
     tile_bytes: int,
     tolerance: Tolerance | None,
-    device: Device | None = None,
 ) -> Values:
     """Compares the elements of all pairs.
 
@@ -166,16 +139,13 @@ def read_values(
         sides: The checkpoints.
         tile_bytes: Bytes of a tile.
         tolerance: How far apart values may be; None asks for equal bits.
-        device: Where they are compared; by default the host.
 
     Raises:
-        RequestError: The device ran out of memory.
         IntegrityError: A record does not match its checksum; the error says of which side.
         FormatError: A file cannot be read.
         Interrupted: Asked to stop.
     """
-    device = device or Host()
-    shared = _Shared(crew, matching, sides, tile_bytes, tolerance, device)
+    shared = _Shared(crew, matching, sides, tile_bytes, tolerance)
     results = crew.map(work, lambda: _Worker(shared), shared.leave)
     differences = [(Difference(), Difference()) for _ in matching.pairs]
     for number in sorted(results):
@@ -195,10 +165,8 @@ class _Shared:
         sides: tuple[Side, Side],
         tile_bytes: int,
         tolerance: Tolerance | None,
-        device: Device,
     ) -> None:
         self.crew, self.matching, self.tile_bytes, self.tolerance = crew, matching, tile_bytes, tolerance
-        self.device = device
         self.tensors = [{**side.tensors, **matching.reshaped} if side.is_hf else side.tensors for side in sides]
         self.sides = sides
         self.sources = [Sources(side.reader, each) for side, each in zip(sides, self.tensors, strict=True)]
@@ -235,8 +203,7 @@ class _Worker:
 
     def __init__(self, shared: _Shared) -> None:
         self._shared = shared
-        device, tile_bytes = shared.device, 2 * shared.tile_bytes
-        self._checker = TileChecker(shared.sources, device=device, tile_bytes=tile_bytes, check=shared.crew.check)
+        self._checker = TileChecker(shared.sources, check=shared.crew.check)
         self.close = self._checker.close
 
     def do(self, task: WorkItem) -> list[Any]:
@@ -250,7 +217,6 @@ class _Worker:
             out = differences.setdefault((at, padding), Difference())
             for tile in self._tiles(copy, box):
                 self._compare(copy, tile, out)
-        self._checker.flush()
         return [(*where, _packed(difference)) for where, difference in differences.items()]
 
     def _tiles(self, copy: Copy, box: Box) -> Iterator[Box]:
@@ -270,28 +236,27 @@ class _Worker:
         return tensors[1 - shown][copy.source], tensors[shown][copy.target]
 
     def _compare(self, copy: Copy, tile: Box, out: Difference) -> None:
-        """Takes a tile in; `out` has it when the examiner has looked at it."""
+        """Takes a tile in."""
         shown = self._shared.matching.shown
         source, target = self._infos(copy)
         part = landing(reversed_copy(copy), tile)
         kind = prepared_type(source.dtype, copy.op, target.dtype)
 
-        def theirs(gatherer: Gatherer, into: NDArray[np.uint8] | None) -> NDArray[Any]:
+        def theirs(gatherer: Gatherer) -> NDArray[Any]:
             with blaming(self._shared.sides[1 - shown]):
-                bits = gatherer.gather(copy.source, part, into if copy.op is Op.COPY else None)
+                bits = gatherer.gather(copy.source, part)
             self._shared.crew.moved(Moved(bits.nbytes), bits.nbytes)
             return prepared(bits, source.dtype, copy.op, target.dtype).reshape(tile.shape)
 
-        def ours(gatherer: Gatherer, into: NDArray[np.uint8] | None) -> NDArray[Any]:
+        def ours(gatherer: Gatherer) -> NDArray[Any]:
             with blaming(self._shared.sides[shown]):
-                bits = gatherer.gather(copy.target, tile, into)
+                bits = gatherer.gather(copy.target, tile)
             self._shared.crew.moved(Moved(bits.nbytes), bits.nbytes)
             return bits
 
         kinds = (kind, target.dtype) if shown else (target.dtype, kind)
-        sizes = [tile.volume * each.itemsize for each in kinds]
         question = Apart(*kinds, self._shared.tolerance, out)
-        self._checker.ask_tile(question, tile, sizes, (theirs, ours) if shown else (ours, theirs))
+        self._checker.ask_tile(question, tile, (theirs, ours) if shown else (ours, theirs))
 
 
 _FIELDS = tuple(f.name for f in fields(Difference))

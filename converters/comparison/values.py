@@ -9,7 +9,7 @@ The numbers, over all elements of a tensor, in fp64:
     cosine      a . b / (|a| |b|) over the elements that are finite on both sides; 1 if both are 0, 0 if one is
 
 NaN equals NaN, and an infinity the infinity of its sign. Values of different types are widened first, which is exact.
-The answers are the same on the host and on a GPU, see `converters.io.arithmetic`. The sums behind the cosine are fp64,
+The sums behind the cosine are fp64,
 and fp32 for blocks of equal bits, where they cancel out: trees within blocks, blocks in order.
 """
 
@@ -25,8 +25,7 @@ from converters.dtypes import dtype
 from converters.io.arithmetic import (
     BLOCK,
     CASTABLE,
-    OnDevice,
-    OnHost,
+    Arithmetic,
     examined,
     rounded,
     squares,
@@ -150,7 +149,7 @@ def compare(
         What there is to say; indices are those of the arrays.
     """
     pair, arrays = Pairwise(kind_a, kind_b, tolerance), [np.ascontiguousarray(a), np.ascontiguousarray(b)]
-    return pair.difference(examined(OnHost(), pair, *arrays), arrays)
+    return pair.difference(examined(Arithmetic(), pair, *arrays), arrays)
 
 
 _PROBE = 64  # elements that mostly tell
@@ -176,77 +175,62 @@ class Pairwise:
         """Numbers of a block."""
         return 13
 
-    @property
-    def on_host(self) -> bool:
-        """Whether only the host compares them: complex numbers and integers, of which there are few."""
-        return not (self.kind_a.floating and self.kind_b.floating)
-
-    def __call__(self, on: OnHost, bits_a: Any, bits_b: Any) -> Sequence[Any]:
+    def __call__(self, on: Arithmetic, bits_a: Any, bits_b: Any) -> Sequence[Any]:
         """The numbers of a block, for `difference`."""
-        kind_a, kind_b, xp = self.kind_a, self.kind_b, on.xp
+        kind_a, kind_b = self.kind_a, self.kind_b
         narrow_a, narrow_b = on.values(bits_a, kind_a, 0), on.values(bits_b, kind_b, 1)
         changed = bits_a != bits_b if kind_a == kind_b and kind_a.itemsize < 16 else None
-        if changed is not None and not on.needs(changed):
+        if changed is not None and not changed.any():
             square, _ = squares(on, narrow_a)
             return 0, 0, 0, 0, square, square, square, 0, 0, 0, 0, 1, 1
         a, b = on.wide(0, narrow_a), on.wide(1, narrow_b)
         pairs, finite = ((a, b), (a, a), (b, b)), None
         sums = on.sums(*pairs)
-        special = on.needs(~xp.isfinite(sums[1] + sums[2]))
+        special = not np.isfinite(sums[1] + sums[2])
         if special:
-            finite = xp.isfinite(a) & xp.isfinite(b)
+            finite = np.isfinite(a) & np.isfinite(b)
             sums = on.sums(*pairs, use=finite)
         distance, other = on.distance(a, b), on.row(4, a)
-        larger = xp.abs(a, out=on.row(3, a))
-        xp.maximum(larger, xp.abs(b, out=other), out=larger)
-        equal, nans = distance == 0, (0, 0)
+        larger = np.abs(a, out=on.row(3, a))
+        np.maximum(larger, np.abs(b, out=other), out=larger)
+        equal, nans = distance == 0, (np.intp(0), np.intp(0))
         if special:
-            nan_a, nan_b = xp.isnan(a), xp.isnan(b)
-            equal, nans = (a == b) | (nan_a & nan_b), (on.count(nan_a & ~nan_b), on.count(nan_b & ~nan_a))
-            on.fill(distance, equal | nan_a | nan_b, 0.0)  # a NaN on one side is further than any number: it is counted
+            nan_a, nan_b = np.isnan(a), np.isnan(b)
+            equal, nans = (
+                (a == b) | (nan_a & nan_b),
+                (np.count_nonzero(nan_a & ~nan_b), np.count_nonzero(nan_b & ~nan_a)),
+            )
+            distance[equal | nan_a | nan_b] = 0.0  # a NaN on one side is further than any number: it is counted
         if changed is not None and kind_a.itemsize == 8 and not kind_a.floating and a.dtype.kind == "f":
             equal = ~changed  # of integers beyond 2^53 fp64 does not know the last digits
-            on.fill(distance, changed & (distance == 0), 1.0)
+            distance[changed & (distance == 0)] = 1.0
         differs = ~equal if changed is None else changed
         if self.tolerance is not None:
-            xp.add(xp.multiply(larger, self.tolerance.rtol, out=other), self.tolerance.atol, out=other)
+            np.add(np.multiply(larger, self.tolerance.rtol, out=other), self.tolerance.atol, out=other)
             within = distance <= other
             # an infinity is within rtol of an infinity, but of nothing else
             differs = ~(within if finite is None else equal | (within & finite))
-        relative = xp.divide(distance, on.floor(larger, _TINY), out=other)
+        relative = np.divide(distance, np.maximum(larger, _TINY, out=larger), out=other)
         if special:
-            on.fill(on.fill(relative, nan_a | nan_b, 0.0), xp.isinf(distance), math.inf)
-        rounds = self._rounds(on, bits_a, bits_b)
-        if changed is not None and isinstance(on, OnDevice):
-            same = ~changed.any(-1)
-            square, _ = squares(on, narrow_a)
-            sums, rounds = [xp.where(same, square, total) for total in sums], (same, same)
+            relative[nan_a | nan_b] = 0.0
+            relative[np.isinf(distance)] = math.inf
         return (
-            on.count(differs),
-            on.count(~equal),
+            np.count_nonzero(differs),
+            np.count_nonzero(~equal),
             *nans,
             *sums,
-            on.largest(distance),
-            on.largest(relative),
-            on.first(differs),
-            on.first(distance),
-            *rounds,
+            distance.max(),
+            relative.max(),
+            differs.argmax(),
+            distance.argmax(),
+            *self._rounds(bits_a, bits_b),
         )
 
-    def _rounds(self, on: OnHost, bits_a: Any, bits_b: Any) -> tuple[Any, Any]:
+    def _rounds(self, bits_a: Any, bits_b: Any) -> tuple[bool, bool]:
         kind_a, kind_b = self.kind_a, self.kind_b
         if kind_a == kind_b or kind_a.name not in CASTABLE or kind_b.name not in CASTABLE:
-            return 0, 0
-        return self._is_rounded(on, bits_a, bits_b, kind_a, kind_b), self._is_rounded(
-            on, bits_b, bits_a, kind_b, kind_a
-        )
-
-    def _is_rounded(self, on: OnHost, wide: Any, narrow: Any, kind: DType, target: DType) -> Any:
-        if on.needs(on.rounded(wide[..., :_PROBE], kind, target) != narrow[..., :_PROBE]) and not isinstance(
-            on, OnDevice
-        ):
-            return 0
-        return (on.rounded(wide, kind, target) == narrow).all(-1)
+            return False, False
+        return _is_rounded(bits_a, bits_b, kind_a, kind_b), _is_rounded(bits_b, bits_a, kind_b, kind_a)
 
     def difference(self, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> Difference:
         """What the blocks of a tile say together.
@@ -274,6 +258,13 @@ class Pairwise:
         if out.max_abs > 0:
             out.worst = spot(int(rows[:, 7].argmax()), 10)
         return out
+
+
+def _is_rounded(wide: Any, narrow: Any, kind: DType, target: DType) -> bool:
+    return bool(
+        np.array_equal(rounded(wide[:_PROBE], kind, target), narrow[:_PROBE])
+        and np.array_equal(rounded(wide, kind, target), narrow)
+    )
 
 
 @dataclass(frozen=True, slots=True)

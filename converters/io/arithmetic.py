@@ -1,14 +1,12 @@
-"""Arithmetic on elements, on the host and on a GPU, with the same answers to the last bit.
+"""Arithmetic on elements: numpy on one block at a time, an array of one dimension that stays in the processor's cache.
 
-What is computed of elements is written once, for `OnHost`, which is numpy on one block at a time, an array of one dimension
-that stays in the processor's cache, and for `OnDevice`, which is torch on all blocks of a tile at once:
+    rows = examined(Arithmetic(), examine, bits)        # examine(on, bits) -> numbers of a block
 
-    rows = examined(OnHost(), examine, bits)        # examine(on, bits) -> numbers of a block, or of each block
-
-Why they agree: what happens to an element alone (difference, product, quotient, comparison, rounding to nearest) is defined
-by IEEE 754, in fp32 and fp64, denormals included, and each is a step of its own that no compiler fuses with the next.
-Counts, extremes and first places do not depend on an order. A sum does: that of a block is a tree, the second half of the
-block added to the first until one number is left; those of blocks are added in their order, on the host, in fp64.
+The answers are the same on every processor: what happens to an element alone (difference, product, quotient, comparison,
+rounding to nearest) is defined by IEEE 754, in fp32 and fp64, denormals included, and each is a step of its own that no
+compiler fuses with the next. Counts, extremes and first places do not depend on an order. A sum does: that of a block is a
+tree, the second half of the block added to the first until one number is left; those of blocks are added in their order, in
+fp64.
 """
 
 from __future__ import annotations
@@ -28,18 +26,15 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
 
     Bits = NDArray[Any]
-    Array = Any  # of numpy, or of torch
     Examine = Callable[..., Sequence[Any]]
 
 __all__ = [
     "BLOCK",
     "CASTABLE",
     "UNSIGNED",
-    "OnDevice",
-    "OnHost",
+    "Arithmetic",
     "examined",
     "rounded",
-    "signed",
     "squares",
     "unequal",
     "widened",
@@ -64,16 +59,14 @@ _QUIET = {
 }
 
 
-class OnHost:
-    """numpy, on one block. Its scratch arrays belong to one thread: to ask for memory costs more than to fill it."""
-
-    xp: Any = np
+class Arithmetic:
+    """Of one block, in scratch arrays that belong to one thread: to ask for memory costs more than to fill it."""
 
     def __init__(self) -> None:
         self._single = np.empty((2, BLOCK), np.uint32)
         self._wide = np.empty((5, BLOCK), np.float64)
 
-    def values(self, bits: Array, kind: DType, number: int = 0) -> Array:
+    def values(self, bits: Bits, kind: DType, number: int = 0) -> Bits:
         """Elements, in fp32 if that holds them all, else in fp64; complex ones in complex128."""
         single = self._single[number, : bits.size]
         floats = single.view(np.float32)
@@ -88,7 +81,7 @@ class OnHost:
             return bits.view(np.float32) if kind.name == "float32" else widened(bits, kind)
         return floats
 
-    def wide(self, number: int, values: Array) -> Array:
+    def wide(self, number: int, values: Bits) -> Bits:
         """Elements in fp64."""
         if values.dtype.kind == "c":
             return values
@@ -96,11 +89,11 @@ class OnHost:
         np.copyto(out, values)
         return out
 
-    def row(self, number: int, like: Array) -> Array:
+    def row(self, number: int, like: Bits) -> Bits:
         """Memory for a block."""
         return self._wide[number, : like.size]
 
-    def sums(self, *pairs: tuple[Array, Array], use: Array | None = None) -> Sequence[Any]:
+    def sums(self, *pairs: tuple[Bits, Bits], use: Bits | None = None) -> Bits:
         """Scalar products, in fp32 or fp64 as the elements are, in the end fp64.
 
         Args:
@@ -117,187 +110,66 @@ class OnHost:
                 np.multiply(x, y, out=out)
         if use is not None:
             np.copyto(products, 0, where=~use)
-        return _tree(np, products).astype(np.float64)  # type: ignore[no-any-return]
+        return _tree(products).astype(np.float64)
 
-    def distance(self, x: Array, y: Array) -> Array:
+    def distance(self, x: Bits, y: Bits) -> Bits:
         """|x - y|."""
         out = self.row(2, x)
         np.abs(x - y if "c" in x.dtype.kind + y.dtype.kind else np.subtract(x, y, out=out), out=out)
         return out
 
-    def needs(self, mask: Array) -> bool:
-        """Whether anything is there that needs more work."""
-        return bool(mask.any())
 
-    def fill(self, values: Array, where: Array, value: float) -> Array:
-        """The values with some of them replaced, in place."""
-        np.copyto(values, value, where=where)
-        return values
-
-    def count(self, mask: Array) -> Any:
-        """How many are set."""
-        return np.count_nonzero(mask)
-
-    def largest(self, values: Array) -> Any:
-        """Of a block."""
-        return values.max()
-
-    def least(self, values: Array) -> Any:
-        """Of a block."""
-        return values.min()
-
-    def floor(self, values: Array, least: float) -> Array:
-        """The values, but none below the least; in place."""
-        return np.maximum(values, least, out=values)
-
-    def constant(self, bits: Array) -> Any:
-        """Whether all have the bits of the first."""
-        return bits[0] == bits[-1] and (bits == bits[0]).all()
-
-    def first(self, mask: Array) -> Any:
-        """Index of the first that is set, or of the first largest value."""
-        return mask.argmax()
-
-    def rounded(self, bits: Array, source: DType, target: DType) -> Array:
-        """See `rounded`."""
-        return rounded(bits, source, target)
-
-
-class OnDevice(OnHost):
-    """torch, on all blocks of a tile: `[blocks, elements of a block]`. Asks the device nothing, so that nothing waits."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.xp: Any = torch
-
-    def values(self, bits: Array, kind: DType, number: int = 0) -> Array:
-        """See `OnHost`."""
-        if kind.name.startswith("float8"):
-            return self.xp.from_numpy(_float8(kind.name)).to(bits.device, non_blocking=True)[bits.int()]
-        values = bits.view(getattr(self.xp, kind.name))
-        return values if kind.itemsize > 2 else values.float()
-
-    def wide(self, number: int, values: Array) -> Array:
-        """See `OnHost`."""
-        return values.double()
-
-    def row(self, number: int, like: Array) -> Array:
-        """See `OnHost`."""
-        return self.xp.empty_like(like, dtype=self.xp.float64)
-
-    def sums(self, *pairs: tuple[Array, Array], use: Array | None = None) -> Sequence[Any]:
-        """See `OnHost`."""
-        products = self.xp.stack([x * y for x, y in pairs])
-        if use is not None:
-            products.masked_fill_(~use, 0.0)
-        return _tree(self.xp, products).double()  # type: ignore[no-any-return]
-
-    def distance(self, x: Array, y: Array) -> Array:
-        """See `OnHost`."""
-        return (x - y).abs_()
-
-    def needs(self, mask: Array) -> bool:
-        """See `OnHost`."""
-        return True
-
-    def fill(self, values: Array, where: Array, value: float) -> Array:
-        """See `OnHost`."""
-        return values.masked_fill_(where, value)
-
-    def count(self, mask: Array) -> Any:
-        """See `OnHost`."""
-        return self.xp.count_nonzero(mask, dim=-1)
-
-    def largest(self, values: Array) -> Array:
-        """See `OnHost`."""
-        return values.amax(-1)
-
-    def least(self, values: Array) -> Array:
-        """See `OnHost`."""
-        return values.amin(-1)
-
-    def floor(self, values: Array, least: float) -> Array:
-        """See `OnHost`."""
-        return values.clamp_(min=least)
-
-    def constant(self, bits: Array) -> Array:
-        """See `OnHost`."""
-        return (bits == bits[..., :1]).all(-1)
-
-    def first(self, mask: Array) -> Array:
-        """See `OnHost`."""
-        return (mask.byte() if mask.dtype == self.xp.bool else mask).argmax(-1)
-
-    def rounded(self, bits: Array, source: DType, target: DType) -> Array:
-        """See `rounded`."""
-        if source == target:
-            return bits
-        values = bits.view(getattr(self.xp, source.name))
-        out = values.to(getattr(self.xp, target.name))
-        return out.masked_fill_(values.isnan(), float("nan")).view(signed(target.itemsize))
-
-
-def _tree(xp: Any, values: Any) -> Any:
+def _tree(values: Bits) -> Bits:
     size = values.shape[-1]
     half = 1 << max(0, size - 1).bit_length() >> 1
     while half:
         head = values[..., : size - half]
-        xp.add(head, values[..., half:size], out=head)
+        np.add(head, values[..., half:size], out=head)
         size, half = half, half >> 1
-    return values[..., 0]
+    first: Bits = values[..., 0]
+    return first
 
 
-def squares(on: OnHost, values: Any) -> tuple[Any, bool]:
-    """Sum of the squares of the finite elements of each block: in fp32 if they are, unless it is too large or too small.
+def squares(on: Arithmetic, values: Any) -> tuple[Any, bool]:
+    """Sum of the squares of the finite elements of a block: in fp32 if they are, unless it is too large or too small.
 
     Args:
-        on: What computes.
+        on: The scratch arrays of this thread.
         values: The elements, in fp32 or fp64.
 
     Returns:
-        The sums, and whether it is known that all elements are finite.
+        The sum, and whether it is known that all elements are finite.
     """
-    total, usual = None, None
     if values.dtype.itemsize == 4:
         (total,) = on.sums((values, values))
-        usual = (total > 1e-24) & (total < 1e36)
-        if not on.needs(~usual):
+        if 1e-24 < total < 1e36:
             return total, True
     wide = on.wide(0, values)
-    (exact,) = on.sums((wide, wide), use=on.xp.isfinite(wide))
-    return (exact if usual is None else on.xp.where(usual, total, exact)), False
+    (exact,) = on.sums((wide, wide), use=np.isfinite(wide))
+    return exact, False
 
 
-def unequal(on: OnHost, have: Any, want: Any, kind_a: DType, kind_b: DType) -> Sequence[Any]:
+def unequal(on: Arithmetic, have: Any, want: Any, kind_a: DType, kind_b: DType) -> Sequence[Any]:
     """How many elements of a block are not those of another one, rounded to its type; and the first. NaN equals NaN.
 
     fp32 numbers in the middle between two of bf16 are equal to the upper one, too: TransformerEngine's optimizer with
     remainders rounds so (transformer_engine/common/multi_tensor/adam.cu), all else to the even one.
     """
-    rounded = on.rounded(have, kind_a, kind_b)
-    differs = rounded != want
-    if kind_b.floating and on.needs(differs):
-        nan = on.xp.isnan
-        differs = differs & ~(nan(on.values(rounded, kind_b, 0)) & nan(on.values(want, kind_b, 1)))
+    nearest = rounded(have, kind_a, kind_b)
+    differs = nearest != want
+    if kind_b.floating and differs.any():
+        differs = differs & ~(np.isnan(on.values(nearest, kind_b, 0)) & np.isnan(on.values(want, kind_b, 1)))
         if (kind_a.name, kind_b.name) == ("float32", "bfloat16"):
             differs = differs & ~(((have & 0xFFFF) == 0x8000) & ((((have >> 16) + 1 - want) & 0xFFFF) == 0))
-    return on.count(differs), on.first(differs)
+    return np.count_nonzero(differs), differs.argmax()
 
 
-def examined(on: OnHost, examine: Examine, *arrays: Bits) -> NDArray[np.float64]:
+def examined(on: Arithmetic, examine: Examine, *arrays: Bits) -> NDArray[np.float64]:
     """What `examine` finds in each block of elements that lie in memory: a row for each."""
     flat = [array.reshape(-1) for array in arrays]
     with np.errstate(all="ignore"):
         rows = [examine(on, *(x[at : at + BLOCK] for x in flat)) for at in range(0, flat[0].size, BLOCK)]
     return np.array(rows, np.float64) if rows else np.empty((0, 1))
-
-
-def signed(itemsize: int) -> Any:
-    """The type in which torch holds elements of so many bytes, to compare and to move them."""
-    import torch
-
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
 
 def widened(bits: Bits, kind: DType) -> NDArray[Any]:

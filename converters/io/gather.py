@@ -23,7 +23,7 @@ from converters.crc import crc32
 from converters.errors import FormatError
 from converters.formats.folder import open_source, read_at
 from converters.formats.source_file import close_source
-from converters.io.arithmetic import UNSIGNED, OnHost, examined
+from converters.io.arithmetic import UNSIGNED, Arithmetic, examined
 from converters.io.low_rank import add_product
 from converters.io.padding import mean_row
 from converters.io.questions import RoundsTo
@@ -76,7 +76,7 @@ class Gatherer:
         self._scratch = np.empty(0, np.uint8)
         self._halves = np.empty((2, 0), np.uint16)
         self._beside = np.empty(0, np.uint8)
-        self._host: OnHost | None = None
+        self._arithmetic: Arithmetic | None = None
         self._whole: tuple[int, Bytes] = (-1, self._beside)
         self._files = OpenFiles(open_source, close_source)
         self.segments: Segments | None = None
@@ -111,8 +111,8 @@ class Gatherer:
         if info.mean_rows:
             self._pad(info, box, elements)
         if info.update is not None:
-            self._host = self._host or OnHost()
-            add_product(self._host, info.update, box, elements, dtype, self._fill_again)
+            self._arithmetic = self._arithmetic or Arithmetic()
+            add_product(self._arithmetic, info.update, box, elements, dtype, self._fill_again)
         if info.rounds_to is not None:
             self._prove(info, info.rounds_to, box, elements)
         return elements
@@ -149,7 +149,7 @@ class Gatherer:
 
     def _multiply(self, scales: Scales, chunk: Chunk, part: Box, into: NDArray[Any], target: DType) -> None:
         """Reads quantized elements and their scales, which are as good as none beside them, and multiplies both."""
-        self._host = self._host or OnHost()
+        self._arithmetic = self._arithmetic or Arithmetic()
         inside = chunk.stored(part)[0]
         grid = factors_of(inside, scales)
         factors = np.empty(grid.shape, UNSIGNED[scales.dtype.itemsize])
@@ -160,11 +160,11 @@ class Gatherer:
         self._beside = stored.reshape(-1)
         self._read_part(chunk, part, stored)
         values = stored.T if chunk.transposed else stored
-        multiply(self._host, values, factors, inside, scales, target, into.T if chunk.transposed else into)
+        multiply(self._arithmetic, values, factors, inside, scales, target, into.T if chunk.transposed else into)
 
     def _unpack(self, scales: Scales, chunk: Chunk, part: Box, into: NDArray[Any], target: DType) -> None:
         """As `_multiply`, of codes that share a byte: whole blocks of them are read, some rows at a time."""
-        self._host = self._host or OnHost()
+        self._arithmetic = self._arithmetic or Arithmetic()
         inside, shape = chunk.stored(part)
         (block,), (factor,) = scales.block, scales.part.chunks()
         rows = replace(scales, block=(*(1,) * (len(shape) - 1), block))
@@ -178,7 +178,7 @@ class Gatherer:
             window = grid.start, (*shape[:-1], shape[-1] // block)
             self._read_part(Chunk(grid, factor.record, factor.base + chunk.base // block, window), grid, factors)
             numbers = np.empty(wide.shape, into.dtype)
-            multiply(self._host, unpacked(stored), factors, wide, rows, target, numbers)
+            multiply(self._arithmetic, unpacked(stored), factors, wide, rows, target, numbers)
             values[some.relative_to(inside.start).slices] = numbers[some.relative_to(wide.start).slices]
         own = into.T if chunk.transposed else into
         own[...] = values.reshape(own.shape)
@@ -210,7 +210,7 @@ class Gatherer:
         Raises:
             IntegrityError: One does not.
         """
-        self._host = self._host or OnHost()
+        self._arithmetic = self._arithmetic or Arithmetic()
         common = box.intersect(Box.whole(weight.shape)) if box.shape else box  # rows may pad the vocabulary
         size = weight.dtype.itemsize
         for part in contiguous_tiles(common, _JOINED) if common else ():
@@ -220,7 +220,7 @@ class Gatherer:
             beside = self._beside[: part.volume * size].view(UNSIGNED[size]).reshape(part.shape)
             self._fill(weight, part, beside, checked=False)
             have, question = elements[part.relative_to(box.start).slices], RoundsTo(master, weight)
-            question.add(part, examined(self._host, question, have, beside), (have, beside))
+            question.add(part, examined(self._arithmetic, question, have, beside), (have, beside))
             question.refuse(part.volume)
 
     def payload(self, record: int) -> Payload:

@@ -14,7 +14,7 @@ import numpy as np
 
 from converters.box import Box, contiguous_tiles
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, UNSIGNED
+from converters.io.arithmetic import BLOCK, UNSIGNED, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import LowRank, TensorInfo
     from converters.dtypes import DType
-    from converters.io.arithmetic import OnHost
+    from converters.io.arithmetic import Arithmetic
 
 __all__ = ["add_product"]
 
@@ -32,7 +32,7 @@ _BLOCK_ELEMENTS = 1 << 18  # elements of each factor, and of their product, that
 
 
 def add_product(
-    on: OnHost,
+    on: Arithmetic,
     update: LowRank,
     box: Box,
     elements: NDArray[Any],
@@ -64,11 +64,11 @@ def add_product(
                 inside = elements[block.relative_to(box.start).slices]
                 sums = product[block.relative_to(part.start).slices].reshape(-1)
                 sums = sums + on.values(inside.reshape(-1), target)
-                inside[...] = on.rounded(sums.view(np.uint32), _FP32, target).reshape(block.shape)
+                inside[...] = rounded(sums.view(np.uint32), _FP32, target).reshape(block.shape)
 
 
 def _read(
-    on: OnHost, info: TensorInfo, box: Box, fill: Callable[[TensorInfo, Box, NDArray[Any]], None]
+    on: Arithmetic, info: TensorInfo, box: Box, fill: Callable[[TensorInfo, Box, NDArray[Any]], None]
 ) -> NDArray[Any]:
     bits = np.empty(box.shape, UNSIGNED[info.dtype.itemsize])
     fill(info, box, bits)

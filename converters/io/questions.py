@@ -1,4 +1,4 @@
-"""Questions about the elements of tensors side by side, tile by tile; the same on the host and on a GPU.
+"""Questions about the elements of tensors side by side, tile by tile.
 
     checker = TileChecker([sources, sources])               # one for each thread
     question = RoundsTo(master, weight)
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from converters.box import Box
     from converters.catalog import TensorInfo
-    from converters.io.arithmetic import OnHost
+    from converters.io.arithmetic import Arithmetic
 
 __all__ = ["Question", "RoundsTo", "Together"]
 
@@ -39,12 +39,8 @@ class Question(Protocol):
     def columns(self) -> int:
         """How many numbers there are of a block."""
 
-    @property
-    def on_host(self) -> bool:
-        """Whether only the host can answer it."""
-
-    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
-        """Numbers of a block, or of each block; see `converters.io.arithmetic`."""
+    def __call__(self, on: Arithmetic, *bits: Any) -> Sequence[Any]:
+        """Numbers of a block; see `converters.io.arithmetic`."""
 
     def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
         """Takes in a tile.
@@ -66,9 +62,8 @@ class Together:
     def __init__(self, questions: Sequence[Question]) -> None:
         self._questions = questions
         self.columns = sum(question.columns for question in questions)
-        self.on_host = not questions or any(question.on_host for question in questions)
 
-    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
+    def __call__(self, on: Arithmetic, *bits: Any) -> Sequence[Any]:
         """See `Question`."""
         return [number for question in self._questions for number in question(on, *bits)] or [0]
 
@@ -101,12 +96,7 @@ class RoundsTo:
         """See `Question`."""
         return 2
 
-    @property
-    def on_host(self) -> bool:
-        """See `Question`."""
-        return not (self.tensor.dtype.floating and self.other.dtype.floating)
-
-    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
+    def __call__(self, on: Arithmetic, *bits: Any) -> Sequence[Any]:
         """See `Question`."""
         have, want = bits
         return unequal(on, have, want, self.tensor.dtype, self.other.dtype)

@@ -13,14 +13,14 @@ import numpy as np
 
 from converters.box import Box, contiguous_tiles
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK
+from converters.io.arithmetic import BLOCK, rounded
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.chunks import Scales
     from converters.dtypes import DType
-    from converters.io.arithmetic import OnHost
+    from converters.io.arithmetic import Arithmetic
 
 __all__ = ["factors_of", "multiply", "packed_boxes", "unpacked"]
 
@@ -59,7 +59,13 @@ def factors_of(box: Box, scales: Scales) -> Box:
 
 
 def multiply(
-    on: OnHost, stored: NDArray[Any], factors: NDArray[Any], box: Box, scales: Scales, target: DType, into: NDArray[Any]
+    on: Arithmetic,
+    stored: NDArray[Any],
+    factors: NDArray[Any],
+    box: Box,
+    scales: Scales,
+    target: DType,
+    into: NDArray[Any],
 ) -> None:
     """Multiplies the elements of a box.
 
@@ -80,4 +86,4 @@ def multiply(
         axes = zip(tile.start, tile.shape, scales.block, first, strict=True)
         rows = [np.arange(start, start + count) // size - at for start, count, size, at in axes]
         np.multiply(values, numbers[np.ix_(*rows)], out=values)
-        into[inner] = on.rounded(values.view(np.uint32), _FP32, target)
+        into[inner] = rounded(values.view(np.uint32), _FP32, target)

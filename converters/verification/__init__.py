@@ -40,7 +40,6 @@ def verify(
     format: str | None = None,
     follow_links: bool = False,
     threads: int | None = None,
-    device: str = "cpu",
     listener: Listener | None = None,
     stop: StopFlag | None = None,
 ) -> Report:
@@ -58,7 +57,6 @@ def verify(
         format: Name of the format to read it as; None finds out.
         follow_links: Files of it may be links out of its folder.
         threads: Workers; None takes one for each core, 8 at most.
-        device: Where values are looked at: "cpu", "cuda", "cuda:N", or "auto", a GPU if there is one and it pays.
         listener: Told about progress; see `converters.events`.
         stop: Polled between blocks; set it to end.
 
@@ -67,7 +65,7 @@ def verify(
 
     Raises:
         FormatError: Nothing there, or no checkpoint of a known format, or a file that may not be read.
-        RequestError: A manifest was asked for that there is no place for, or a device that is missing.
+        RequestError: A manifest was asked for that there is no place for.
         DestinationError: The manifest cannot be written.
         Interrupted: Asked to stop.
     """
@@ -77,7 +75,7 @@ def verify(
     from converters.verification import run
 
     many = default_threads() if threads is None else threads
-    options = run.VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=many, device=device)
+    options = run.VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=many)
     try:
         reader = open_checkpoint(path, format, follow_links=follow_links)
     except DamagedFileError as error:

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from converters.dtypes import dtype
 from converters.names import StateName, printable, state_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from converters.box import Box
     from converters.catalog import Catalog, TensorInfo
-    from converters.io.arithmetic import OnHost
+    from converters.io.arithmetic import Arithmetic
     from converters.verification.report import Check
 
 __all__ = ["PossibleMoments", "judge_moments", "moment_bound", "moment_pairs"]
@@ -68,21 +69,21 @@ class PossibleMoments:
         excess: The largest m^2 / v / bound.
     """
 
-    columns, on_host = 2, False
+    columns = 2
 
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self.wrong, self.excess = 0, 0.0
 
-    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
+    def __call__(self, on: Arithmetic, *bits: Any) -> Sequence[Any]:
         """See `Question`."""
         first, second = (on.wide(n, on.values(x, _FP32, n)) for n, x in enumerate(bits))
         square = first * first
         wrong = square - _TINY - self._bound * second > 0  # NaN is for the values to say
-        if not on.needs(wrong):
+        if not wrong.any():
             return 0, 0.0
-        ratio = square / on.floor(second, _TINY) / self._bound
-        return on.count(wrong), on.largest(on.xp.where(wrong, ratio, 0.0))
+        ratio = square / np.maximum(second, _TINY) / self._bound
+        return np.count_nonzero(wrong), np.where(wrong, ratio, 0.0).max()
 
     def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
         """See `Question`."""

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, RequestError
-from converters.events import Note, Phase, PlanReady
+from converters.events import Phase, PlanReady
 from converters.execute.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, read_small, status
-from converters.io.block_runner import looking_device
 from converters.names import listed, printable
 from converters.verification.blocks import BLOCK_BYTES
 from converters.verification.duplicate_shards import find_twins
@@ -33,7 +32,7 @@ from converters.verification.report import Finding, Report
 from converters.verification.scan import FileWorker, joined
 from converters.verification.structure import check_structure
 from converters.verification.tensor_checks import SAVE, Lookups
-from converters.verification.values import TensorTask, TensorWorker, tile_bytes, tile_elements
+from converters.verification.values import TensorTask, TensorWorker, tile_bytes
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from converters.execute.manifest import Manifest
     from converters.execute.ranks import Ranks
     from converters.formats.base import Reader
-    from converters.io.device import Device
     from converters.verification.report import Check
     from converters.verification.scan import Scan
 
@@ -60,14 +58,12 @@ class VerifyOptions:
         values: Look at the values of all tensors, too.
         write_manifest: List the files with their SHA-256, if nothing is wrong.
         threads: Workers in this process.
-        device: Where values are looked at: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it pays.
     """
 
     quick: bool = False
     values: bool = False
     write_manifest: bool = False
     threads: int = 2
-    device: str = "cpu"
 
 
 def verify(
@@ -91,7 +87,7 @@ def verify(
 
     Raises:
         Interrupted: Asked to stop, or another rank is lost.
-        RequestError: A manifest was asked for that there is no place for, or a device that is missing or too small.
+        RequestError: A manifest was asked for that there is no place for.
         DestinationError: The manifest, or the ranks' scratch folder, cannot be written.
     """
     return _Verification(reader, options or VerifyOptions()).run(listener, stop, ranks, scratch)
@@ -152,14 +148,11 @@ class _Verification:
         threads = self.options.threads
         crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
         with crew:
-            device, device_note = self._device(ranks)
             if tasks and crew.leads and listener is not None:
                 memory = threads * (BLOCK_BYTES + tile_bytes(self.lookups.tensors))
                 nbytes, count = sum(t.nbytes for t in tasks), len(self.positions)
                 listener(PlanReady("verify", count, nbytes, nbytes, memory))
-                if device_note:
-                    listener(Note(device_note))
-            results = crew.map(tasks, lambda: _Worker(self, crew, device)) if tasks else {}
+            results = crew.map(tasks, lambda: _Worker(self, crew)) if tasks else {}
             if crew.leads:
                 digests = self._conclude(results, fingerprint)
                 if self._writes:
@@ -171,18 +164,6 @@ class _Verification:
         return self.report
 
     # ------------------------------------------------------------------ what is to be read
-
-    def _device(self, ranks: Ranks | None) -> tuple[Device, str | None]:
-        """Where values are looked at, and what there is to say about it."""
-        elements, tile = tile_elements(self.lookups.tensors)
-        return looking_device(
-            self.options.device,
-            sum(task.nbytes for task in self.lookups.tasks),
-            threads=self.options.threads,
-            tile_bytes=tile,
-            elements=elements,
-            local_rank=ranks.local if ranks else 0,
-        )
 
     def _plan(self) -> None:
         folder = self.catalog.path
@@ -357,10 +338,10 @@ _MEGATRONS = ("torch_dist", "zarr", "legacy", "fsdp_dtensor")
 class _Worker:
     """One thread's readers, of files and of tensors."""
 
-    def __init__(self, run: _Verification, crew: Crew, device: Device) -> None:
+    def __init__(self, run: _Verification, crew: Crew) -> None:
         self._files = FileWorker(run.reader, run.index, crew, drop=not run.lookups.tasks)
         bound = run.lookups.bound or math.inf
-        self._tensors = TensorWorker(run.reader, run.lookups.tensors, crew, device, bound)
+        self._tensors = TensorWorker(run.reader, run.lookups.tensors, crew, bound)
 
     def do(self, task: FileTask | TensorTask) -> dict[str, Any]:
         """Does any of them."""

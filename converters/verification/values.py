@@ -12,6 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from converters.box import Box, contiguous_tiles
 from converters.errors import DistckptError, IntegrityError, Interrupted
 from converters.events import Moved
@@ -25,18 +27,16 @@ from converters.verification.moments import PossibleMoments
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
     from converters.execute.work_sharing import Crew
     from converters.formats.base import Reader
-    from converters.io.arithmetic import OnHost
-    from converters.io.device import Device
+    from converters.io.arithmetic import Arithmetic
     from converters.verification.report import Check
 
-__all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes", "tile_elements"]
+__all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes"]
 
 _TILE = 1 << 20  # elements
 _BLOCKS = 6 * 8 * BLOCK  # what is made of a block
@@ -51,15 +51,10 @@ _SECOND_FACTOR = ".adapter.linear_out.weight"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def tile_elements(tensors: Mapping[str, TensorInfo]) -> tuple[int, int]:
-    """Elements of a tile, and bytes of the two that a worker holds, at most."""
-    elements = min(_TILE, -(-max((t.numel for t in tensors.values()), default=1) // 64) * 64)
-    return elements, 2 * elements * max((t.dtype.itemsize for t in tensors.values()), default=1)
-
-
 def tile_bytes(tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of buffers that a worker holds."""
-    return tile_elements(tensors)[1] + _BLOCKS
+    """Bytes of buffers that a worker holds: of two tiles."""
+    elements = min(_TILE, max((t.numel for t in tensors.values()), default=1))
+    return 2 * elements * max((t.dtype.itemsize for t in tensors.values()), default=1) + _BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +83,6 @@ class TensorWorker:
         reader: The checkpoint.
         tensors: The tensors of the tasks, by name.
         crew: Told about progress, asked whether to stop.
-        device: Where elements are looked at; by default the host.
         bound: What m^2 / v of moments cannot exceed, see `moments`.
     """
 
@@ -97,7 +91,6 @@ class TensorWorker:
         reader: Reader,
         tensors: Mapping[str, TensorInfo],
         crew: Crew,
-        device: Device | None = None,
         bound: float = math.inf,
     ) -> None:
         self._tensors, self._bound = tensors, bound
@@ -105,8 +98,6 @@ class TensorWorker:
         self._sources = Sources(reader, tensors, checked=False)
         self._checker = TileChecker(
             [self._sources, self._sources],
-            device=device,
-            tile_bytes=tile_elements(tensors)[1],
             moved=lambda nbytes: crew.moved(Moved(nbytes), nbytes),
             check=crew.check,
         )
@@ -127,7 +118,6 @@ class TensorWorker:
                 rounds = RoundsTo(infos[0], infos[1])
                 questions.append(rounds)
             self._checker.ask(Together(questions), self._tiles(task.names[0], shape), *task.names)
-            self._checker.flush()
             if task.compare == "possible":
                 out |= {"wrong": moments.wrong, "excess": moments.excess}
             elif task.compare:
@@ -160,25 +150,25 @@ def _common(infos: list[TensorInfo], how: str) -> tuple[int, ...]:
 _LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}
 
 
-def count(on: OnHost, bits: Any, kind: DType) -> tuple[Any, ...]:
+def count(on: Arithmetic, bits: Any, kind: DType) -> tuple[Any, ...]:
     """What is counted of each block of elements: NaN, infinite, zero, denormal; the least and the largest finite one, the
     sum of the squares of those; and whether all have the bits of the first."""
-    xp, constant = on.xp, on.constant(bits)
+    constant = bits[0] == bits[-1] and bool((bits == bits[0]).all())
     if not kind.floating:
-        return 0, 0, on.count(bits == 0), 0, 0.0, 0.0, 0.0, constant
-    values, bad = on.values(bits, kind), (0, 0)
+        return 0, 0, np.count_nonzero(bits == 0), 0, 0.0, 0.0, 0.0, constant
+    values, bad = on.values(bits, kind), (np.intp(0), np.intp(0))
     low = high = values
     total, finite = squares(on, values)
     if not finite:
-        is_finite = xp.isfinite(values)
-        bad = on.count(xp.isnan(values)), on.count(xp.isinf(values))
-        low, high = (xp.where(is_finite, values, limit) for limit in (math.inf, -math.inf))
-    least, zero, denormal = _LEAST_NORMAL.get(kind.name, 0.0), 0, 0
-    small = xp.abs(values) < least if least else values == 0
-    if on.needs(small):
-        zero = on.count(values == 0)
-        denormal = on.count(small) - zero
-    return *bad, zero, denormal, on.least(low), on.largest(high), total, constant
+        is_finite = np.isfinite(values)
+        bad = np.count_nonzero(np.isnan(values)), np.count_nonzero(np.isinf(values))
+        low, high = (np.where(is_finite, values, limit) for limit in (math.inf, -math.inf))
+    least, zero, denormal = _LEAST_NORMAL.get(kind.name, 0.0), np.intp(0), np.intp(0)
+    small = np.abs(values) < least if least else values == 0
+    if small.any():
+        zero = np.count_nonzero(values == 0)
+        denormal = np.count_nonzero(small) - zero
+    return *bad, zero, denormal, low.min(), high.max(), total, constant
 
 
 class Stats:
@@ -194,12 +184,7 @@ class Stats:
         self.squares = 0.0
         self.constant = True
 
-    @property
-    def on_host(self) -> bool:
-        """See `Question`."""
-        return not self._kind.floating
-
-    def __call__(self, on: OnHost, *bits: Any) -> Sequence[Any]:
+    def __call__(self, on: Arithmetic, *bits: Any) -> Sequence[Any]:
         """See `count`."""
         return count(on, bits[self._number], self._kind)
 

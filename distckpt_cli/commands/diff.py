@@ -82,9 +82,6 @@ def diff(
         raise UsageProblem("--rtol and --atol are numbers", hint="nothing differs by more than infinity")
     if quick and (rtol is not None or atol is not None):
         raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
-    if (quick or args) and looking.device not in ("auto", "cpu"):
-        what = "--quick" if quick else "--args"
-        raise UsageProblem(f"{what} looks at no values, so there is nothing to do for --device {looking.device}")
     console = looking.console
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
     from converters.comparison.values import Tolerance
@@ -102,7 +99,6 @@ def diff(
         vocab_size=vocab_size,
         max_memory=parse_size(max_memory, "--max-memory"),
         threads=workers(looking.threads),
-        device=looking.device,
     )
     names = shlex.quote(a), shlex.quote(b)
     follow = looking.follow_links

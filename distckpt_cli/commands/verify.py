@@ -62,17 +62,13 @@ def verify(
     """
     if quick and (values or write_manifest):
         raise UsageProblem(f"--quick reads no payload, {'--values' if values else '--write-manifest'} reads all")
-    if quick and looking.device not in ("auto", "cpu"):
-        raise UsageProblem(f"--quick reads no payload, so there is nothing to do for --device {looking.device}")
     console = looking.console
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
     from converters.verification.run import VerifyOptions, unopened, verify
 
     threads = workers(looking.threads)
-    options = VerifyOptions(
-        quick=quick, values=values, write_manifest=write_manifest, threads=threads, device=looking.device
-    )
+    options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=threads)
     try:
         reader = open_checkpoint(ckpt, follow_links=looking.follow_links)
     except DamagedFileError as error:
