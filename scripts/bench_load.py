@@ -93,6 +93,32 @@ def shards(folder, tp, rank):
     return model.fill()
 
 
+def dcp_chunks(folder, tp, rank):
+    """`(stored key, box in it, element type)` of all that a rank holds, as a job's own state dict would ask for it."""
+    from converters import Layout
+    from converters.box import Box
+    from converters.formats import open_checkpoint
+    from converters.loading.rank_plan import plan_load
+
+    plan = plan_load(open_checkpoint(folder), Layout(tp=tp), rank)
+    boxes = {}
+    for fetch in plan.fetches:
+        if fetch.landings:
+            boxes.setdefault(fetch.source, []).append(fetch.box)
+    for source, tiles in boxes.items():
+        info, whole = plan.sources[source], []
+        for tile in sorted(tiles, key=lambda box: box.start):  # tiles of one box are behind each other along its rows
+            last = whole[-1] if whole else None
+            if last and last.start[1:] == tile.start[1:] and last.start[0] + last.shape[0] == tile.start[0]:
+                whole[-1] = Box(last.start, (last.shape[0] + tile.shape[0], *tile.shape[1:]))
+            else:
+                whole.append(tile)
+        (part,) = info.parts
+        depth = len(part.prefix)
+        for box in whole:
+            yield part.array.key, Box((*part.prefix, *box.start), (*(1,) * depth, *box.shape)), info.dtype.name
+
+
 def ours(folder, tp, rank, device, *, job):
     import torch.distributed as dist
 
@@ -121,9 +147,10 @@ def dcp(folder, tp, rank, device, *, job):
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     parts = {}
-    for shard in shards(folder, tp, rank).values():
-        data = shard.data.view((1,) * shard.prepend_axis_num + tuple(shard.data.shape)).to(device)
-        parts.setdefault(shard.key, {})[torch.Size(shard.global_offset)] = data
+    for key, box, kind in dcp_chunks(folder, tp, rank):
+        parts.setdefault(key, {})[torch.Size(box.start)] = torch.empty(
+            box.shape, dtype=getattr(torch, kind), device=device
+        )
 
     class Chunks(dist_cp.DefaultLoadPlanner):
         def create_local_plan(self):
@@ -253,6 +280,7 @@ def main():
     parser.add_argument("--route", action="append", choices=list(ROUTES), help="only these")
     parser.add_argument("--all-ranks", action="store_true", help="a process for each rank, all at once")
     parser.add_argument("--device", default="cpu", help="cuda: for ours and dcp; megatron-core's load stays on the CPU")
+    parser.add_argument("--json", type=Path, help="also write the medians here")
     parser.add_argument("--child", choices=list(ROUTES), help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -269,7 +297,7 @@ def main():
         print(f"from pinned memory to {asked.device}: {transfer_rate(asked.device) / 1e9:.1f} GB/s")
     head = f"{'to tp':>5} {'route':6} {'result MiB':>10} {'median s':>9} {'least':>7} {'GB/s':>6} {'x ours':>7}"
     print(f"{head} {'read x':>7} {'host MiB':>9} {'device MiB':>10} same")
-    failed = False
+    failed, medians = False, {}
     for tp in asked.tp:
         names = asked.route or [name for name in ROUTES if name != "mcore" or asked.all_ranks]
         results = {name: [] for name in names}
@@ -280,8 +308,10 @@ def main():
                 print(f"  tp {tp} round {number + 1} {name:5} {results[name][-1]['seconds']:7.2f} s", file=sys.stderr)
         samples = {one["sample"] for runs in results.values() for one in runs}
         base = statistics.median(one["seconds"] for one in results[names[0]])
+        medians[tp] = {}
         for name, runs in results.items():
             middle = statistics.median(one["seconds"] for one in runs)
+            medians[tp][name] = {"seconds": middle}
             last = runs[-1]
             print(
                 f"{tp:5} {name:6} {last['nbytes'] / MIB:10.0f} {middle:9.2f} {min(one['seconds'] for one in runs):7.2f}"
@@ -290,6 +320,8 @@ def main():
                 f" {'yes' if len(samples) == 1 else 'NO'}"
             )
         failed = failed or len(samples) != 1
+    if asked.json:
+        asked.json.write_text(json.dumps(medians))
     return 1 if failed else 0
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 REPOSITORY = Path(__file__).parent.parent
+SCALE = int(os.environ.get("DISTCKPT_TEST_SCALE", "1"))
+"""How many times as wide the large checkpoints of some tests are; 8 makes hundreds of MB, for scripts/gpu_check."""
 
 # golden checkpoint of distributed checkpointing -> (name of its truth, Hugging Face architecture)
 GOLDENS = {

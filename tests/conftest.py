@@ -1,4 +1,4 @@
-"""What every test shares: `tests/` on the import path, `--all`, and the fixtures that run the real megatron-core."""
+"""What every test shares: `tests/` and `scripts/` to import from, `--all`, the fixtures that run the real megatron-core."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parent.parent / "scripts"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes import the same sources
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; Ctrl-C is tested all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)

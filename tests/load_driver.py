@@ -2,11 +2,11 @@
 
     RANK=.. WORLD_SIZE=.. LOCAL_RANK=.. MASTER_ADDR=.. MASTER_PORT=.. python load_driver.py CASES.json ANSWERS-RANK.json
 
-A case is a dictionary: `path`, `layout` and `options` of the load; `existing`: the caller has made a process group; `worth`:
-from how many shared bytes an exchange is considered; `rates`: of reading and exchanging, in place of measured ones; `break`:
-`{"rank": R, "how": H}`, H one of "raise", "exit", "refuse", "leave", "begin" (leaves before the first tensor), "scatter",
-"allocate"; `staged`: through a simulated device, that is `"shared"` by the ranks or their `"own"`; `ranks`: what differs
-in the case of some, by rank. An answer has `report` and `digest` of all tensors, or `error`.
+A case is a dictionary: `path`, `layout` and `options` of the load; `existing`: the caller has made a process group, perhaps
+"bound" to a GPU; `worth`: from how many shared bytes an exchange is considered; `rates`: of reading and exchanging, in place
+of measured ones; `break`: `{"rank": R, "how": H}`, H one of "raise", "exit", "refuse", "leave", "begin" (leaves before the
+first tensor), "scatter", "allocate"; `staged`: through a simulated device, that is `"shared"` by the ranks or their `"own"`;
+`ranks`: what differs in the case of some, by rank. An answer has `report` and `digest` of all tensors, or `error`.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.distributed as dist
 from simulated import Simulated
+from torch.distributed import distributed_c10d
 
 from converters import Layout, load
 from converters.errors import DistckptError, RequestError
 from converters.io.gather import Gatherer
-from converters.loading import exchange
-from converters.loading.job_ranks import JobRanks
+from converters.loading import exchange, job_ranks
 
 RANK = int(os.environ["RANK"])
 
@@ -97,8 +97,7 @@ def take(case):
             stack.callback(device.wait)  # whoever reads a tensor comes behind what was asked of the home stream
             if own:  # what is done over NCCL, over gloo
                 stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
-                group = JobRanks.group
-                stack.enter_context(mock.patch.object(JobRanks, "group", lambda self, who, _: group(self, who, "gloo")))
+                stack.enter_context(mock.patch.object(job_ranks, "_nccl", distributed_c10d.ProcessGroupGloo))
         found = load(case["path"], Layout(**case["layout"]), **case.get("options", {}))
         if not case.get("options", {}).get("stream"):
             return dict(found), found.report
@@ -114,6 +113,14 @@ def take(case):
         return state, found.report
 
 
+class Splitting:
+    """NCCL's communicator of a job: to split it, all ranks have to come."""
+
+    @staticmethod
+    def perform_nocolor_split(device):
+        raise ZeroDivisionError("a rank that is no member waits for the others")
+
+
 def main(cases, answers):
     torch.set_num_threads(1)  # also where this process was forked: the threads of the other are not here
     faulthandler.dump_traceback_later(550, exit=True)  # all threads, if somebody waits for ever
@@ -121,7 +128,12 @@ def main(cases, answers):
     for case in json.loads(Path(cases).read_text()):
         case |= case.get("ranks", {}).get(str(RANK), {})
         if case.get("existing"):
-            dist.init_process_group("gloo")
+            store = next(dist.rendezvous("env://"))[0]  # which forgets nothing that it has heard of an earlier group
+            store = dist.PrefixStore(f"case {len(out)}", store)
+            dist.init_process_group("gloo", store=store, rank=RANK, world_size=int(os.environ["WORLD_SIZE"]))
+        if case.get("existing") == "bound":  # as with init_process_group("nccl", device_id=...)
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0)
+            distributed_c10d._get_split_source = lambda _: Splitting
         begin = time.monotonic()
         try:
             state, report = take(case)
@@ -133,6 +145,7 @@ def main(cases, answers):
         answer["threads"] = [t.name for t in threading.enumerate() if t.name.startswith("load-")]
         answer["group"] = dist.is_initialized()
         if case.get("existing"):  # it is as good as before
+            dist.group.WORLD.bound_device_id = None
             dist.barrier()
             dist.destroy_process_group()
         out.append(answer)

@@ -106,9 +106,12 @@ class Stream:
 
 
 class Event:
-    """Nothing, until it is recorded; then a point in a stream."""
+    """Nothing, until it is recorded; then a point in a stream. `query` does not have it come: it is as late as it can."""
 
     stream, come, time = None, True, 0.0
+
+    def query(self):
+        return self.come
 
     def synchronize(self):
         if self.stream is not None:

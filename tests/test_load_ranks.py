@@ -1,6 +1,7 @@
 """`load` by several processes, as torchrun starts them: bytes read once, exchanged over gloo, and one failure for all."""
 
 import contextlib
+import datetime
 import hashlib
 import itertools
 import json
@@ -14,7 +15,7 @@ import types
 from pathlib import Path
 
 import pytest
-from checkpoints import REPOSITORY, flip, golden, payloads, write_llama
+from checkpoints import REPOSITORY, SCALE, flip, golden, payloads, write_llama
 from processes import finish, fork, start
 
 from converters import Layout, load
@@ -22,6 +23,7 @@ from converters.box import Box
 from converters.errors import DistckptError, Interrupted, RequestError
 from converters.events import StopFlag
 from converters.formats import open_checkpoint
+from converters.loading import job_ranks
 from converters.loading.job_ranks import JobRanks, lost, refuse_differences
 from converters.loading.plan import ReadItem
 from converters.loading.rank_plan import plan_load
@@ -79,7 +81,7 @@ def run(cases, world, folder, codes=0, gpu=False):
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
     folder = tmp_path_factory.mktemp("big") / "ckpt"
-    write_llama(folder, layers=2, hidden=256, ffn=1024, vocab=2048, tp=2, pp=1)
+    write_llama(folder, layers=2, hidden=256 * SCALE, ffn=1024 * SCALE, vocab=2048 * SCALE, tp=2, pp=1)
     return folder
 
 
@@ -110,6 +112,7 @@ def four(big, damaged, tmp_path_factory):
         "dp2 tp2": {"path": adam, "layout": DP2, "options": once | {"optimizer": True}},
         "dp4": {"path": str(big), "layout": {"dp": 4}, "options": once},
         "dp4, a group exists": {"path": str(big), "layout": {"dp": 4}, "options": once, "existing": True},
+        "a group is bound to a gpu": {"path": str(big), "layout": DP2, "options": once, "existing": "bound"},
         "tp4": {"path": str(big), "layout": {"tp": 4}, "options": once},
         "pp2 dp2": {"path": adam, "layout": {"pp": 2, "dp": 2}, "options": once},
         "experts": {"path": moe, "layout": {"tp": 2, "ep": 2, "dp": 2}, "options": once},
@@ -181,8 +184,8 @@ def four(big, damaged, tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     [
-        *("dp2 tp2", "dp4", "dp4, a group exists", "tp4", "pp2 dp2", "experts", "tied", "hf", "stream"),
-        *("staged", "own gpus", "own gpus, tp4", "again"),
+        *("dp2 tp2", "dp4", "dp4, a group exists", "a group is bound to a gpu", "tp4", "pp2 dp2", "experts", "tied"),
+        *("hf", "stream", "staged", "own gpus", "own gpus, tp4", "again"),
     ],
 )
 def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
@@ -395,16 +398,40 @@ def test_what_torch_raises_is_not_always_a_lost_rank():
 def test_a_rank_that_is_stopped_does_not_wait_for_others_for_ever(monkeypatch):
     """Its question was never answered: it asks nothing more, and is not told that another one failed."""
     pending = types.SimpleNamespace(is_completed=lambda: False)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: pending)
+    aborted = []
+    group = types.SimpleNamespace(allreduce=lambda *_: pending, abort=lambda: aborted.append(1))
     monkeypatch.setattr("converters.loading.job_ranks._PATIENCE", 0.05)
     ranks = object.__new__(JobRanks)
-    ranks.left, ranks._stop = False, StopFlag()
+    ranks.left, ranks._stop, ranks._timeout = False, StopFlag(), 0.0
+    with pytest.raises(DistckptError, match="has ended or does not answer"):
+        ranks.wait(pending, group)
+    ranks.left, ranks._timeout = False, 1000.0
     ranks._stop.set(2)
     with pytest.raises(Interrupted) as caught:
-        ranks.all_true(True, None)
-    assert not ranks.all_true(True, None)
+        ranks.all_true(True, group)
+    assert len(aborted) == 2  # else NCCL's kernel stays on the GPU, and all that is asked of it waits
+    assert not ranks.all_true(True, group)
     with pytest.raises(Interrupted):
         ranks.agree(caught.value)
+
+
+def test_nccl_may_not_end_the_process(monkeypatch):
+    """What torch reads when a communicator is made, and only then."""
+    seen = {}
+
+    def made(store, rank, size, options):
+        seen.update({name: os.environ.get(name) for name in names}, arguments=(store, rank, size, options._timeout))
+        return "group"
+
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
+    made.Options = types.SimpleNamespace
+    monkeypatch.setattr("torch.distributed.distributed_c10d.ProcessGroupNCCL", made, raising=False)
+    monkeypatch.setenv(names[0], "3")
+    monkeypatch.delenv(names[1], raising=False)
+    limit = datetime.timedelta(seconds=7)
+    assert job_ranks._nccl("store", 1, 4, limit) == "group"
+    assert seen == dict.fromkeys(names, "0") | {"arguments": ("store", 1, 4, limit)}
+    assert (os.environ[names[0]], os.environ.get(names[1])) == ("3", None)
 
 
 @pytest.mark.gpu

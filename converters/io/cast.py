@@ -44,7 +44,12 @@ def apply(values: torch.Tensor, out: torch.Tensor, op: Op = Op.COPY) -> None:
         out: Of the same shape; its type is that of the result.
         op: What happens beside the cast.
     """
+    import torch
+
     changed = out.dtype != values.dtype or op in (Op.ADD_ONE, Op.SUBTRACT_ONE)
+    if not changed and out.dtype.itemsize <= 8:  # integers have kernels for every device, and no NaN
+        bits = (torch.uint8, torch.int16, torch.int32, torch.int64)[out.dtype.itemsize.bit_length() - 1]
+        values, out = values.view(bits), out.view(bits)
     if op is Op.ADD_ONE:
         values = values.float() + 1
     elif op is Op.SUBTRACT_ONE:

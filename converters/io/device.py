@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Device", "Host", "Lane", "Staged"]
 
-_SLOTS = 3  # one is read into, one is on its way, one is worked on
+MIB = 1 << 20
+_SLOTS = 2  # one is read into while the other is on its way and worked on: reading takes longer
 
 
 class Lane:
@@ -87,11 +88,15 @@ class Device:
         name: As torch spells it: `cpu`, `cuda:0`.
         slots: Tiles of host memory that a lane holds.
         unified: Host memory is the device's: bytes need not be taken there.
+        budget: Bytes of host memory for buffers where nobody says how many.
+        threads: So many read at most where nobody says how many.
     """
 
     name = "cpu"
     slots = 1
     unified = True
+    budget = 64 * MIB
+    threads = 8
 
     def enter(self) -> None:
         """Called first in each thread of the library that uses the device."""
@@ -156,6 +161,8 @@ class Staged(Device, ABC):
 
     slots = _SLOTS
     unified = False
+    budget = 512 * MIB  # 16 threads and more of two slots and a scratch
+    threads = 16
 
     def lane(self, tile_bytes: int) -> Lane:
         """See `Device`."""
@@ -179,7 +186,7 @@ class Staged(Device, ABC):
 
     @abstractmethod
     def event(self) -> Any:
-        """A point in a stream, for `submit`; it has `synchronize()`."""
+        """A point in a stream, for `submit`; it has `synchronize()`, and `query()`: whether it has come."""
 
     @abstractmethod
     def submit(self, stream: Any, work: Callable[[], None], event: Any, after: Sequence[Any] = ()) -> None:
@@ -228,6 +235,9 @@ class _StagedLane(Lane):
 
     def _slot(self) -> _Slot:
         """The slot that was used longest ago, free; made as they are needed: a small load pins no more than it uses."""
+        for slot in self._slots:  # what has come is told at once, not when its slot is needed
+            if slot.done is not None and slot.event.query():
+                self._retire(slot)
         if self._slots and (self._slots[0].done is None or len(self._slots) == _SLOTS):
             slot = self._slots.popleft()
             self._retire(slot)

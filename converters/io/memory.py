@@ -47,9 +47,14 @@ def enough(where: str, what: str = "") -> Iterator[None]:
         raise RequestError(text, hint="fewer threads or a smaller max_memory need less") from error
 
 
-def default_threads() -> int:
-    """How many threads read and write: one for each core, 4 to 8. One that waits for a disk needs no core."""
-    return min(8, max(4, cores()))
+def default_threads(most: int = 8, ranks: int = 1) -> int:
+    """How many threads read and write: one for each core, at least 4. One that waits for a disk needs no core.
+
+    Args:
+        most: Not more than these.
+        ranks: Processes that share the cores.
+    """
+    return min(most, max(4, cores() // ranks))
 
 
 def cores() -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from converters.io.device import Device
 
-__all__ = ["Cuda", "find_device", "gpu_of"]
+__all__ = ["Cuda", "find_device", "gpu_of", "serial_of"]
 
 _HOST = "use the cpu: --device cpu, or device='cpu'"
 _DRIVERS = ("nvidia[0-9]*", "dxg", "nvhost*", "kfd")  # of Linux, WSL, Jetson, AMD
@@ -113,10 +113,25 @@ class Cuda(Staged):
         return int(free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device))
 
     def serial(self) -> str:
-        """What tells it from other devices of its machine."""
+        """What tells it from other devices of its machine: its place on the bus, which NCCL compares, too.
+
+        Empty for a slice of a GPU (MIG): NCCL takes two slices of one for the same GPU, and refuses.
+        """
         import torch
 
-        return str(torch.cuda.get_device_properties(self._device).uuid)
+        return serial_of(torch.cuda.get_device_properties(self._device))
+
+
+def serial_of(properties: Any) -> str:
+    """See `Cuda.serial`.
+
+    Args:
+        properties: torch's of a GPU: `name`, `uuid`, and since 2.8 `pci_domain_id`, `pci_bus_id` and `pci_device_id`.
+    """
+    if " MIG " in properties.name:
+        return ""
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return str(properties.uuid) if None in place else ":".join(map(str, place))
 
 
 def gpu_of(local_rank: int) -> str | None:

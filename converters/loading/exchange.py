@@ -16,7 +16,7 @@ that it has read and gets those of all others (`all_gather`, over NCCL or gloo).
 Before each round its members tell each other over gloo, in one number, whether they are well: so no rank enters a collective
 that another one will not enter. Who is not well says so once to every group that has rounds left, and does none of them.
 Messages of errors travel over gloo when all rounds are over. A rank that dies breaks gloo's connections at once, which is
-an error; of NCCL's, torch's watchdog takes notice, which ends the processes that wait.
+an error; of NCCL's, whoever waits gives up after the timeout, or as soon as NCCL says so.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ class Exchange:
         self.bytes_received = 0
         self._groups: list[_Group] = []
         for members in sorted({members for shared in ranks.gathered(list(plan.groups)) for members in shared}):
-            data = ranks.group(members, self.backend)
-            health = ranks.group(members, "gloo") if self.backend == "nccl" else data
             if members in plan.groups:
+                data = ranks.group(members, self.backend)
+                health = ranks.group(members, "gloo") if self.backend == "nccl" else data
                 schedule = rounds(plan.groups[members], len(members), plan.tile_bytes)
                 self._groups.append(_Group(members, data, health, schedule))
         self._rounds = [_Round(group, parts, _length(parts)) for group in self._groups for parts in group.rounds]
@@ -191,9 +191,7 @@ class Exchange:
         if not self._all_well(one.group, well=True):
             raise Elsewhere("another rank of the job has failed")
         receive = self._receive[: one.length * len(one.group.members)]
-        with lost():
-            self._device.do(lambda: _all_gather(receive, self._send[number % 2][: one.length], one.group.data))
-            self._device.wait()
+        self._all_gather(receive, self._send[number % 2][: one.length], one.group)
         own = sum(part.fetch.nbytes for part in self._own(one))
         self.bytes_received += sum(part.fetch.nbytes for part in one.parts) - own
         return [
@@ -212,6 +210,12 @@ class Exchange:
         import torch
 
         self._send, self._receive = [], torch.empty(0)
+
+    def _all_gather(self, receive: torch.Tensor, send: torch.Tensor, group: _Group) -> None:
+        """What every member sends, on every member, one after the other; returns when it is there."""
+        with lost():
+            self._device.do(lambda: self._ranks.wait(group.data._allgather_base(receive, send), group.data))
+            self._device.wait()
 
     def _own(self, one: _Round) -> list[Part]:
         return [part for part in one.parts if one.group.members[part.owner] == self._ranks.rank]
@@ -257,9 +261,7 @@ class Exchange:
         seconds = 0.0
         for _ in range(2):  # the first time connections are made
             begin = time.monotonic()
-            with lost():
-                self._device.do(lambda: _all_gather(receive, send, group.data))
-                self._device.wait()
+            self._all_gather(receive, send, group)
             seconds = time.monotonic() - begin
         return receive.numel() / max(seconds, 1e-6)
 
@@ -286,11 +288,3 @@ def _reading_rate(plan: LoadPlan, reader: Reader) -> tuple[float, int]:
 def _length(parts: Sequence[Part]) -> int:
     ends = max(part.at + part.fetch.nbytes for part in parts)
     return int(-(-ends // _ALIGNMENT) * _ALIGNMENT)
-
-
-def _all_gather(receive: torch.Tensor, send: torch.Tensor, group: Any) -> None:
-    import torch.distributed as dist
-
-    # its name since torch 2.12
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(receive, send, group=group)

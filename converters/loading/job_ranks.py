@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import hashlib
 import itertools
 import os
 import re
+import secrets
 import socket
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -90,6 +92,7 @@ class JobRanks:
         rank: Number of this process.
         world: How many there are.
         local: Number of this process on its machine.
+        neighbours: How many of them are on its machine.
         left: This rank was stopped while it waited for others: it asks them nothing any more.
     """
 
@@ -99,24 +102,64 @@ class JobRanks:
         self.rank, self.world, self._timeout, self._stop = dist.get_rank(), dist.get_world_size(), timeout, stop
         self.left = False
         self._groups: list[Any] = []
-        self._all = self.group(range(self.world), "gloo")
+        with lost():
+            limit = datetime.timedelta(seconds=timeout)
+            self._all = dist.new_group(list(range(self.world)), timeout=limit, backend="gloo")
         hosts = self.gathered(socket.gethostname())
-        self.local = hosts[: self.rank].count(hosts[self.rank])
+        self.local, self.neighbours = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
+        self._key = self.told(secrets.token_hex(8))
 
     def group(self, members: Sequence[int], backend: str) -> Any:
-        """A process group; every rank calls this, member or not, for the same groups in the same order."""
-        import torch.distributed as dist
+        """What collectives of some ranks are asked of, torch's `Backend`; made by its members alone.
 
-        # not use_local_synchronization: the name it makes (torch 2.13) differs on ranks that are in more groups than others
+        Not by `dist.new_group`: where the caller gave `init_process_group` a `device_id`, ranks that are no members split
+        NCCL's communicator, which waits for the members, who do not for a group of gloo (torch 2.13,
+        `_new_process_group_helper`); and its groups of NCCL end the process when a rank is lost.
+
+        Args:
+            members: Their numbers, in order, this rank's among them.
+            backend: "gloo" or "nccl".
+        """
+        from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, _get_default_store
+
+        name = hashlib.sha256(repr(tuple(members)).encode()).hexdigest()
+        store = PrefixStore(f"distckpt/{self._key}/{backend}/{name}", _get_default_store())
         limit = datetime.timedelta(seconds=self._timeout)
+        make = _nccl if backend == "nccl" else ProcessGroupGloo
         with lost():
-            group = dist.new_group(list(members), timeout=limit, backend=backend)
-        if self.rank in members:
-            self._groups.append(group)
+            group = make(store, list(members).index(self.rank), len(members), limit)
+        self._groups.append(group)
         return group
 
+    def wait(self, work: Any, group: Any) -> None:
+        """Returns when a collective of a group is done; polls whether to stop, and then waits not much longer.
+
+        Raises:
+            DistckptError: A member has ended, or does not answer.
+            Interrupted: This rank was stopped, and they do not answer.
+        """
+        deadline, pause = time.monotonic() + self._timeout + _PATIENCE, 1e-4  # gloo itself should have ended it before
+        with lost():
+            while not work.is_completed():
+                if self._stop is not None and self._stop.is_set():
+                    deadline = min(deadline, time.monotonic() + _PATIENCE)
+                if time.monotonic() > deadline:
+                    self._give_up(group)
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            work.wait()
+
+    def _give_up(self, group: Any) -> None:
+        """Leaves a collective that others do not come to, and asks them nothing any more."""
+        self.left = True
+        with contextlib.suppress(RuntimeError):
+            group.abort()
+        if self._stop is not None and self._stop.is_set():
+            raise Interrupted(self._stop.signum or 2, "stopped while other ranks did not answer")
+        raise DistckptError(_SILENT, hint=_LOOK)
+
     def all_true(self, value: bool, group: Any) -> bool:
-        """Whether all members of a gloo group give True; waits for them, and not much longer once it is to stop.
+        """Whether all members of a gloo group give True; waits as `wait` does.
 
         Raises:
             DistckptError: One of them has ended.
@@ -128,18 +171,9 @@ class JobRanks:
         if self.left:
             return False
         false = torch.tensor([0 if value else 1], dtype=torch.int32)
-        deadline, pause = None, 1e-4
         with lost():
-            work = dist.all_reduce(false, dist.ReduceOp.MAX, group=group, async_op=True)
-            while not work.is_completed():
-                if self._stop is not None and self._stop.is_set():
-                    deadline = deadline or time.monotonic() + _PATIENCE
-                    if time.monotonic() > deadline:
-                        self.left = True
-                        raise Interrupted(self._stop.signum or 2, "stopped while other ranks did not answer")
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-            work.wait()
+            work = group.allreduce([false], dist.ReduceOp.MAX)
+        self.wait(work, group)
         return not false.item()
 
     def gathered(self, value: _Any) -> list[_Any]:
@@ -203,12 +237,44 @@ class JobRanks:
             raise error
 
     def close(self) -> None:
-        """Destroys the groups, but for those in which this rank's call was never answered: that would wait for it."""
+        """Gives up the groups, but for those in which this rank's call was never answered: that would wait for it."""
         import torch.distributed as dist
 
-        for group in [] if self.left else self._groups:
+        if self.left:
+            _UNANSWERED.append((self._all, *self._groups))
+            return
+        for group in self._groups:
             with contextlib.suppress(Exception):  # one of its members may be gone
-                dist.destroy_process_group(group)
+                group.shutdown()
+        self._groups.clear()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self._all)
+
+
+_UNANSWERED: list[Any] = []
+"""Groups that would wait, if they were given up, for ranks that do not answer."""
+
+
+def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
+    """A communicator of its own, whose trouble is an error here and not the end of the process.
+
+    torch reads the two variables when a `ProcessGroupNCCL` is made: its watchdog ends the process by default when a
+    collective fails or takes too long, and a second thread when the watchdog hangs.
+    """
+    from torch.distributed.distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = limit
+    quiet = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    before = {name: os.environ.get(name) for name in quiet}
+    os.environ.update(quiet)
+    try:
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 class Elsewhere(DistckptError):
@@ -259,14 +325,14 @@ def lost() -> Iterator[None]:
     except RuntimeError as error:  # DistBackendError, and gloo's own
         details = [(str(error).splitlines() or [""])[0][:300]]
         if _GONE.search(str(error)):
-            text, hint = (
-                "another rank of the job has ended or does not answer",
-                "its own output says why; start all ranks again",
-            )
-            raise DistckptError(text, details=details, hint=hint) from error
+            raise DistckptError(_SILENT, details=details, hint=_LOOK) from error
         raise DistckptError("torch.distributed failed", details=details) from error
 
 
+_SILENT, _LOOK = (
+    "another rank of the job has ended or does not answer",
+    "its own output says why; start all ranks again",
+)
 _GONE = re.compile(
     r"clos\w+ by (?:peer|remote)|connection|broken pipe|tim(?:ed? ?|e)out|remote process|remote rank|peer",
     re.IGNORECASE,

@@ -20,7 +20,7 @@ What is promised:
   rank needs a part (TP grows) cannot be checked by that rank alone without reading the rest. In a job, the ranks put the
   sums of their parts together, so all that was read together whole is checked; `report.records_unchecked` counts the
   others. `verify="all"` reads those once more, in a job each by one rank. Formats without checksums have none to check.
-- Memory: on the host `max_memory` of buffers; on the device the result and three tiles for each thread. An exchange adds
+- Memory: on the host `max_memory` of buffers; on the device the result and two tiles for each thread. An exchange adds
   a round, which is 32 MiB, or a tile of each member if that is more, and two members' parts of it. Too little is an error
   before anything is read.
 - Nothing from a file is executed.
@@ -136,7 +136,7 @@ class _Options(TypedDict, total=False):
     vocab_size: int | None
     arch: str | None
     follow_links: bool
-    max_memory: int
+    max_memory: int | None
     threads: int | None
     timeout: float
     listener: Listener | None
@@ -172,7 +172,7 @@ def load(
     vocab_size: int | None = None,
     arch: str | None = None,
     follow_links: bool = False,
-    max_memory: int = 64 * MIB,
+    max_memory: int | None = None,
     threads: int | None = None,
     timeout: float = 1800.0,
     listener: Listener | None = None,
@@ -195,8 +195,8 @@ def load(
             layout may then have replicas only.
         optimizer: Also fp32 master weights and moments; see `LoadedState` for their names.
         broadcast: Whether replicas are read once and exchanged: True, False, or "auto", which measures both with a few MiB.
-        stream: Return an iterator of `(key, tensor)` in place of a dictionary; no more than `max_memory` bytes of tensors,
-            or one tensor, are made ahead of what was taken. In a job the rounds of an exchange come on top.
+        stream: Return an iterator of `(key, tensor)` in place of a dictionary; no more than `max_memory` bytes of tensors
+            (None: 64 MiB), or one tensor, are made ahead of what was taken. In a job the rounds of an exchange come on top.
         verify: What is compared with its checksum. "read": each record that is read whole, in a job by all ranks together.
             "all": also those of which only a part is needed; the rest of them is read for it, in a job by one rank each.
         dtype: "bf16", "fp16", "fp32" or torch's: type of floating weights. None keeps what is stored. Optimizer state stays.
@@ -205,8 +205,8 @@ def load(
         vocab_size: True rows of the vocabulary, where the checkpoint does not tell.
         arch: Hugging Face architecture for names="hf"; None infers it.
         follow_links: Files of the checkpoint may be links out of its folder.
-        max_memory: Bytes of host memory for buffers.
-        threads: Threads that read; None takes one for each core, 8 at most.
+        max_memory: Bytes of host memory for buffers; None takes 64 MiB, 512 MiB for a GPU.
+        threads: Threads that read; None takes one for each core, 8 at most; for a GPU 16, of the cores that a rank has.
         timeout: Seconds after which a rank of the job that does not answer counts as lost.
         listener: Told about progress, from any thread.
         stop: Polled; ends the load.
@@ -224,9 +224,9 @@ def load(
         IntegrityError: Something needed is damaged.
         DistckptError: Another rank has failed; with its message.
     """
-    settings = LoadOptions(
-        broadcast, verify, max_memory, threads, timeout, listener, stop, max_memory if stream else None
-    )
+    ahead = (64 * MIB if max_memory is None else max_memory) if stream else None
+    ahead = (64 * MIB if max_memory is None else max_memory) if stream else None
+    settings = LoadOptions(broadcast, verify, max_memory, threads, timeout, listener, stop, ahead)
     _refuse_types(layout, modules, rank=rank, max_memory=max_memory, threads=threads)
     if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
         raise RequestError(
@@ -285,7 +285,7 @@ def _refuse_types(layout: object, modules: object, **counts: object) -> None:
     if not (modules is None or isinstance(modules, Order)):
         raise TypeError(f"modules is {modules!r}, not a converters.param_order.Order")
     for name, value in counts.items():
-        if not (isinstance(value, Integral) or (value is None and name != "max_memory")):
+        if not (isinstance(value, Integral) or value is None):
             raise TypeError(f"{name} is {value!r}, not a whole number")
 
 

@@ -60,7 +60,7 @@ def prepare(
             refuse_differences(ranks.gathered(request.alike))
         exchange = _choose_exchange(request, options, report, ranks)
         loading = together(ranks, lambda: _make_loading(request, options, rank, ranks, exchange))
-        _tell(plan, options, report, in_job=in_job)
+        _tell(plan, options, report, _budget(options, request.device), in_job=in_job)
         return Prepared(request, options, report, ranks, exchange, loading, begin, stack.pop_all())
 
 
@@ -92,6 +92,11 @@ def _choose_exchange(
     return exchange
 
 
+def _budget(options: LoadOptions, device: Device) -> int:
+    """Bytes of host memory for buffers."""
+    return device.budget if options.max_memory is None else options.max_memory
+
+
 def _count_threads(
     plan: LoadPlan, device: Device, options: LoadOptions, rank: int, ranks: JobRanks | None, exchange: Exchange | None
 ) -> int:
@@ -100,12 +105,14 @@ def _count_threads(
     Raises:
         RequestError: It does not, on the device or within `max_memory`.
     """
-    tile = plan.largest
+    tile, budget = plan.largest, _budget(options, device)
     each = device.slots * device.buffer(tile) + tile  # the slots, and a scratch that the gatherer may need
-    fit = options.max_memory // each
+    fit = budget // each
     if not fit:
-        raise RequestError(f"max_memory of {options.max_memory:,} bytes is too small: a thread needs {each:,} bytes")
-    threads = max(1, min(options.threads or default_threads(), fit))
+        raise RequestError(f"max_memory of {budget:,} bytes is too small: a thread needs {each:,} bytes")
+    # all ranks of a machine look at the same cores and, without a GPU, at the same memory
+    neighbours = max(1 if ranks is None else ranks.neighbours, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    threads = max(1, min(options.threads or default_threads(device.threads, 1 if device.unified else neighbours), fit))
     on_device = plan.nbytes
     if exchange is not None and (device.unified or exchange.on_device):
         on_device += exchange.memory
@@ -114,8 +121,8 @@ def _count_threads(
         on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.ahead))
     on_device += threads * each if device.unified else threads * tile * device.slots
     room = device.room()
-    if device.unified and ranks is not None:  # all ranks of a machine look at the same memory
-        room //= max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if device.unified and ranks is not None:
+        room //= neighbours
     if on_device > room:
         hint = "a larger tp or pp makes each rank's part smaller"
         if any(name.startswith("optimizer.") for name in plan.pieces):
@@ -160,10 +167,10 @@ def _owned_fetches(plan: LoadPlan, rank: int, exchange: Exchange | None) -> set[
     return own | {key for key, members in shared.items() if members[0] == rank}
 
 
-def _tell(plan: LoadPlan, options: LoadOptions, report: LoadReport, *, in_job: bool) -> None:
+def _tell(plan: LoadPlan, options: LoadOptions, report: LoadReport, budget: int, *, in_job: bool) -> None:
     if options.listener is None:
         return
-    options.listener(PlanReady("load", 0, plan.bytes_needed, plan.bytes_needed, options.max_memory))
+    options.listener(PlanReady("load", 0, plan.bytes_needed, plan.bytes_needed, budget))
     for note in report.notes:
         options.listener(Note(note))
     if in_job:

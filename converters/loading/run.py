@@ -32,8 +32,6 @@ _Answer = TypeVar("_Answer")
 
 __all__ = ["LoadOptions", "LoadReport", "LoadRequest", "Prepared", "together"]
 
-MIB = 1 << 20
-
 
 @dataclass
 class LoadReport:
@@ -71,12 +69,13 @@ class LoadOptions:
     """How to load; see `converters.loading.loader.load`.
 
     Attributes:
+        max_memory: Bytes of host memory for buffers; None: what the device needs (`Device.budget`).
         ahead: Bytes of tensors made ahead of what the caller took; None: it takes all of them in the end.
     """
 
     broadcast: Broadcast = False
     verify: str = "read"
-    max_memory: int = 64 * MIB
+    max_memory: int | None = None
     threads: int | None = None
     timeout: float = 0.0
     listener: Listener | None = None

@@ -134,7 +134,7 @@ def iter_tensors(
     device: str = "cpu",
     optimizer: bool = False,
     ahead: int | None = 64 * MIB,
-    max_memory: int = 64 * MIB,
+    max_memory: int | None = None,
     threads: int | None = None,
     listener: Listener | None = None,
     stop: StopFlag | None = None,
@@ -152,7 +152,7 @@ def iter_tensors(
         device: "cpu", "cuda:N", or "cuda": this process's GPU, as for `load`.
         optimizer: Also optimizer state, by parameter: `optimizer.state.exp_avg.NAME`. Flat buckets are taken apart.
         ahead: Bytes of tensors read ahead of what was taken; None for no limit.
-        max_memory: Bytes of host memory for buffers.
+        max_memory: Bytes of host memory for buffers; None takes 64 MiB, 512 MiB for a GPU.
         threads: Threads that read; None takes one for each core, 8 at most.
         listener: Told about progress, from any thread.
         stop: Polled; ends the iteration.
