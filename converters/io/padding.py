@@ -12,7 +12,7 @@ import numpy as np
 
 from converters.box import Box
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, UNSIGNED, OnHost
+from converters.io.arithmetic import BLOCK, UNSIGNED, Arithmetic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def mean_row(info: TensorInfo, read: Callable[[Box, NDArray[Any]], None]) -> NDA
     rows, rest = info.shape[0] - info.mean_rows, info.shape[1:]
     width = math.prod(rest)
     some = max(1, _ROWS // width)
-    host, kind = OnHost(), info.dtype
+    host, kind = Arithmetic(), info.dtype
     buffer = np.empty((min(some, rows), width), UNSIGNED[kind.itemsize])
     sums = np.zeros(width, np.float64)
     for first in range(0, rows, some):
