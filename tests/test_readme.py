@@ -179,7 +179,13 @@ def test_named_options_exist():
         name for quoted in re.findall(r"`([^`]+)`", ALL_PROSE) for name in re.findall(r"(?<!\S)--[a-z][a-z-]+", quoted)
     }
     assert len(named) > 20
-    assert named <= known | MEGATRON | {"--help", "--workers", "--all"}  # and one of scripts/test
+    assert named <= known | MEGATRON | {
+        "--help",
+        "--workers",
+        "--all",
+        "--simulated",
+        "--quick",
+    }  # and those of scripts
 
 
 # ---------------------------------------------------------------------- tables

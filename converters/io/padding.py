@@ -12,7 +12,7 @@ import numpy as np
 
 from converters.box import Box
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, UNSIGNED, Arithmetic
+from converters.io.arithmetic import BLOCK, UNSIGNED, Arithmetic, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ def mean_row(info: TensorInfo, read: Callable[[Box, NDArray[Any]], None]) -> NDA
     rows, rest = info.shape[0] - info.mean_rows, info.shape[1:]
     width = math.prod(rest)
     some = max(1, _ROWS // width)
-    host, kind = Arithmetic(), info.dtype
+    arithmetic, kind = Arithmetic(), info.dtype
     buffer = np.empty((min(some, rows), width), UNSIGNED[kind.itemsize])
     sums = np.zeros(width, np.float64)
     for first in range(0, rows, some):
@@ -45,7 +45,7 @@ def mean_row(info: TensorInfo, read: Callable[[Box, NDArray[Any]], None]) -> NDA
         read(Box((first, *(0,) * len(rest)), (count, *rest)), buffer[:count].reshape(count, *rest))
         for row in buffer[:count]:
             for at in range(0, width, BLOCK):
-                sums[at : at + BLOCK] += host.values(row[at : at + BLOCK], kind)
+                sums[at : at + BLOCK] += arithmetic.values(row[at : at + BLOCK], kind)
     mean = (sums / rows).astype(np.float32)
-    blocks = [host.rounded(mean[at : at + BLOCK].view(np.uint32), _FP32, kind) for at in range(0, width, BLOCK)]
+    blocks = [rounded(mean[at : at + BLOCK].view(np.uint32), _FP32, kind) for at in range(0, width, BLOCK)]
     return np.concatenate([np.array(block) for block in blocks]).reshape(rest)
