@@ -1,6 +1,7 @@
 """`distckpt doctor CKPT --for FLAGS`: will a job load it, and does the command that is named make it so?"""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -8,6 +9,7 @@ from support import GOLDEN
 
 from distckpt_cli.app import main
 
+LEGACY, DPR = "legacy_llama_adam_tp2pp2", "llama_dpreshardable_tp2pp2dp2"
 DIST = "--use-distributed-optimizer"
 
 
@@ -73,7 +75,76 @@ def test_what_is_not_known_is_said_and_does_not_count(capsys):
     assert "as far as this can be decided" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("flags", ["--tp", "--tp two", "--tp 0", "--mcore new", "--tp '2"])
+HF = "--tokenizer-type HuggingFaceTokenizer"
+EIGHT = f"--make-vocab-size-divisible-by 8 {HF}"
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "wrong", "text"),
+    [
+        (
+            "llama_adam_tp2pp2",
+            f"--tp 1 --vocab-size 200 {EIGHT}",
+            set(),
+            "the others are zero",
+        ),
+        (
+            "llama_adam_tp2pp2",
+            f"--tp 1 --vocab-size 120 {EIGHT}",
+            set(),
+            "the padding is left",
+        ),
+        (
+            "llama_adam_tp2pp2",
+            f"--tp 1 --vocab-size 99 {EIGHT}",
+            {"vocabulary"},
+            "16 of them",
+        ),
+        ("llama_adam_tp2pp2", f"--tp 2 --padded-vocab-size 127 {HF}", {"vocabulary"}, "tp 2 must divide"),
+        ("llama_adam_tp2pp2", "--tp 2 --pp 2 --use-checkpoint-args", set(), "the stored one 128"),
+        (LEGACY, "--tp 2 --pp 2 --ckpt-format torch", set(), "if the job has its tokenizer"),
+        (LEGACY, f"--tp 2 --pp 2 --ckpt-format torch --vocab-size 120 {HF}", {"vocabulary"}, "exactly its rows"),
+        (
+            LEGACY,
+            f"--tp 1 --pp 1 --ckpt-format torch --vocab-size 120 {EIGHT}",
+            {"vocabulary", "layout", "optimizer"},
+            "exactly its rows",
+        ),
+        (DPR, f"--tp 2 --pp 2 --dp 2 --mcore 0.16 {DIST} --vocab-size 120 {HF}", {"vocabulary"}, "in flat buckets"),
+        (DPR, f"--tp 2 --pp 2 --dp 2 --mcore 0.16 {DIST}", set(), "121 padded|120 padded"),
+        (DPR, f"--tp 2 --pp 2 --mcore 0.16 {DIST} --no-load-optim --vocab-size 120 {HF}", set(), "the others are zero"),
+    ],
+)
+def test_rows_of_the_vocabulary(name, flags, wrong, text, tmp_path, capsys):
+    document = _doctor(GOLDEN / name, flags, capsys)
+    assert _no(document) == wrong, document
+    said = " ".join(r["reason"] for r in document["reasons"] if r["subject"] == "vocabulary")
+    assert re.search(text, said), said
+    if document["remedy"]:
+        words = shlex.split(document["remedy"])
+        assert main([str(tmp_path / "out") if word == "DST" else word for word in words[1:]]) == 0
+        capsys.readouterr()
+        assert _doctor(tmp_path / "out", flags, capsys)["loads"]
+    else:
+        assert not wrong or text in ("16 of them", "tp 2 must divide", "exactly its rows")
+
+
+def test_the_size_of_a_tokenizer_is_read(tmp_path, capsys):
+    words = {
+        "model": {"vocab": {f"w{n}": n for n in range(118)}},
+        "added_tokens": [{"content": "w3"}, {"content": "<s>"}],
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(words))
+    flags = f"--tp 2 --pp 2 --make-vocab-size-divisible-by 8 {HF} --tokenizer-model {tmp_path}"
+    reasons = _doctor(GOLDEN / "llama_adam_tp2pp2", flags, capsys)["reasons"]
+    assert any("119 padded to a multiple of 8 x 2" in reason["reason"] for reason in reasons)
+    (tmp_path / "tokenizer.json").write_text("[]")
+    flags = f"--tp 2 --pp 2 --ckpt-format torch {HF} --tokenizer-model {tmp_path}"
+    reasons = _doctor(GOLDEN / LEGACY, flags, capsys)["reasons"]
+    assert ("vocabulary", "not decided") in {(r["subject"], r["answer"]) for r in reasons}
+
+
+@pytest.mark.parametrize("flags", ["--tp", "--tp two", "--tp 0", "--mcore new", "--tp '2", "--vocab-size x"])
 def test_wrong_flags(flags, capsys):
-    assert main(["doctor", str(GOLDEN / "llama_adam_tp2pp2"), "--for", flags]) == 4
+    assert main(["doctor", str(GOLDEN / "llama_adam_tp2pp2"), "--for", flags]) == 2
     assert "error" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
@@ -20,6 +20,7 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.optimizer_parts import optimizer_parts
 from converters.names import quoted
+from converters.overview.job_vocabulary import FLAGS, NUMBERS, vocabulary_answers
 from converters.pickles import Obj
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _SIZES = {
 }
 _SINCE = re.compile(r"needs Megatron-Core (\d+)\.(\d+) or later")
 _TEXTS = {"--pipeline-model-parallel-layout": "pp_layout", "--ckpt-format": "format", "--mcore": "mcore"}
+_VALUED = {*_SIZES, *_TEXTS, *NUMBERS, *FLAGS}
 _SWITCHES = {
     *(
         "--use-distributed-optimizer",
@@ -48,6 +50,7 @@ _SWITCHES = {
         "--no-load-optim",
         "--no-load-rng",
         "--finetune",
+        "--use-checkpoint-args",
     ),
 }
 # where no flag says a size, a job has this one (megatron/training/arguments.py, core_v0.16.1)
@@ -66,6 +69,7 @@ class Job:
         mcore: Version of Megatron-Core, as (0, 16); None if no flag says.
         format: `--ckpt-format`; None if no flag says.
         unread: Words that mean nothing here.
+        vocabulary: Flags of the vocabulary, by the names of `job_vocabulary`.
     """
 
     sizes: Mapping[str, Any]
@@ -73,6 +77,7 @@ class Job:
     mcore: tuple[int, int] | None = None
     format: str | None = None
     unread: tuple[str, ...] = ()
+    vocabulary: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> Job:
@@ -89,19 +94,24 @@ class Job:
             raise RequestError(f"--for is no command line: {error}") from error
         sizes: dict[str, Any] = {}
         texts: dict[str, str] = {}
+        vocabulary: dict[str, str] = {}
         unread: list[str] = []
         switches, rest = set(), iter(words)
         for word in rest:
             if word in _SWITCHES:
                 switches.add(word)
-            elif word in _SIZES or word in _TEXTS:
+            elif word in _VALUED:
                 value = next(rest, "")
+                number = value.isascii() and value.isdigit() and int(value) > 0
                 if word in _TEXTS and value:
                     texts[_TEXTS[word]] = value
-                elif value.isascii() and value.isdigit() and int(value):
+                elif (word in FLAGS and value) or (word in NUMBERS and number):
+                    vocabulary[(FLAGS | NUMBERS)[word]] = value
+                elif word in _SIZES and number:
                     sizes[_SIZES[word]] = int(value)
                 else:
-                    raise RequestError(f"{word} in --for lacks its value")
+                    what = "a word" if word in _TEXTS or word in FLAGS else "a whole number of 1 or more"
+                    raise RequestError(f"{word} in --for takes {what}, not {value or 'nothing'!r}")
             elif unread and not word.startswith("--"):
                 unread[-1] += f" {word}"
             else:
@@ -113,7 +123,7 @@ class Job:
         if version and not (len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers)):
             raise RequestError(f"--mcore {version} is no version", hint="--mcore 0.16")
         mcore = (int(numbers[0]), int(numbers[1])) if version else None
-        return cls(sizes, frozenset(switches), mcore, texts.get("format"), tuple(unread))
+        return cls(sizes, frozenset(switches), mcore, texts.get("format"), tuple(unread), vocabulary)
 
     @property
     def loads_optimizer(self) -> bool:
@@ -160,6 +170,7 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
     if not catalog.megatron:
         return out
     out += _layout(catalog, job)
+    out += _vocabulary(catalog, job)
     if catalog.path.name == "release":  # load_checkpoint (megatron/training/checkpointing.py, core_v0.16.1)
         out.append(Finding("optimizer", True, "a job asks a release for its weights only"))
     elif job.loads_optimizer:
@@ -224,6 +235,17 @@ def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
             yield Finding("layout", None, note)
         elif job.mcore < (int(least[1]), int(least[2])):
             yield Finding("layout", False, note, fixed=False)
+
+
+def _vocabulary(catalog: Catalog, job: Job) -> list[Finding]:
+    answers = vocabulary_answers(
+        catalog,
+        job.vocabulary,
+        int(job.sizes.get("tp", 1)),
+        loads_optimizer=job.loads_optimizer and catalog.path.name != "release",
+        from_checkpoint="--use-checkpoint-args" in job.switches,
+    )
+    return [Finding("vocabulary", *answer) for answer in answers]
 
 
 def _common_file(job: Job) -> Finding:

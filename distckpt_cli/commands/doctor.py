@@ -69,11 +69,16 @@ _ANSWERS = {True: "yes", False: "no", None: "not decided"}
 
 def _examine(source: str, flags: str, speaking: Speaking) -> int:
     """Whether a job loads a checkpoint."""
+    from converters.errors import RequestError
     from converters.formats import open_checkpoint
     from converters.overview.job_fit import Job, job_findings, job_remedy
     from distckpt_cli.console import named
 
-    job, catalog = Job.parse(flags), open_checkpoint(named(source)).catalog
+    try:
+        job = Job.parse(flags)
+    except RequestError as error:
+        raise UsageProblem(error.message, hint=error.hint) from None
+    catalog = open_checkpoint(named(source)).catalog
     findings = job_findings(catalog, job)
     loads = not any(finding.fits is False for finding in findings)
     remedy = "" if loads else job_remedy(catalog, job).replace("CKPT", shlex.quote(source))
