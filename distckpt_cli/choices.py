@@ -21,6 +21,7 @@ __all__ = [
     "DEVICES",
     "DTYPES",
     "FORMATS",
+    "MCORE_VERSIONS",
     "OPTIMIZERS",
     "Words",
     "check_choice",
@@ -78,6 +79,12 @@ def _formats() -> Iterable[str]:
     return [entry.name for entry in REGISTRY]
 
 
+def _versions() -> Iterable[str]:
+    from converters.megatron.megatron_flags import VERSIONS
+
+    return VERSIONS
+
+
 def _optimizers() -> Iterable[str]:
     from converters.write.convert import WRITERS
 
@@ -88,6 +95,7 @@ ARCHITECTURES = Words(_architectures, strict=False)
 DEVICES = Words(lambda: ("auto", "cpu", "cuda"), strict=False)
 DTYPES = Words(lambda: ("bf16", "fp16", "fp32"), strict=False)
 FORMATS = Words(_formats)
+MCORE_VERSIONS = Words(_versions)
 OPTIMIZERS = Words(_optimizers, strict=False)
 
 

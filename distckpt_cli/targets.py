@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from distckpt_cli.choices import OPTIMIZERS, choice, choice_of
+from distckpt_cli.choices import MCORE_VERSIONS, OPTIMIZERS, choice_of
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.options import panel
 
@@ -99,7 +99,12 @@ class Carried:
         str | None,
         content(
             metavar="V",
-            help="Form of the common state: 0.19 (embedded), or 0.18 (common.pt, which every version reads; the default).",
-            autocompletion=choice("0.18", "0.19").complete,
+            help="Megatron-Core that loads it: 0.16 (common.pt, which every version reads; the default) or 0.19 (embedded).",
+            autocompletion=MCORE_VERSIONS.complete,
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.optimizer == "none" and self.masters is not None:
+            hint = "leave out --masters, or keep the optimizer"
+            raise UsageProblem("--masters is about optimizer state, and --optimizer none leaves that out", hint=hint)

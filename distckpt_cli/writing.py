@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
 from distckpt_cli.console import COMMAND_LINE, parse_size
 from distckpt_cli.exits import ExitCode
@@ -80,6 +81,9 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
 
     console = writing.console
     conversion = plan(console)
+    if writing.threads is not None and conversion.job.threads < writing.threads:
+        text = f"--max-memory {writing.max_memory} is enough for {counted(conversion.job.threads, 'worker')}"
+        console.note(f"{text}, not for the {writing.threads} of --threads")
     if writing.dry_run:
         report = WriteReport(conversion, None)
     else:

@@ -1,5 +1,6 @@
 """The recipes in scripts/: every new iteration of a training run, on Slurm, in CI, on several hosts."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def test_each_complete_iteration_is_converted_once(training, tmp_path):
     out = tmp_path / "out"
     first = convert_new(training, out, "export-hf", "--progress", "off")
     assert first.returncode == 0, first.stderr
-    assert sorted(p.name for p in out.iterdir()) == ["iter_0000010", "iter_0000020"]
+    assert sorted(p.name for p in out.iterdir()) == [".distckpt-watch", "iter_0000010", "iter_0000020"]
     assert "2 new of 2" in first.stdout
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     second = convert_new(training, out, "export-hf", "--progress", "off")
@@ -213,6 +214,53 @@ def test_watch_waits_for_the_next_iteration_and_runs_a_command_on_each(training,
     assert process.returncode == 143
     assert "2 new of 2 iterations" in text
     assert seen.read_text().splitlines() == [str(out / name) for name in ("iter_0000010", "iter_0000020")]
+
+
+def watched(training, out, *words, command=("export-hf", "--progress", "off")):
+    return subprocess.run(
+        [sys.executable, "-m", "distckpt_cli", "watch", str(training), str(out), "--once", *words, "--", *command],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_watch_takes_no_other_results_for_its_own(training, tmp_path):
+    out = tmp_path / "out"
+    (training / "latest_checkpointed_iteration.txt").write_text("10")
+    assert watched(training, out).returncode == 0
+    assert watched(training, out, command=("export-hf", "-q", "--threads", "1")).returncode == 0  # makes the same
+    for command in (("export-hf", "--dtype", "fp32"), ("strip",)):
+        other = watched(training, out, command=command)
+        assert (other.returncode, "the results of another watch" in other.stderr) == (5, True)
+        assert "distckpt export-hf of" in other.stderr
+    copy_golden("llama_adam_tp2pp2", tmp_path / "mine" / "iter_0000010")
+    strange = watched(training, tmp_path / "mine")
+    assert (strange.returncode, "which this watch has not written" in strange.stderr) == (5, True)
+
+
+def test_a_failed_exec_is_run_again(training, tmp_path):
+    (training / "latest_checkpointed_iteration.txt").write_text("10")
+    out, flag, seen = tmp_path / "out", tmp_path / "flag", tmp_path / "seen"
+    script = f"test -e {flag} && echo $1 >> {seen}"
+    first = watched(training, out, "--exec", script)
+    assert (first.returncode, "--exec failed: iter_0000010" in first.stdout) == (1, True)
+    flag.touch()
+    for _ in range(2):
+        assert watched(training, out, "--exec", script).returncode == 0
+    assert seen.read_text().splitlines() == [str(out / "iter_0000010")]
+
+
+def test_json_and_silent_reach_the_command(training, tmp_path):
+    done = watched(training, tmp_path / "json", "--json", "--exec", "echo noise")
+    document = json.loads(done.stdout)  # one, and nothing of the commands beside it
+    assert {name: report["schema"] for name, report in document["reports"].items()} == {
+        "iter_0000010": "distckpt.export-hf/1",
+        "iter_0000020": "distckpt.export-hf/1",
+    }
+    silent = watched(training, tmp_path / "silent", "--silent")
+    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
 
 
 def test_watch_runs_only_what_writes(training, tmp_path):

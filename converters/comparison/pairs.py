@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from converters.box import Box
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.megatron.model_args import ModelArgs
-from converters.megatron.vocabulary import is_vocabulary
+from converters.megatron.vocabulary import is_embedding, is_vocabulary
 from converters.models import by_name, check_hf_config, infer, map_to_hf, of_type
 from converters.models.described import COMPUTED
 from converters.names import StateName, natural_key, parameter_of
@@ -159,6 +159,9 @@ def match(
     names = sorted({*a.tensors, *b.tensors}, key=natural_key) if a.is_hf else _in_order(a.tensors, b.tensors)
     vocab_sizes = [n for n in (a.args.vocab_size, b.args.vocab_size) if n is not None] if not a.is_hf else []
     rows = vocab_size if vocab_size is not None else max(vocab_sizes, default=None)
+    stored = [t.shape[0] for side in (a, b) for n, t in side.tensors.items() if is_embedding(n) and t.shape]
+    if vocab_size is not None and vocab_size > min(stored, default=vocab_size):
+        raise RequestError(f"--vocab-size {vocab_size} is not possible: an embedding has {min(stored)} rows")
     for name in names:
         if not keep(name):
             continue

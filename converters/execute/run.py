@@ -50,13 +50,14 @@ class Stats:
         bytes_written: Bytes of tensor data written.
         bytes_kept: Bytes of tensor data kept from an interrupted run.
         records_checked: Records whose checksum was compared.
+        underflowed: Elements that were not zero in the source and are in the result, as fp16 has no smaller number.
         seconds: Wall time.
         losses: For each tensor that was quantized: `max_abs`, the largest difference of what a reader computes and what was
             stored, and `relative`, the length of all differences by that of the tensor.
     """
 
     def __init__(self) -> None:
-        self.bytes_read = self.bytes_written = self.bytes_kept = self.records_checked = 0
+        self.bytes_read = self.bytes_written = self.bytes_kept = self.records_checked = self.underflowed = 0
         self.seconds = 0.0
         self.losses: dict[str, dict[str, float]] = {}
 
@@ -130,6 +131,7 @@ class _Run:
         self.finished: list[Task] = []  # since the last safe point
         self.fresh: Segments = []  # checksums of what was read since then
         self.fresh_written: Segments = []  # and of what was written into sealed records
+        self.fresh_underflowed = 0
         self.written = RecordSums()
         self.losses: Losses = {}
         self.fresh_losses: Losses = {}  # since the last safe point
@@ -191,7 +193,7 @@ class _Run:
         """Goes on with what the other ranks have begun."""
         for left in others:
             self._take(left)
-            for name in ("bytes_read", "bytes_written", "records_checked"):
+            for name in ("bytes_read", "bytes_written", "records_checked", "underflowed"):
                 setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
 
     def _take(self, document: Mapping[str, Any]) -> None:
@@ -214,6 +216,7 @@ class _Run:
         for line in self.staging.resumed:
             done.update(line["tasks"])
             self._take(line)
+            self.stats.underflowed += line.get("underflowed", 0)
         todo = [task for task in self.job.tasks if task.number not in done]
         kept = [task for task in self.job.tasks if task.number in done]
         if kept:
@@ -233,7 +236,9 @@ class _Run:
         """Syncs what finished tasks wrote, then says so in the journal."""
         with self.lock:
             tasks, segments, written, losses = self.finished, self.fresh, self.fresh_written, self.fresh_losses
+            more = {"underflowed": self.fresh_underflowed} if self.fresh_underflowed else {}
             self.finished, self.fresh, self.fresh_written, self.fresh_losses = [], [], [], {}
+            self.fresh_underflowed = 0
         if not tasks or self.unsure:
             return
         for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
@@ -241,14 +246,16 @@ class _Run:
             with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
                 os.fsync(fd)
         numbers = [task.number for task in tasks]
-        self.staging.log({"tasks": numbers, "sums": segments, "written": written, "losses": _listed(losses)})
+        self.staging.log({"tasks": numbers, "sums": segments, "written": written, "losses": _listed(losses), **more})
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None:
         """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""
         self.written.add(record, segment)
         log.append((record, *segment))
 
-    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses) -> None:
+    def done(
+        self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int
+    ) -> None:
         """Notes a finished task."""
         with self.lock:
             self.finished.append(task)
@@ -257,6 +264,8 @@ class _Run:
             for total in (self.losses, self.fresh_losses):
                 _add(total, losses)
             self.stats.bytes_written += task.nbytes
+            self.stats.underflowed += underflowed
+            self.fresh_underflowed += underflowed
         self.listener(Moved(task.nbytes))
         self._count_files(task.files)
 

@@ -12,7 +12,7 @@ from converters.crc import crc32
 from converters.errors import RequestError
 from converters.execute.destination import os_trouble
 from converters.execute.disk import trouble_with, write_at
-from converters.io.cast import Caster, overflowed, pinned
+from converters.io.cast import Caster, overflowed, pinned, underflowed
 from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
 from converters.io.quantize import Loss, quantized
 from converters.planning.plan import Op
@@ -47,7 +47,9 @@ class Shared(Protocol):
     crew: Crew
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
-    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses) -> None: ...
+    def done(
+        self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int
+    ) -> None: ...
 
 
 class Worker:
@@ -56,6 +58,7 @@ class Worker:
     Attributes:
         written: Checksums of what the current task wrote into sealed records.
         losses: What it lost by quantizing, for each tensor.
+        underflowed: Elements of the current task that became zero in fp16.
     """
 
     def __init__(self, shared: Shared) -> None:
@@ -65,6 +68,7 @@ class Worker:
         self._outputs = OpenFiles(_open_output, self._close_output)
         self.written: Segments = []
         self.losses: Losses = {}
+        self.underflowed = 0
 
     def close(self) -> None:
         """Closes all files.
@@ -87,7 +91,7 @@ class Worker:
         """Does a task, and notes that; leaves it as it is if it is asked to stop before the end."""
         segments: Segments = []
         self._gatherer.segments = segments
-        self.written, self.losses = [], {}
+        self.written, self.losses, self.underflowed = [], {}, 0
         for tile in task.tiles:
             if self._shared.crew.should_stop():
                 return
@@ -98,7 +102,7 @@ class Worker:
                 continue
             for move in moves:
                 self._write(move, self._changed(tile, elements, move))
-        self._shared.done(task, segments, self.written, self.losses)
+        self._shared.done(task, segments, self.written, self.losses, self.underflowed)
 
     def _quantize(self, tile: Tile, elements: NDArray[Any], moves: Iterable[Move]) -> None:
         """Writes a tile of whole blocks as codes, and their scales."""
@@ -125,6 +129,8 @@ class Worker:
                     hint="--dtype bf16 or fp32, or leave --dtype out",
                     tensor=tile.source,
                 )
+            if move.dtype.name == "float16" and op not in (Op.ADD_ONE, Op.SUBTRACT_ONE):
+                self.underflowed += underflowed(stored, info.dtype, values)
         elif not values.flags.c_contiguous:
             packed = self._gatherer.scratch(values.nbytes).view(values.dtype).reshape(values.shape)
             np.copyto(packed, values)

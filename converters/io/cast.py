@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Caster", "apply", "choose_device", "overflowed", "pinned"]
+__all__ = ["Caster", "apply", "choose_device", "overflowed", "pinned", "underflowed"]
 
 # what torch takes from numpy without a copy
 _SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
@@ -82,6 +82,20 @@ def overflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> i
         return 0
     mask = _EXPONENTS[source.name]
     return int(np.count_nonzero(infinite & ((elements & mask) != mask)))
+
+
+def underflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> int:
+    """How many numbers that are not zero have become zero in fp16, whose least is 6e-8.
+
+    Args:
+        elements: The bits that were cast, of bf16 or fp32; those of other types are not looked at.
+        source: Their type.
+        result: The bits of fp16 that they became.
+    """
+    zero = (result & 0x7FFF) == 0
+    if source.name not in _EXPONENTS or not zero.any():
+        return 0
+    return int(np.count_nonzero(zero & ((elements & (0x7FFF if source.itemsize == 2 else 0x7FFFFFFF)) != 0)))
 
 
 class Caster:

@@ -115,8 +115,10 @@ def refuse_foreign_names(catalog: Catalog) -> None:
     if catalog.megatron:
         return
     whose = "Hugging Face's names" if catalog.framework == "Hugging Face" else "names of their own"
+    model = catalog.framework == "Hugging Face" and catalog.config
+    kept = f"distckpt convert {quoted(catalog.root)} DST --to safetensors keeps the names"
     raise RequestError(
         f"the checkpoint's tensors have {whose}, not Megatron's",
         details=[f"for example {printable(name)}" for name in list(catalog.weights or catalog.tensors)[:2]],
-        hint="convert --to safetensors or --to torch keeps the names",
+        hint=f"distckpt import-hf {quoted(catalog.root)} DST makes a checkpoint of Megatron's of it" if model else kept,
     )

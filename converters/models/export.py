@@ -146,7 +146,9 @@ def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterato
 def _keeps_mtp(args: ModelArgs, model: Model, mtp: str) -> bool:
     if mtp not in ("keep", "drop", "auto"):
         raise RequestError(f"unknown choice {mtp!r} for multi-token prediction", hint="keep, drop or auto")
-    if mtp == "keep" and args.mtp_num_layers and not model.mtp:
+    if mtp == "keep" and not args.mtp_num_layers:
+        raise RequestError("the model has no multi-token prediction layers to keep", hint="leave out --mtp")
+    if mtp == "keep" and not model.mtp:
         raise RequestError(
             f"{model.architecture} has no place for multi-token prediction layers", hint="leave them out: --mtp drop"
         )

@@ -19,6 +19,7 @@ from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.optimizer_parts import optimizer_parts
+from converters.models import of_type
 from converters.names import quoted
 from converters.overview.job_vocabulary import FLAGS, NUMBERS, vocabulary_answers
 from converters.pickles import Obj
@@ -184,9 +185,8 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
 def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored = catalog.format
     if not catalog.megatron:
-        yield Finding(
-            "format", False, f"{stored} without Megatron's names is no checkpoint of Megatron-LM", fixed=False
-        )
+        text = f"{stored} without Megatron's names is no checkpoint of Megatron-LM"
+        yield Finding("format", False, text, fixed=_is_model(catalog))
     elif stored == "torch_dist":
         if job.format not in (None, "torch_dist"):
             yield Finding("format", False, f"the checkpoint is torch_dist, the job asks for {job.format}")
@@ -210,6 +210,21 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
         yield Finding(
             "arguments", None, f"{catalog.framework} keeps no arguments of Megatron-LM; it has a loader of its own"
         )
+
+
+def _is_model(catalog: Catalog) -> bool:
+    """Whether it is a Hugging Face folder of a known architecture."""
+    kind = catalog.config.get("model_type")
+    return catalog.framework == "Hugging Face" and isinstance(kind, str) and of_type(kind) is not None
+
+
+def _import(job: Job) -> str:
+    """The command that makes a checkpoint for the job of a Hugging Face folder."""
+    words = ["distckpt", "import-hf", "CKPT", "DST"]
+    for name, size in job.sizes.items():
+        words += [f"--{name.replace('_', '-')}", quoted(str(size)) if name == "pp_layout" else str(size)]
+    words += ["--to", "legacy"] if job.format == "torch" else []
+    return " ".join([*words, *(["--mcore", "0.19"] if job.mcore is not None and job.mcore >= (0, 19) else [])])
 
 
 def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
@@ -353,6 +368,8 @@ def job_remedy(catalog: Catalog, job: Job) -> str:
         return ""
     if job.format not in (None, "torch_dist", "torch") or "--use-precision-aware-optimizer" in job.switches:
         return ""
+    if not catalog.megatron:
+        return _import(job)
     layout, legacy, saved = job.layout(), job.format == "torch", Layout.saved(catalog)
     sizes = {name: getattr(layout, name) for name in (*_DEFAULTS, *_STAGES)}
     sizes |= {"dp": job.sizes.get("dp"), "etp": layout.etp if saved.etp is None else layout.expert_tp}

@@ -76,7 +76,14 @@ def find_twins(
             twin = next((other for other in others if _same(reader, first, other)), None)
             if twin is not None:
                 twins.setdefault(name, (first, twin))
-    for text, names in fold(twins):
+    halves = {name for name, pair in twins.items() if _gate_and_up(tensors[name], pair)}
+    for name in sorted(halves):
+        check.warn(
+            f"{printable(name)}: gate and up are the same elements, which no training makes of different ones",
+            tensors=(name,),
+            hint="either they were made equal on purpose, or one was written in the place of the other",
+        )
+    for text, names in fold(name for name in twins if name not in halves):
         one, other = (_file_name(reader, record) for record in twins[names[0]])
         verb = "has" if len(names) == 1 else "have each"
         check.error(
@@ -85,6 +92,15 @@ def find_twins(
             file=other,
             hint="restore the file of one of them from a copy",
         )
+
+
+def _gate_and_up(info: TensorInfo, pair: tuple[int, int]) -> bool:
+    """Whether two records are the same rows of the two halves of a gated projection, which may be equal by design."""
+    if "linear_fc1" not in info.name or not info.shape:
+        return False
+    starts = [chunk.box.start for chunk in info.chunks() if chunk.record in pair]
+    half = info.shape[0] // 2
+    return len(starts) == 2 and abs(starts[0][0] - starts[1][0]) == half and starts[0][1:] == starts[1][1:]
 
 
 def _equal(seen: Iterable[tuple[int, int]]) -> Iterator[list[int]]:

@@ -267,7 +267,11 @@ def _rewritten(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
     elif catalog.format not in ("torch_dist", "zarr"):
         raise RequestError(
             f"edit-args keeps the format, and the arguments of {catalog.format} are not changed in place",
-            hint="distckpt convert CKPT DST --to torch_dist first",
+            hint=f"distckpt convert {quoted(catalog.root)} DST --to torch_dist first"
+            if catalog.megatron
+            else "its settings are in config.json: copy the folder and edit that file"
+            if catalog.config
+            else "it has none of Megatron's arguments",
         )
     else:
         archive, tree = open_common(reader)

@@ -230,7 +230,7 @@ def _model(catalog: Catalog) -> Model:
     if catalog.megatron:
         raise RequestError(
             "this is a checkpoint of Megatron's, not a Hugging Face folder",
-            hint=f"distckpt reshard {quoted(catalog.root)} DST",
+            hint=f"distckpt export-hf {quoted(catalog.root)} DST makes one of it; distckpt reshard changes its layout",
         )
     if not config or catalog.framework != "Hugging Face":
         raise FormatError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WriteReport"]
 
-_MOVED = ("bytes_read", "bytes_written", "bytes_kept", "records_checked")
+_MOVED = ("bytes_read", "bytes_written", "bytes_kept", "records_checked", "underflowed")
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,6 +112,9 @@ class WriteReport:
             worst = max(stats.losses, key=lambda name: stats.losses[name]["relative"])
             text = f"at most {stats.losses[worst]['relative']:.2%} of a tensor's length ({printable(worst)})"
             yield "error", f"{text}; each in {plan.report_file}"
+        if stats.underflowed:
+            text = "that are not zero in the source became zero: fp16 has no number between 0 and 6e-8"
+            yield "underflow", f"{counted(stats.underflowed, 'element')} {text}"
         report = f"; report in {plan.report_file}" if plan.report_file else ""
         checked = f"{counted(stats.records_checked, 'source record')} against their checksums"
         if stats.records_checked == 1:

@@ -103,6 +103,13 @@ def diff(
     names = shlex.quote(a), shlex.quote(b)
     follow = looking.follow_links
     readers = open_checkpoint(a, follow_links=follow), open_checkpoint(b, follow_links=follow)
+    foreign = sum(not reader.catalog.megatron for reader in readers)
+    if arch is not None and foreign != 1:
+        raise UsageProblem("--arch is for a Megatron checkpoint beside a Hugging Face folder", hint="leave out --arch")
+    if vocab_size is not None and foreign == 2:
+        raise UsageProblem(
+            "--vocab-size is for Megatron checkpoints, whose rows are padded", hint="leave out --vocab-size"
+        )
     if args:
         return differences.show_arguments(console, *readers, args, options.ignore, flat=flat)
     plan = plan_diff(*readers, options)

@@ -52,6 +52,8 @@ def doctor(
         return _examine(what, job, speaking)
     from converters.overview.symptoms import diagnose
 
+    if ckpt is not None:
+        _check_exists(ckpt)
     with _lines(what) as lines:
         diagnoses = diagnose(lines)
     console = speaking.console
@@ -107,7 +109,11 @@ def _lines(what: str) -> Iterator[Iterator[str]]:
     elif "\n" not in what and len(what) < 4096 and os.path.lexists(what):
         path = Path(what)
         if path.is_dir():
-            raise UsageProblem(f"{what} is a folder", hint=f"distckpt verify {shlex.quote(what)} examines a checkpoint")
+            shown = shlex.quote(what)
+            hint = (
+                f"distckpt verify {shown} examines a checkpoint; doctor {shown} --for FLAGS says whether a job loads it"
+            )
+            raise UsageProblem(f"{what} is a folder, not a log", hint=hint)
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
                 yield iter(file)
@@ -121,6 +127,16 @@ def _lines(what: str) -> Iterator[Iterator[str]]:
         raise FormatError(f"{what} does not exist")
     else:
         yield iter(what.splitlines())
+
+
+def _check_exists(ckpt: str) -> None:
+    from converters.errors import FormatError
+    from converters.formats.folder import exists
+    from converters.remote.address import named_path
+
+    path = named_path(ckpt)
+    if not exists(path):
+        raise FormatError(f"{path} does not exist", hint="the second word is the checkpoint that the log speaks of")
 
 
 def _remedies(one: Diagnosis, ckpt: str | None) -> list[str]:

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from distckpt_cli.choices import DTYPES, Words, choice, choice_of
+from distckpt_cli.choices import DTYPES, MCORE_VERSIONS, choice, choice_of
 from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.options import options_set, panel, resolve_word, spread
 from distckpt_cli.targets import TargetLayout  # noqa: TC001
 from distckpt_cli.writing import Target, Writing, carry_out
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 _job = panel("The job")
-
-
-def _versions() -> Iterable[str]:
-    from converters.megatron.megatron_flags import VERSIONS
-
-    return VERSIONS
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class ImportRequest:
         _job(
             metavar="V",
             help="Megatron-LM that will start from it: 0.16 (the default) or 0.19.",
-            autocompletion=Words(_versions).complete,
+            autocompletion=MCORE_VERSIONS.complete,
         ),
     ] = None
     dtype: Annotated[

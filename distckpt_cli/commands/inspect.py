@@ -86,7 +86,7 @@ def inspect(
     """Show what a checkpoint is: model, saved layout, optimizer, components; or list what it holds.
 
     Reads metadata only, never tensor data, and runs nothing that the files contain. Exit code 1 if files are missing or too
-    short.
+    short; of several checkpoints, if one is not complete.
     """
     if len(view.lists) > 1 and not speaking.as_json:
         hint = "ask for one, or for all with --json"
@@ -132,13 +132,33 @@ def _write_page(console: Console, paths: list[str], file: str, verification: str
     target = Path(file)
     if target.exists() and not (target.is_file() and b"<title>distckpt" in target.read_bytes()[:1000]):
         raise DestinationError(f"{file} exists and is no page of distckpt", hint="name a new file")
-    page = checkpoint_page(open_checkpoint(paths[0], follow_links=follow_links), answer)
+    reader = open_checkpoint(paths[0], follow_links=follow_links)
+    if verification is not None:
+        _check_verification(verification, answer, reader.catalog.path)
+    page = checkpoint_page(reader, answer)
     try:
         Path(file).write_text(page, encoding="utf-8")
     except OSError as error:
         raise DestinationError(f"writing {file} failed: {error.strerror or error}") from error
     console.fact("wrote", f"{file}  {format_size(len(page.encode()))}")
     return ExitCode.OK
+
+
+def _check_verification(file: str, answer: Any, path: Path) -> None:
+    """Refuses the result of another checkpoint.
+
+    Raises:
+        FormatError: It is no result of verify.
+        RequestError: It is that of another one.
+    """
+    from converters.errors import FormatError, RequestError
+
+    verified = answer.get("path") if isinstance(answer, dict) and answer.get("schema") == "distckpt.verify/1" else None
+    if not isinstance(verified, str):
+        raise FormatError(f"{file} is not what `distckpt verify --json` prints")
+    if named_path(verified).resolve() != path.resolve():
+        hint = f"distckpt verify {shlex.quote(str(path))} --json > {shlex.quote(file)}"
+        raise RequestError(f"{file} is the verification of {verified}, not of {path}", hint=hint)
 
 
 def _below(name: str) -> list[str]:
@@ -161,7 +181,9 @@ def _list(console: Console, paths: list[str], *, follow_links: bool) -> int:
     from converters.overview.runs import summarize
     from distckpt_cli.commands.ls import show_summaries
 
-    return show_summaries(console, [summarize(named_path(path), follow_links=follow_links) for path in paths], paths)
+    summaries = [summarize(named_path(path), follow_links=follow_links) for path in paths]
+    show_summaries(console, summaries, paths)
+    return ExitCode.OK if all(summary.status == "complete" for summary in summaries) else ExitCode.NO
 
 
 def _show_each(console: Console, paths: list[str], view: View, selection: Selection, *, follow_links: bool) -> int:

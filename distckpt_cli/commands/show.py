@@ -59,7 +59,9 @@ def show(
     """Show the values of a tensor and their statistics: a weight, a master weight or a moment, in any format.
 
     Optimizer state is named by its parameter: optimizer.state.param.NAME (master weight), .exp_avg.NAME, .exp_avg_sq.NAME.
-    Statistics are exact, of the slice if one is given; the tensor is read in tiles, once for each 16 bits of an element.
+    Statistics are exact, of the slice if one is given; the tensor is read in tiles, once for each 16 bits of an element. The
+    quantile q is an element of the tensor: the least one of which at least q of all finite elements are no larger, without
+    interpolation (numpy's method inverted_cdf).
     """
     from converters.overview.checkpoint import Checkpoint
 
@@ -68,8 +70,8 @@ def show(
         names = _chosen(checkpoint, tensor)
         if len(names) == 1:
             _show_one(console, checkpoint, names[0], view)
-        elif view.slice or view.values:
-            hint = "--slice and --values show the values of one"
+        elif view.slice or view.values or view.histogram:
+            hint = f"--slice, --values and --histogram show one, for example {shlex.quote(names[0])}"
             raise UsageProblem(f"{len(names):,} tensors match {tensor!r}", hint=hint)
         else:
             _show_rows(console, checkpoint, names)
@@ -84,8 +86,24 @@ def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
     names = checkpoint.keys(optimizer=pattern.startswith(("optimizer", "*")))
     chosen = [pattern] if pattern in names else list(filter(matcher(pattern), names))
     if not chosen:
+        _refuse_buckets(checkpoint, pattern)
         raise nothing("tensor", pattern, names)
     return chosen
+
+
+def _refuse_buckets(checkpoint: Checkpoint, pattern: str) -> None:
+    """Says where the elements of flat buckets are shown."""
+    from converters.errors import RequestError
+    from converters.names import matcher
+
+    tensors, matches = checkpoint.catalog.tensors, matcher(pattern)
+    buckets = [name for name, info in tensors.items() if info.opaque and (name == pattern or matches(name))]
+    if buckets:
+        path = shlex.quote(str(checkpoint.path))
+        raise RequestError(
+            f"{buckets[0]} is a flat bucket, which holds elements of many parameters",
+            hint=f"distckpt show {path} 'optimizer.state.*' shows what is in it, by parameter",
+        )
 
 
 def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from distckpt_cli.console import Console
+    from distckpt_cli.watch_record import WatchRecord
 
 __all__ = ["watch"]
 
@@ -49,10 +51,14 @@ class _Run:
     Attributes:
         written: New ones, by name.
         failed: Exit code by name of those that could not be read or are damaged.
+        unexecuted: Exit code by name of those for which the command of --exec failed.
+        reports: With --json: what the command said of each.
     """
 
     written: list[str] = field(default_factory=list)
     failed: dict[str, int] = field(default_factory=dict)
+    unexecuted: dict[str, int] = field(default_factory=dict)
+    reports: dict[str, Any] = field(default_factory=dict)
 
 
 @spread
@@ -68,8 +74,9 @@ def watch(
     """Convert every iteration of a training run that is complete and not converted yet, oldest first; then wait for more.
 
     OUT/iter_N appears complete or not at all, so this may be interrupted and started again at any time: it continues. An
-    iteration that is damaged or cannot be read is tried again later; any other failure ends it. Exit code: that of the
-    first failure.
+    iteration that is damaged or cannot be read is tried again later, and so is a --exec that fails; any other failure ends
+    it. OUT/.distckpt-watch says whose the results are: another run or command needs another OUT. --json, --silent, -q and
+    -v reach the command, too. Exit code: that of the first failure.
     """
     if command[0] not in _WRITERS:
         hint = "distckpt watch RUN OUT --once -- export-hf"
@@ -78,15 +85,16 @@ def watch(
     from converters.formats.folder import is_file
     from converters.formats.resolve import TRACKER
     from converters.remote.address import named_path
+    from distckpt_cli.watch_record import WatchRecord
 
     console, root, results = speaking.console, named_path(run), named_path(out)
     if results.resolve() == root.resolve():  # whose own iterations would pass for results
         raise UsageProblem(f"OUT {out} is RUN itself", hint="name another folder")
-    done = _Run()
+    done, record = _Run(), WatchRecord(results, root, command)
     try:
         while True:
             if is_file(root / TRACKER):
-                code = _convert_new(console, root, results, command, watching, done)
+                code = _convert_new(speaking, root, results, command, watching, done, record)
                 if code:
                     return code
             elif watching.once:
@@ -97,39 +105,76 @@ def watch(
             time.sleep(watching.every)
     finally:
         _summarize(console, out, results, done)
-    return next(iter(done.failed.values()), ExitCode.OK)
+    return next(iter({**done.failed, **done.unexecuted}.values()), ExitCode.OK)
 
 
 def _convert_new(
-    console: Console, root: Path, results: Path, command: list[str], watching: Watching, done: _Run
+    speaking: Speaking,
+    root: Path,
+    results: Path,
+    command: list[str],
+    watching: Watching,
+    done: _Run,
+    record: WatchRecord,
 ) -> int:
     """Converts what is new; an exit code if that ends it all."""
     for name in _complete(root):
-        if _is_written(results / name) or (name in done.failed and not watching.once):
-            continue
-        console.label("==", name)
-        started = shlex.split(watching.run_as) if watching.run_as else [sys.executable, "-m", "distckpt_cli"]
-        code = _start([*started, command[0], str(root / name), str(results / name), *command[1:]])
-        if code in _OF_ONE_ITERATION:
-            done.failed[name] = code
-            continue
-        if code == 0 and watching.execute is not None:
-            code = _start(["sh", "-c", watching.execute, "sh", str(results / name)])
-        if code:
-            return code
-        done.failed.pop(name, None)
-        done.written.append(name)
+        if record.states.get(name) == "started" and _is_written(results / name):
+            record.note(name, "written")  # it was stopped between the two
+        if record.states.get(name) not in ("written", "done"):
+            if name in done.failed and not watching.once:
+                continue
+            speaking.console.label("==", name)
+            record.note(name, "started")
+            code = _convert(speaking, root / name, results / name, command, watching, done)
+            if code in _OF_ONE_ITERATION:
+                done.failed[name] = code
+                continue
+            if code:
+                return code
+            done.failed.pop(name, None)
+            done.written.append(name)
+            record.note(name, "written" if watching.execute is not None else "done")
+        if record.states[name] == "written":
+            code = _execute(speaking, watching.execute, results / name)
+            done.unexecuted.pop(name, None)
+            if code:
+                done.unexecuted[name] = code
+            else:
+                record.note(name, "done")
     return ExitCode.OK
 
 
-def _start(words: list[str]) -> int:
-    process = subprocess.Popen(words)
+def _convert(speaking: Speaking, source: Path, result: Path, command: list[str], watching: Watching, done: _Run) -> int:
+    started = shlex.split(watching.run_as) if watching.run_as else [sys.executable, "-m", "distckpt_cli"]
+    options = ["--json"] * speaking.as_json + ["--silent"] * speaking.silent + ["--quiet"] * speaking.quiet
+    words = [*started, command[0], str(source), str(result), *command[1:], *options, *["-v"] * speaking.verbose]
+    if not speaking.as_json:
+        return _start(words)[0]
+    code, text = _start(words, stdout=subprocess.PIPE)
     try:
-        return process.wait()
+        done.reports[source.name] = json.loads(text)
+    except ValueError:  # killed before it could say anything
+        done.reports[source.name] = None
+    return code
+
+
+def _execute(speaking: Speaking, execute: str | None, result: Path) -> int:
+    """Runs the command of --exec; what it prints is no part of a document."""
+    if execute is None:
+        return 0
+    return _start(["sh", "-c", execute, "sh", str(result)], stdout=2 if speaking.as_json else None)[0]
+
+
+def _start(words: list[str], stdout: int | None = None) -> tuple[int, bytes]:
+    process = subprocess.Popen(words, stdout=stdout)
+    try:
+        text = process.communicate()[0]
     except BaseException:  # a signal: the command stops where it can continue
         process.terminate()
         process.wait()
         raise
+    return process.returncode, text or b""
 
 
 def _complete(root: Path) -> list[str]:
@@ -158,9 +203,11 @@ def _summarize(console: Console, out: str, results: Path, done: _Run) -> None:
 
     total = len(iterations(results)) if exists(results) else 0
     if console.json_requested:
-        body: dict[str, Any] = {"written": done.written, "failed": done.failed, "total": total}
-        console.document("distckpt.watch/1", body)
+        body = {"written": done.written, "failed": done.failed, "exec_failed": done.unexecuted, "total": total}
+        console.document("distckpt.watch/1", {**body, "reports": done.reports})
         return
     console.out(f"{len(done.written):,} new of {counted(total, 'iteration')} in {out}")
     if done.failed:
         console.out(f"failed: {', '.join(done.failed)} (see above; each is tried again the next time)")
+    if done.unexecuted:
+        console.out(f"--exec failed: {', '.join(done.unexecuted)} (it is run again the next time)")
