@@ -72,10 +72,12 @@ def test_what_is_advised_exists():
         assert symptom.remedies or symptom.harmless
 
 
-def test_a_log_is_read_line_by_line(tmp_path, capsys):
+def test_a_log_is_read_line_by_line(tmp_path, capsys, monkeypatch):
     log = tmp_path / "train.log"
     lines = ["iteration 1", TEXTS["flattened-range"], TEXTS["rng-ignored"], TEXTS["flattened-range"], "x" * 10**6]
     log.write_text("\n".join(lines))
+    (tmp_path / "my ckpt").mkdir()
+    monkeypatch.chdir(tmp_path)
     assert main(["doctor", str(log), "my ckpt", "--json"]) == 0
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert [(e["name"], e["line"], e["count"]) for e in errors] == [("flattened-range", 2, 2), ("rng-ignored", 3, 1)]

@@ -188,7 +188,7 @@ ASKED = {
     ),
     "strip": lambda path, out, case: _written(plan_command("strip", path, out / "x", {}), out, case.called),
     "edit-args": lambda path, out, case: _written(
-        plan_command("edit-args", path, out / "x", {"values": {"lr": "0.5"}, "new": True}), out, case.called
+        plan_command("edit-args", path, out / "x", {"values": {"lr": 0.5}, "new": True}), out, case.called
     ),
     "reshard united": lambda path, out, case: _written(
         plan_reshard(open_checkpoint(path), out / "x", UNITED), out, case.called
@@ -206,7 +206,7 @@ ASKED = {
     "load megatron optimizer": _load(names="megatron", optimizer=True),
     "load hf": _load(names="hf"),
 }
-MOVE_NOTHING = {"ls", "inspect", "show", "doctor", "formats", "models", "watch"}
+MOVE_NOTHING = {"ls", "inspect", "show", "doctor", "cache", "formats", "models", "watch"}
 """Commands that list what there is, whatever it is called, or start others."""
 
 

@@ -22,6 +22,19 @@ addEventListener("load", () => {
   const answer = { ready: document.body.dataset.ready, tiles: document.querySelectorAll("#map button").length };
   const begin = performance.now();
   document.getElementById("search").value = "ROUTER layers.1.";
+  const light = text => {
+    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
+    return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
+  };
+  const contrast = node => {
+    const style = getComputedStyle(node);
+    const [a, b] = [light(style.color), light(style.backgroundColor)].sort((x, y) => y - x);
+    return (a + .05) / (b + .05);
+  };
+  answer.contrast = Math.min(...[document.body, ...document.querySelectorAll("#map button")].map(contrast));
+  answer.back = light(getComputedStyle(document.body).backgroundColor);
+  const names = [...document.querySelectorAll(".row .name")];
+  answer.cut = names.filter(node => node.scrollWidth > node.clientWidth || node.scrollHeight > node.clientHeight + 2).length;
   document.getElementById("search").dispatchEvent(new Event("input"));
   answer.milliseconds = performance.now() - begin;
   answer.rows = document.querySelectorAll(".row").length;
@@ -40,11 +53,12 @@ addEventListener("load", () => {
 </script>"""
 
 
-def opened(page, tmp_path, width=1200):
+def opened(page, tmp_path, width=1200, *, dark=False):
     """What the browser's own script says of the page, and its console's lines."""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", f"{ASK}</body>"))
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    flags.append(f"--blink-settings=preferredColorScheme={0 if dark else 1}")
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
     done = subprocess.run([CHROMIUM, *flags, path.as_uri()], capture_output=True, text=True, check=True)
     (answer,) = re.findall(r'<pre id="answer">(.*?)</pre>', done.stdout)
@@ -52,9 +66,9 @@ def opened(page, tmp_path, width=1200):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
-@pytest.mark.parametrize("width", [1200, 500])
-def test_the_page_in_a_browser(width, tmp_path):
-    answer, console = opened(checkpoint_page(open_checkpoint(MIXTRAL)), tmp_path, width)
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (500, True)])
+def test_the_page_in_a_browser(width, dark, tmp_path):
+    answer, console = opened(checkpoint_page(open_checkpoint(MIXTRAL)), tmp_path, width, dark=dark)
     assert console == []
     assert answer["ready"] == "yes"
     assert answer["tiles"] >= 8
@@ -63,6 +77,9 @@ def test_the_page_in_a_browser(width, tmp_path):
     assert answer["first"].startswith("optimizer.state.")  # the largest first
     assert answer["pieces"] == 1
     assert not answer["sideways"]
+    assert (answer["back"] < 0.1) == dark
+    assert answer["contrast"] >= 4.5  # WCAG AA, of tiles in all colours
+    assert answer["cut"] == 0  # whole names, also on a narrow screen
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")

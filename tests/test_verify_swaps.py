@@ -323,8 +323,8 @@ def test_weights_without_masters(name, damage, copy):
         assert "values" in found
         assert "elements are NaN" in text
     elif damage is rank_written_twice and name == DIST_WEIGHTS:
-        assert "records" in found, text
-        assert "the same elements in two places" in text
+        assert "gate and up are the same elements" in text  # of this tensor that is what it looks like: a warning
+        assert not found
     else:
         assert found == set(), "it is found now: enter it above"
     if digests:
