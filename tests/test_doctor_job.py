@@ -97,20 +97,20 @@ EIGHT = f"--make-vocab-size-divisible-by 8 {HF}"
         (
             "llama_adam_tp2pp2",
             f"--tp 1 --vocab-size 99 {EIGHT}",
-            {"vocabulary"},
+            {"vocab"},
             "16 of them",
         ),
-        ("llama_adam_tp2pp2", f"--tp 2 --padded-vocab-size 127 {HF}", {"vocabulary"}, "tp 2 must divide"),
+        ("llama_adam_tp2pp2", f"--tp 2 --padded-vocab-size 127 {HF}", {"vocab"}, "tp 2 must divide"),
         ("llama_adam_tp2pp2", "--tp 2 --pp 2 --use-checkpoint-args", set(), "the stored one 128"),
         (LEGACY, "--tp 2 --pp 2 --ckpt-format torch", set(), "if the job has its tokenizer"),
-        (LEGACY, f"--tp 2 --pp 2 --ckpt-format torch --vocab-size 120 {HF}", {"vocabulary"}, "exactly its rows"),
+        (LEGACY, f"--tp 2 --pp 2 --ckpt-format torch --vocab-size 120 {HF}", {"vocab"}, "exactly its rows"),
         (
             LEGACY,
             f"--tp 1 --pp 1 --ckpt-format torch --vocab-size 120 {EIGHT}",
-            {"vocabulary", "layout", "optimizer"},
+            {"vocab", "layout", "optimizer"},
             "exactly its rows",
         ),
-        (DPR, f"--tp 2 --pp 2 --dp 2 --mcore 0.16 {DIST} --vocab-size 120 {HF}", {"vocabulary"}, "in flat buckets"),
+        (DPR, f"--tp 2 --pp 2 --dp 2 --mcore 0.16 {DIST} --vocab-size 120 {HF}", {"vocab"}, "in flat buckets"),
         (DPR, f"--tp 2 --pp 2 --dp 2 --mcore 0.16 {DIST}", set(), "121 padded|120 padded"),
         (DPR, f"--tp 2 --pp 2 --mcore 0.16 {DIST} --no-load-optim --vocab-size 120 {HF}", set(), "the others are zero"),
     ],
@@ -118,7 +118,7 @@ EIGHT = f"--make-vocab-size-divisible-by 8 {HF}"
 def test_rows_of_the_vocabulary(name, flags, wrong, text, tmp_path, capsys):
     document = _doctor(GOLDEN / name, flags, capsys)
     assert _no(document) == wrong, document
-    said = " ".join(r["reason"] for r in document["reasons"] if r["subject"] == "vocabulary")
+    said = " ".join(r["reason"] for r in document["reasons"] if r["subject"] == "vocab")
     assert re.search(text, said), said
     if document["remedy"]:
         words = shlex.split(document["remedy"])
@@ -141,7 +141,7 @@ def test_the_size_of_a_tokenizer_is_read(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("[]")
     flags = f"--tp 2 --pp 2 --ckpt-format torch {HF} --tokenizer-model {tmp_path}"
     reasons = _doctor(GOLDEN / LEGACY, flags, capsys)["reasons"]
-    assert ("vocabulary", "not decided") in {(r["subject"], r["answer"]) for r in reasons}
+    assert ("vocab", "not decided") in {(r["subject"], r["answer"]) for r in reasons}
 
 
 @pytest.mark.parametrize("flags", ["--tp", "--tp two", "--tp 0", "--mcore new", "--tp '2", "--vocab-size x"])

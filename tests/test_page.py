@@ -23,7 +23,8 @@ addEventListener("load", () => {
   const begin = performance.now();
   document.getElementById("search").value = "ROUTER layers.1.";
   const light = text => {
-    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => n / 255).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
+    const linear = n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4;
+    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(n => linear(n / 255));
     return .2126 * parts[0] + .7152 * parts[1] + .0722 * parts[2];
   };
   const contrast = node => {

@@ -260,7 +260,7 @@ def _vocabulary(catalog: Catalog, job: Job) -> list[Finding]:
         loads_optimizer=job.loads_optimizer and catalog.path.name != "release",
         from_checkpoint="--use-checkpoint-args" in job.switches,
     )
-    return [Finding("vocabulary", *answer) for answer in answers]
+    return [Finding("vocab", *answer) for answer in answers]
 
 
 def _common_file(job: Job) -> Finding:

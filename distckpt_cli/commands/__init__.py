@@ -53,13 +53,19 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "distckpt inspect ckpt/iter_0050000 --json | jq .model",
         "distckpt export-hf ckpt/iter_0050000 llama-hf",
     ),
-    "ls": ("distckpt ls runs", "distckpt ls --sort size", "distckpt ls runs --json | jq -r '.checkpoints[].path'"),
+    "ls": (
+        "distckpt ls runs",
+        "distckpt ls runs --incomplete",
+        "distckpt ls --sort size",
+        "distckpt ls runs --json | jq -r '.checkpoints[].path'",
+    ),
     "inspect": (
         "distckpt inspect ckpt/iter_0050000",
         "distckpt inspect ckpt --tensors '*.linear_qkv.weight' --flat",
         "distckpt inspect ckpt --files",
         "distckpt inspect ckpt --args '*lr*'",
         "distckpt inspect ckpt --tree --sort size",
+        "distckpt inspect ckpt --tensors --flat --sort size | head",
         "distckpt inspect ckpt --names | grep router",
     ),
     "show": (

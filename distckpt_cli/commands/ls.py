@@ -43,6 +43,7 @@ def ls(
             autocompletion=choice("path", "iteration", "size", "age").complete,
         ),
     ] = "path",
+    incomplete: Annotated[bool, output("--incomplete", help="Only what is not complete, or cannot be read.")] = False,
     names: Annotated[bool, output("--names", help="Paths only, one on each line.")] = False,
     speaking: Speaking,
     follow_links: FollowLinks = False,
@@ -57,21 +58,24 @@ def ls(
     from converters.overview.runs import survey
 
     folders = paths or ["."]
-    summaries = sorted(survey(*folders, follow_links=follow_links), key=_KEYS[sort])
+    every = survey(*folders, follow_links=follow_links)
+    summaries = sorted((s for s in every if not incomplete or s.status != "complete"), key=_KEYS[sort])
     if names:
         speaking.console.lines(printable(str(summary.path)) for summary in summaries)
     else:
-        show_summaries(speaking.console, summaries, folders)
+        show_summaries(speaking.console, summaries, folders, "incomplete checkpoint" if incomplete else "checkpoint")
     return ExitCode.OK
 
 
-def show_summaries(console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str]) -> int:
+def show_summaries(
+    console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str], kind: str = "checkpoint"
+) -> int:
     """A row for each checkpoint, and the totals; the exit code, 0."""
     if console.json_requested:
         console.document("distckpt.ls/1", {"checkpoints": [summary_document(summary) for summary in summaries]})
         return ExitCode.OK
     print_summaries(console, summaries)
-    _print_total(console, summaries, paths)
+    _print_total(console, summaries, paths, kind)
     return ExitCode.OK
 
 
@@ -116,11 +120,11 @@ def print_summaries(console: Console, summaries: Sequence[CheckpointSummary]) ->
             console.fact(f"{summary.path}  ", f"{summary.status}: {summary.reason}", style=_STYLES[summary.status])
 
 
-def _print_total(console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str]) -> None:
+def _print_total(console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str], kind: str) -> None:
     if not summaries:
-        console.out(f"no checkpoint below {', '.join(paths)}")
+        console.out(f"no {kind} below {', '.join(paths)}")
         return
-    console.out(f"{counted(len(summaries), 'checkpoint')}, {format_size(sum(s.nbytes or 0 for s in summaries))}")
+    console.out(f"{counted(len(summaries), kind)}, {format_size(sum(s.nbytes or 0 for s in summaries))}")
     worst = next((s for s in summaries if s.status != "complete"), None)
     if worst is not None:
         console.next_step(f"distckpt verify {shlex.quote(str(worst.path))}")
