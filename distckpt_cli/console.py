@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["COMMAND_LINE", "Console", "UsageProblem", "named", "parse_size", "plain", "table"]
+__all__ = ["COMMAND_LINE", "NARROW", "Console", "UsageProblem", "named", "parse_size", "plain", "table"]
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
 """The words behind `distckpt`, as they were typed."""
 
 _STYLES = {"error": "31;1", "warning": "33;1", "ok": "32", "dim": "2", "bold": "1", "hint": "36"}
 _LABEL = 10  # width of the labels of a card: "model     "
-_NARROW = 60  # below this a table row that does not fit puts its name on a line of its own
+NARROW = 60
+"""Columns below which a table row that does not fit puts its name on a line of its own."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])(i)?b|b|bytes)?", re.IGNORECASE)
 
 
@@ -105,7 +106,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | No
         for row in cells
     ]
     stacked = (
-        width is not None and width < _NARROW and any(sum(widths) + 2 * last + len(row[last]) > width for row in cells)
+        width is not None and width < NARROW and any(sum(widths) + 2 * last + len(row[last]) > width for row in cells)
     )
     if stacked:
         return [line for head, row in zip(heads, cells, strict=True) for line in (head.rstrip(), f"  {row[last]}")]

@@ -139,3 +139,66 @@ def test_gate_and_up_may_be_equal(tmp_path, capsys):
         code, out, _ = _said(capsys, "verify", tmp_path / f"tp{tp}")
         assert (code, "gate and up are the same elements" in out) == (0, True), out
         assert "written twice" not in out
+
+
+STEPS = {
+    "the largest tensor": (["inspect", LLAMA, "--tensors", "--flat", "--sort", "size"], 0, "embedding.word_embeddings"),
+    "two iterations": (["diff", LLAMA, BUCKETS], 0, "values    of all 60 tensors identical"),
+    "one bias": (["show", str(GOLDEN / "gpt_adam_tp2pp2"), "decoder.layers.0.mlp.linear_fc2.bias"], 0, "values    [0:"),
+    "incomplete runs": (["ls", "RUNS", "--incomplete", "--names"], 0, "b/iter_0000010\n"),
+    "export": (["export-hf", LLAMA, "OUT"], 0, "wrote"),
+    "resume at another TP": (["reshard", BUCKETS, "OUT", "--tp", "1"], 0, "wrote"),
+    "import": (["import-hf", HF, "OUT"], 0, "wrote"),
+    "a download": (["verify", HF], 0, "good"),
+    "why a job refuses": (
+        ["doctor", BUCKETS, "--for", "--tp 1 --mcore 0.16 --use-distributed-optimizer"],
+        1,
+        "no: dp_resh",
+    ),
+    "a run": (["watch", LLAMA, "OUT", "--once", "--", "export-hf"], 0, "1 new of 1 iteration"),
+}
+"""What somebody wants first, each in one command."""
+
+
+@pytest.mark.parametrize("wanted", STEPS)
+def test_one_command_each(wanted, tmp_path, capfd):
+    """Command and options are in `--help`; the answer is on stdout, and `--json` says it, too."""
+    for name in ("a", "b"):
+        copy_golden("llama_adam_tp2pp2", tmp_path / "runs" / name / "iter_0000010")
+    next((tmp_path / "runs" / "b" / "iter_0000010").glob("*.distcp")).unlink()
+    line, code, text = STEPS[wanted]
+    words = [{"OUT": tmp_path / "out", "RUNS": tmp_path / "runs"}.get(word, word) for word in line]
+    assert main(["--help"]) == 0
+    assert line[0] in capfd.readouterr().out
+    assert main([line[0], "--help"]) == 0
+    described = capfd.readouterr().out
+    asked = line[: line.index("--")] if "--" in line else line
+    assert all(word in described for word in asked if word.startswith("--") and " " not in word)
+    assert main(list(map(str, words))) == code
+    assert text in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("wanted", sorted(STEPS.keys() - {"incomplete runs"}))
+def test_one_document_each(wanted, tmp_path, capfd):
+    line, code, _ = STEPS[wanted]
+    at = line.index("--") if "--" in line else len(line)
+    words = [tmp_path / "out" if word == "OUT" else word for word in [*line[:at], "--json", *line[at:]]]
+    assert main(list(map(str, words))) == code
+    assert json.loads(capfd.readouterr().out)["schema"].startswith("distckpt.")
+
+
+def test_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    from distckpt_cli.console import Console
+
+    monkeypatch.setattr(Console, "__init__", _narrow(Console.__init__))
+    for words in (["ls", GOLDEN / "llama_adam_tp2pp2"], ["show", LLAMA, "decoder.final_layernorm.weight"]):
+        code, out, _ = _said(capsys, *words)
+        longest = max((text for text in out.splitlines() if "/" not in text), key=len)
+        assert (code, len(longest) <= 40) == (0, True), longest
+
+
+def _narrow(init):
+    def make(self, **options):
+        init(self, **{**options, "width": 40})
+
+    return make

@@ -94,7 +94,8 @@ def vocabulary_answers(
         yield VocabularyAnswer(True, text)
         return
     if len(rows.counts) > 1:
-        yield VocabularyAnswer(None, text)
+        either = not exact and not buckets and stated is not None and min(rows.counts) >= stated
+        yield VocabularyAnswer(True if either else None, f"{text}: weights load with any padding" if either else text)
         return
     (wanted,) = rows.counts
     if wanted < stored and (stated is None or wanted < stated):

@@ -13,7 +13,7 @@ import typer
 from converters.names import printable
 from converters.words import counted, format_count, format_size
 from distckpt_cli.choices import choice
-from distckpt_cli.console import Console, UsageProblem
+from distckpt_cli.console import NARROW, Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import FollowLinks, Speaking, output, spread
 
@@ -112,7 +112,10 @@ def print_summaries(console: Console, summaries: Sequence[CheckpointSummary]) ->
         )
         for summary in summaries
     ]
-    if rows:
+    if console.width is not None and console.width < NARROW:  # nine columns are no table there
+        for *cells, path in rows:
+            console.fact(f"{path}  ", ", ".join(cell for cell in cells if cell != "-"))
+    elif rows:
         columns = ["STATUS", "FORMAT", "MODEL", ">ITERATION", "LAYOUT", "OPTIMIZER", ">SIZE", ">AGE", "PATH"]
         console.table(columns, rows)
     for summary in summaries:

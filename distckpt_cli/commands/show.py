@@ -24,6 +24,7 @@ _shown = panel("What to show")
 _BINS = 16
 _BAR = 40
 _PREVIEW = (4, 8)  # rows and columns that are shown where nothing was asked for
+_CELL = 11  # columns that a value takes
 _MOST_VALUES = 1 << 20
 _RANGE = re.compile(r"(-?\d+)?(?:(:)(-?\d+)?)?")
 _UNREADABLE = "read as START:STOP, a number or nothing for each axis, with commas between: 0:4,:8"
@@ -112,7 +113,7 @@ def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -
 
     info = checkpoint.info(name)
     box = parse_ranges(view.slice, info.shape)
-    shown = box if view.slice else _preview(info.shape)
+    shown = box if view.slice else _preview(info.shape, console.width)
     if shown.volume > _MOST_VALUES:
         raise UsageProblem(
             f"--slice {view.slice} has {shown.volume:,} values, more than {_MOST_VALUES:,}", hint="name a smaller part"
@@ -186,10 +187,11 @@ def parse_ranges(text: str | None, shape: tuple[int, ...]) -> Box:
     return Box(tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
-def _preview(shape: tuple[int, ...]) -> Box:
+def _preview(shape: tuple[int, ...], width: int | None) -> Box:
     from converters.box import Box
 
-    limits = (*(1,) * (len(shape) - 2), *_PREVIEW[-min(len(shape), 2) :]) if shape else ()
+    preview = _PREVIEW[0], _PREVIEW[1] if width is None else max(1, min(_PREVIEW[1], width // _CELL))
+    limits = (*(1,) * (len(shape) - 2), *preview[-min(len(shape), 2) :]) if shape else ()
     return Box((0,) * len(shape), tuple(min(n, limit) for n, limit in zip(shape, limits, strict=True)))
 
 
