@@ -348,7 +348,7 @@ def test_json_has_no_nan_and_no_objects():
 
 
 def test_document_is_ascii(capsys):
-    Console(json_asked=True).document("distckpt.x/1", {"name": "\x1b[31m\u202e\x7f\x9b\ud800"})
+    Console(json_requested=True).document("distckpt.x/1", {"name": "\x1b[31m\u202e\x7f\x9b\ud800"})
     assert re.fullmatch(r"[\x20-\x7e\n]+", capsys.readouterr().out)
 
 

@@ -253,9 +253,7 @@ class _Run:
         self.written.add(record, segment)
         log.append((record, *segment))
 
-    def done(
-        self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int
-    ) -> None:
+    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int) -> None:
         """Notes a finished task."""
         with self.lock:
             self.finished.append(task)

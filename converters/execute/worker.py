@@ -47,9 +47,7 @@ class Shared(Protocol):
     crew: Crew
 
     def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
-    def done(
-        self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int
-    ) -> None: ...
+    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int) -> None: ...
 
 
 class Worker:
