@@ -26,7 +26,8 @@ from converters.remote.address import named_path
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.edit_args import EditOptions, plan_edit
 from converters.write.export import QUANTIZATIONS, ExportOptions, plan_export
-from converters.write.import_hf import PADDINGS, PARTS, ImportOptions, plan_import
+from converters.write.import_hf import plan_import
+from converters.write.import_start import PADDINGS, PARTS, ImportOptions
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import WriteOptions, run_conversion
 from converters.write.written import WriteReport
@@ -345,7 +346,7 @@ def import_hf(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
         src: A folder with config.json and weights.
         dst: The training root to make.
         options: Sizes of the target layout (`tp`, `pp`, ...), 1 where none is given; the rest: see
-            `converters.write.import_hf.ImportOptions`. `dry_run`, `listener`, `stop`, `ranks` as of `reshard`.
+            `converters.write.import_start.ImportOptions`. `dry_run`, `listener`, `stop`, `ranks` as of `reshard`.
 
     Returns:
         What was done; `path` is the new checkpoint.

@@ -87,7 +87,8 @@ def _layer(out, t, p, q, family, heads, groups):
         out[q + "self_attn.kv_a_layernorm.weight"] = t[a + "linear_kv_up_proj.layer_norm_weight"]
         out[q + "self_attn.kv_b_proj.weight"] = t[a + "linear_kv_up_proj.weight"]
     else:
-        out[q + "input_layernorm.weight"] = t[a + "linear_qkv.layer_norm_weight"]
+        if family != "exaone4":
+            out[q + "input_layernorm.weight"] = t[a + "linear_qkv.layer_norm_weight"]
         if a + "linear_qkv.layer_norm_bias" in t:
             out[q + "input_layernorm.bias"] = t[a + "linear_qkv.layer_norm_bias"]
         for leaf in ("weight", "bias"):
@@ -109,12 +110,20 @@ def _layer(out, t, p, q, family, heads, groups):
         out[q + "self_attn.o_proj.bias"] = t[a + "linear_proj.bias"]
     m = p + "mlp."
     norm = "pre_mlp_layernorm.weight" if p + "pre_mlp_layernorm.weight" in t else "mlp.linear_fc1.layer_norm_weight"
-    out[q + "post_attention_layernorm.weight"] = t[p + norm]
+    if a + "linear_proj.post_layernorm.weight" in t:
+        out[q + "post_attention_layernorm.weight"] = t[a + "linear_proj.post_layernorm.weight"]
+        if family != "exaone4":
+            out[q + "pre_feedforward_layernorm.weight"] = t[p + norm]
+        out[q + "post_feedforward_layernorm.weight"] = t[m + "linear_fc2.post_layernorm.weight"]
+    else:
+        out[q + "post_attention_layernorm.weight"] = t[p + norm]
     if m + "linear_fc1.layer_norm_bias" in t:
         out[q + "post_attention_layernorm.bias"] = t[m + "linear_fc1.layer_norm_bias"]
     if m + "router.weight" not in t:
         _dense(out, t, m, q + "mlp.", family)
-    elif family == "mixtral":
+    elif family in ("mixtral", "minimax_m2"):
+        if family == "minimax_m2":
+            out[q + "block_sparse_moe.e_score_correction_bias"] = t[m + "router.expert_bias"]
         out[q + "block_sparse_moe.gate.weight"] = t[m + "router.weight"]
         for e in range(len(t[m + "router.weight"])):
             to = q + f"block_sparse_moe.experts.{e}."

@@ -75,6 +75,7 @@ SCAN = {
     "ssm_state_size": 7,
     "pad_token_id": 0,
 }
+TIED = {"tie_word_embeddings": True}
 SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5}
 CASES = {
     "llama": BASE,
@@ -163,8 +164,33 @@ CASES = {
     "gpt_oss_yarn": WIDE | SINKS | {"max_position_embeddings": 131072},
     "bamba": BASE
     | {"mamba_n_heads": 12, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 7, "attn_layer_indices": [1]},
+    "gemma": WIDE | TIED,
+    "gemma2": WIDE | TIED | {"query_pre_attn_scalar": 12, "sliding_window": 7},
+    "gemma3_text": WIDE | TIED | {"query_pre_attn_scalar": 12, "sliding_window": 7},
+    "gemma3_text_mixed": WIDE
+    | TIED
+    | {
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    },
+    "exaone4": WIDE
+    | TIED
+    | {
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 3,
+        "max_position_embeddings": 16384,
+        "rope_scaling": LLAMA3 | {"factor": 16.0},
+    },
+    "olmoe": BASE | {"num_key_value_heads": 8, "num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "minimax_m2": WIDE | {"num_local_experts": 6, "num_experts_per_tok": 2, "partial_rotary_factor": 0.4},
 }
 FAMILY = {
+    "gemma3_text_mixed": "gemma3_text",
     "gpt_oss_yarn": "gpt_oss",
     "nemotron_h_dense": "nemotron_h",
     "glm4_moe_plain": "glm4_moe",
@@ -192,7 +218,8 @@ def config(name, **changes):
 
 def zero_centred(name, key):
     """Whether a norm's weight is stored as gamma - 1."""
-    return family(name) in ("nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text") and "linear_attn" not in key
+    centred = ("nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gemma", "gemma2", "gemma3_text")
+    return family(name) in centred and "linear_attn" not in key
 
 
 def model(name, dtype=torch.bfloat16, seed=11, **changes):

@@ -29,7 +29,8 @@ from converters.models.stated import NEUTRAL
 from converters.planning.routes import landing
 from converters.write import imported as imported_module
 from converters.write.export import ExportOptions, plan_export
-from converters.write.import_hf import ImportOptions, plan_import
+from converters.write.import_hf import plan_import
+from converters.write.import_start import ImportOptions
 from converters.write.write_plan import run_conversion
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -358,7 +359,7 @@ def test_tokenizer_files_go_along_and_code_does_not(hf, tmp_path):
     plan = imported(source, tmp_path / "a job")
     release = {path.name for path in (tmp_path / "a job" / "release").iterdir()}
     assert release == {".metadata", "__0_0.distcp", "common.pt", "metadata.json"}
-    reason = "no Megatron-LM job reads it"
+    reason = "no Megatron job reads it"
     assert {(n, reason) for n in (".env", "README.md", "checkpoint/", "modeling_x.py")} <= set(plan.dropped)
     assert not any("safetensors" in name for name, why in plan.dropped if why == reason)
     imported(source, tmp_path / "legacy", to="legacy")

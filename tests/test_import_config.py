@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from converters.errors import DistckptError
+from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.megatron_flags import inexpressible, lost_facts, model_arguments
 from converters.models import ARCHITECTURES, by_name
 from converters.models.stated import NEUTRAL, departures, stated
@@ -36,10 +37,15 @@ def understood(name, config):
     whole = completed(model.name, {"model_type": model.name, **config})
     args = stated(model, whole, biased=False)
     refused = [*departures(model, args, whole), *model.unexpressible(args)]
-    refused += [*inexpressible(args, "0.19"), *lost_facts(args, model_arguments(args))]
+    if model.bridge_only:
+        said = provider_section(args)
+        refused += [*beyond_provider(args), *lost_facts(args, said, "config")]
+    else:
+        said = model_arguments(args)
+        refused += [*inexpressible(args, "0.19"), *lost_facts(args, said)]
     if refused:
         raise DistckptError(refused[0])
-    return model_arguments(args) | {"vocab_size": args.vocab_size, "tied": args.tied_embeddings}
+    return said | {"vocab_size": args.vocab_size, "tied": args.tied_embeddings}
 
 
 def others(value):
@@ -185,6 +191,7 @@ UNTRIED |= {"rescale_prenorm_residual"}  # of a new model's weights: it draws ot
 
 # their neutral keys are those of llama, mixtral and nemotron_h
 ALIKE = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "granite", "granitemoe", "glm4_moe_lite", "dots1"}
+ALIKE |= {"exaone4", "gemma", "gemma3_text", "olmoe", "minimax_m2"}
 ALIKE |= {"ernie4_5", "arcee", "glm", "ministral", "qwen3", "qwen3_moe", "deepseek_v2"}
 TRIED = [pytest.param(m.name, marks=pytest.mark.slow) if m.name in ALIKE else m.name for m in ARCHITECTURES]
 

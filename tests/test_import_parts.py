@@ -57,9 +57,14 @@ CASES = {
         "text_config": {"model_type": "qwen2", **TEXT},
         "vision_config": SIGHT | {"image_size": [16, 16], "patch_size": [8, 8]},
     },
+    "gemma3": {
+        "text_config": TEXT | {"head_dim": 10, "sliding_window": 8},
+        "vision_config": SIGHT | {"model_type": "siglip_vision_model", "patch_size": 8},
+        "mm_tokens_per_image": 4,
+    },
     "idefics3": {"text_config": {"model_type": "llama", **TEXT}, "vision_config": SIGHT | {"patch_size": 8}},
 }
-FAMILY = {"llava": "llama", "mistral3": "mistral", "qwen3_vl": "qwen3", "idefics3": "llama"}
+FAMILY = {"gemma3": "gemma3_text", "llava": "llama", "mistral3": "mistral", "qwen3_vl": "qwen3", "idefics3": "llama"}
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +155,9 @@ def test_what_has_no_text_part_or_an_unknown_one_is_refused(whole, tmp_path):
     with pytest.raises(RequestError, match="neither of its language model nor of a known part"):
         imported(spoilt, tmp_path / "out", part="text")
     document = json.loads((folder / "config.json").read_text())
-    text = document["text_config"] | {"model_type": "gemma3_text"}
-    (spoilt / "config.json").write_text(json.dumps({**document, "model_type": "gemma3", "text_config": text}))
-    with pytest.raises(RequestError, match="a gemma3_text is not imported"):
+    text = document["text_config"] | {"model_type": "olmo2"}
+    (spoilt / "config.json").write_text(json.dumps({**document, "text_config": text}))
+    with pytest.raises(RequestError, match="a olmo2 is not imported"):
         imported(without_speech(spoilt), tmp_path / "out", part="text")
     (spoilt / "config.json").write_text(json.dumps(document["text_config"]))
     with pytest.raises(RequestError, match="no model of text and images"):

@@ -18,7 +18,7 @@ from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.write.convert import WRITERS
 from converters.write.export import ExportOptions
-from converters.write.import_hf import ImportOptions
+from converters.write.import_start import ImportOptions
 from converters.write.reshard import ReshardOptions
 from distckpt_cli.app import main
 

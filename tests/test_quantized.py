@@ -15,7 +15,8 @@ from converters import Layout, diff
 from converters.errors import DistckptError, IntegrityError, RequestError
 from converters.io import gather as gather_module
 from converters.io import scales as scales_module
-from converters.write.import_hf import ImportOptions, plan_import
+from converters.write.import_hf import plan_import
+from converters.write.import_start import ImportOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEPT = ("norm", "embed", "lm_head", "mlp.gate.weight", "bias")

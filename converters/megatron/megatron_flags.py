@@ -113,10 +113,14 @@ def _hybrid_arguments(model: ModelArgs, mcore: str) -> dict[str, Any]:
     return {**pattern, "spec": [module, "mamba_stack_spec"]}
 
 
-def lost_facts(model: ModelArgs, arguments: Mapping[str, Any]) -> list[str]:
-    """Facts that reading the arguments back would not give again, as sentences."""
+def lost_facts(model: ModelArgs, arguments: Mapping[str, Any], label: str = "args") -> list[str]:
+    """Facts that reading the arguments back would not give again, as sentences.
+
+    Args:
+        label: "args", or "config" for the section of a provider of Megatron-Bridge.
+    """
     facts = Facts()
-    read_options(facts, "args", arguments)
+    read_options(facts, label, arguments)
     again = facts.values
     out = []
     for name, value in vars(model).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from converters.megatron.bridge_families import read_provider
 from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, moe_layers, read_pattern
 from converters.megatron.option_values import Facts, as_bool, as_float, as_int, as_str
 from converters.megatron.rope_options import read_rope
@@ -145,6 +146,7 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
         label: "args" or "config", the first part of every source.
         options: Option -> value; inert pickled values are recognised by their `name`.
     """
+    read_provider(facts, label, options)
     for name, (convert, spellings) in NAMES.items():
         for spelling in spellings:
             stated = options.get(spelling)

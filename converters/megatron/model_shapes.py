@@ -11,6 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from converters.megatron.bridge_families import WIDE_NORMS
 from converters.megatron.layer_pattern import symbol_of
 from converters.megatron.mixer_shapes import measure_mixers
 from converters.words import counted
@@ -241,8 +242,11 @@ def _measure_attention(findings: Findings, layers: LayerTensors) -> list[str]:
     findings.exists("add_qkv_bias", layers.first("self_attention.linear_qkv.bias"), "self_attention.linear_qkv.bias")
     linear = layers.first("self_attention.linear_proj.bias")
     findings.exists("add_bias_linear", linear, "self_attention.linear_proj.bias")
-    if norm is not None and dim and norm.shape != (dim,):
-        return [f"{norm.name} is {norm.shape}, not one weight per element of a head of {dim}"]
+    wide = (findings.stated.get("extras") or {}).get("bridge_family") in WIDE_NORMS
+    elements = heads * dim if wide and heads and dim else dim
+    if norm is not None and elements and norm.shape != (elements,):
+        of_what = f"{heads} heads of {dim}" if wide else f"a head of {dim}"
+        return [f"{norm.name} is {norm.shape}, not one weight per element of {of_what}"]
     return []
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.megatron.bridge_families import DIVIDED_NORMS
 from converters.megatron.part_shapes import gated_by_shape
 from converters.model_parts import language_name, split_part
 from converters.names import printable
@@ -36,6 +37,7 @@ class Outline:
         tied: The output layer uses the embedding's weight.
         mla_down_split: The down projections of multi-latent attention are divided over tp: if they are one parameter
             (`--mla-down-proj-fusion`), with Megatron's own layers, and with TransformerEngine's before core 0.14.
+        divided_norms: The norms of queries and keys have a weight for each element of all heads, divided over tp.
         stacks: Layers of each stack that has another number of them: "vision_model.decoder.layers" -> 24.
         gated_parts: Whether the MLPs of each part beside the language model have a gate: "vision_model." -> False.
     """
@@ -46,6 +48,7 @@ class Outline:
     gated: bool | None = False
     tied: bool = False
     mla_down_split: bool = False
+    divided_norms: bool = False
     stacks: Mapping[str, int] = field(default_factory=dict)
     gated_parts: Mapping[str, bool] = field(default_factory=dict)
 
@@ -76,6 +79,7 @@ class Outline:
             gated=gated_by_shape(shapes) if args.gated is None else args.gated,
             tied="output_layer.weight" not in language,
             mla_down_split=args.mla_down_fused is True,
+            divided_norms=args.extras.get("bridge_family") in DIVIDED_NORMS,
             stacks={name: n for name, n in stacks.items() if n != layers},
             gated_parts={
                 part: gated_by_shape(mine) is True for part, mine in parts.items() if language_name(part) is None

@@ -17,6 +17,7 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from converters.megatron.bridge_families import WIDE_NORMS
 from converters.model_parts import LANGUAGE, REPLICATED, language_name, split_part
 
 if TYPE_CHECKING:
@@ -94,10 +95,11 @@ def odd_shapes(weights: Mapping[str, TensorInfo], options: Mapping[str, Any]) ->
     """
     radio = "vision_model.embedder.weight" in weights  # RADIO's modules are others than CLIP's
     uneven = any(name.startswith("heterogeneous_") and options[name] for name in options)
+    wide = options.get("bridge_family") in WIDE_NORMS
     terms: list[tuple[TensorInfo, list[tuple[str, str]]]] = []
     seen: Seen = defaultdict(Counter)
     for name, tensor in weights.items():
-        sizes = _sizes_of(name, uneven=uneven)
+        sizes = _sizes_of(name, uneven=uneven, wide=wide)
         if sizes is None or (radio and name.startswith("vision_model.")):
             continue
         terms.append((tensor, sizes))
@@ -134,7 +136,7 @@ def gated_by_shape(shapes: Mapping[str, Sequence[int]]) -> bool | None:
     return None if alone else False
 
 
-def _sizes_of(name: str, *, uneven: bool) -> list[tuple[str, str]] | None:
+def _sizes_of(name: str, *, uneven: bool, wide: bool) -> list[tuple[str, str]] | None:
     """`(what it belongs to, size)` of each axis of a tensor; None for one that is not compared here."""
     part, inner = split_part(name)
     if part in REPLICATED or part == "vision_projection." or ".adapter." in name:
@@ -149,7 +151,9 @@ def _sizes_of(name: str, *, uneven: bool) -> list[tuple[str, str]] | None:
     if text is None:
         return None
     hidden = "" if part == LANGUAGE else part
-    return [(hidden if size == "H" else scope, size) for size in text.split()]
+    # norms over all heads: those of queries are wider than those of keys
+    sizes = [inner] if wide and text == "head" else text.split()
+    return [(hidden if size == "H" else scope, size) for size in sizes]
 
 
 def _ratios(most: Mapping[tuple[str, str], int], widths: tuple[int, ...]) -> Iterator[str]:

@@ -195,6 +195,7 @@ def _part_rule(part: str, name: str) -> Split | None:
     return Split(None) if final or _TOWER_WHOLE.fullmatch(name) else _stack_rule(name)
 
 
+_HEAD_NORM = re.compile(r".*\.self_attention\.[qk]_layernorm\.weight")
 _MLA_DOWN = re.compile(r".*\.self_attention\.linear_(?:q|kv)_down_proj\.weight")
 
 
@@ -208,7 +209,7 @@ def _rule(name: str, layout: Layout, outline: Outline) -> Split:
         raise
     if outline.mla_down_split and rule.axis is None and _MLA_DOWN.fullmatch(name):
         return Split(0)
-    return rule
+    return Split(0) if outline.divided_norms and _HEAD_NORM.fullmatch(name) else rule
 
 
 def shards(name: str, shape: Sequence[int], layout: Layout, outline: Outline) -> list[Shard]:

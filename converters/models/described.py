@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converters.catalog import TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
+from converters.megatron.bridge_families import WIDE_NORMS
 from converters.megatron.model_args import ModelArgs
 from converters.models.config import KEYS
 from converters.models.export import emit_all
@@ -96,7 +97,9 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
 def _own_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes tensors among the facts that no other architecture has."""
     own = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
-    extras = {name: own[name] for name in ("attention_output_gate", "moe_latent_size") if own.get(name)}
+    extras = {
+        name: own[name] for name in ("attention_output_gate", "bridge_family", "moe_latent_size") if own.get(name)
+    }
     fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern")
     facts = {name: own[name] for name in fields if isinstance(own.get(name), bool | tuple | int | str)}
     return {**facts, **({"extras": extras} if extras else {})}
@@ -214,12 +217,13 @@ def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     """Megatron's shapes, but for those of (hidden_size,), without the place in the model."""
     hidden, vocab, heads = args.hidden_size or 0, args.vocab_size or 0, args.num_attention_heads or 0
     dim, experts, doubled = args.head_dim or 0, args.num_experts or 0, 1 + bool(args.gated)
+    wide = args.extras.get("bridge_family") in WIDE_NORMS
     out: dict[str, tuple[int, ...]] = {
         "embedding.word_embeddings.weight": (vocab, hidden),
         "embedding.position_embeddings.weight": (args.max_position_embeddings or 0, hidden),
         "output_layer.weight": (vocab, hidden),
-        "self_attention.q_layernorm.weight": (dim,),
-        "self_attention.k_layernorm.weight": (dim,),
+        "self_attention.q_layernorm.weight": (dim * heads if wide else dim,),
+        "self_attention.k_layernorm.weight": (dim * (args.num_query_groups or 0) if wide else dim,),
         "mlp.router.weight": (experts, hidden),
         "mlp.router.expert_bias": (experts,),
         "mlp.router.bias": (experts,),

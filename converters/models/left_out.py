@@ -1,37 +1,42 @@
-"""Families that Megatron-LM's arguments cannot express, or whose config.json nothing reads, each with the reason.
+"""Families that neither Megatron-LM nor Megatron-Bridge builds, or whose config.json nothing reads, each with the reason.
 
-Megatron-Bridge trains some of them with layers of its own, which no script of Megatron-LM builds.
+Sources: Megatron-LM core_v0.19.0, megatron/training/arguments.py; Megatron-Bridge 067f987d, models/.
 """
 
 from __future__ import annotations
 
 __all__ = ["LEFT_OUT"]
 
-_GEMMA = "Megatron-LM has no argument for its gated tanh GELU and for embeddings scaled by the root of hidden_size"
 _AFTER = "Megatron-LM has no argument for norms behind attention and MLP"
-_WIDE_NORMS = "Megatron-LM norms each head, this model all heads at once (q_norm, k_norm)"
+_WIDE = "norms over all heads of queries and keys"
+_BESIDE = "Megatron-LM has no argument for attention beside the MLP and for scaled logits"
+_NO_BRIDGE = "Megatron-Bridge does not build it"
 _CODE = "transformers has no class for its config.json, and code beside a model is never run"
 
 LEFT_OUT: dict[str, str] = {
-    "gemma": _GEMMA,
-    "gemma2": f"{_GEMMA}, nor for capped logits and norms behind attention and MLP",
-    "gemma3_text": f"{_GEMMA}, nor for two rotary bases and norms behind attention and MLP",
-    "gemma3": f"{_GEMMA}, nor for two rotary bases and norms behind attention and MLP",
-    "glm4": _AFTER,
-    "olmo": "Megatron-LM has no norm without weights",
-    "olmo2": f"{_AFTER}, without any before them",
-    "olmo3": f"{_AFTER}, without any before them",
-    "olmoe": _WIDE_NORMS,
-    "minimax_m2": _WIDE_NORMS,
-    "exaone4": f"{_AFTER}, without any before them",
-    "apertus": "Megatron-LM has no argument for its activation, xIELU",
-    "cohere": "Megatron-LM has no argument for attention beside the MLP and for scaled logits",
-    "cohere2": "Megatron-LM has no argument for attention beside the MLP and for scaled logits",
-    "falcon_h1": "Megatron-LM has no layer with attention beside Mamba, and none of its multipliers",
-    "llama4_text": "Megatron-LM has no argument for attention in chunks and for its temperature",
-    "phimoe": "Megatron-LM has no argument for its routing (sparsemixer) and for a bias of the output layer",
-    "ernie4_5_moe": "Megatron-LM adds a router bias to sigmoid scores only, this model to softmax probabilities",
-    "mimo_v2_flash": "Megatron-LM has no argument for values of another size than keys outside of latent attention",
+    "glm4": f"{_AFTER}; {_NO_BRIDGE}",
+    "olmo": f"Megatron-LM has no norm without weights; {_NO_BRIDGE}",
+    "olmo2": f"{_AFTER} and for {_WIDE}; {_NO_BRIDGE}",
+    "olmo3": f"{_AFTER} and for {_WIDE}; {_NO_BRIDGE}",
+    "apertus": f"Megatron-LM has no argument for its activation, xIELU; {_NO_BRIDGE}",
+    "cohere": f"{_BESIDE}; {_NO_BRIDGE}",
+    "cohere2": f"{_BESIDE}; {_NO_BRIDGE}",
+    "falcon_h1": (
+        "Megatron-LM has no layer with attention beside Mamba, and none of its multipliers; "
+        "that of Megatron-Bridge (falconh1_layer.py) is not known here"
+    ),
+    "llama4_text": f"Megatron-LM has no argument for attention in chunks and for its temperature; {_NO_BRIDGE}",
+    "phimoe": (
+        f"Megatron-LM has no argument for its routing (sparsemixer) and for a bias of the output layer; {_NO_BRIDGE}"
+    ),
+    "ernie4_5_moe": (
+        "Megatron-LM adds a router bias to sigmoid scores only, this model to softmax probabilities; "
+        "Megatron-Bridge (ernie_45_bridge.py) trains it with sigmoid scores, which gives other logits"
+    ),
+    "mimo_v2_flash": (
+        "Megatron-LM has no argument for values of another size than keys outside of latent attention; "
+        "the layers of Megatron-Bridge (modeling_mimo_v2_flash.py) are not known here"
+    ),
     "bailing_moe_v2": _CODE,
     "bailing_moe": _CODE,
     "nemotron-nas": f"{_CODE}; its layers differ from each other",

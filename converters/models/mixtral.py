@@ -12,7 +12,7 @@ from converters.models.rules import Experts, GateUp, Rename
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
-_EXPERTS = (
+MIXTRAL_EXPERTS = (
     Rename("block_sparse_moe.gate.weight", ("mlp.router.weight",)),
     Experts(
         "block_sparse_moe.experts.{}.",
@@ -51,6 +51,6 @@ MODEL = LlamaModel(
     },
     settings=_settings,
     dense=(),
-    moe=_EXPERTS,
+    moe=MIXTRAL_EXPERTS,
     misfits=every_layer_mixed,
 )

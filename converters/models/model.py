@@ -87,6 +87,11 @@ class Model:
     aliases: tuple[str, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def bridge_only(self) -> bool:
+        """Whether Megatron-Bridge builds it, and no argument of Megatron-LM's."""
+        return "bridge_family" in self.needs
+
     def unexpressible(self, args: ModelArgs) -> list[str]:
         """What of a model this architecture cannot express, as sentences; empty if it fits."""
         out = [text for name, allowed in self.needs.items() if (text := _misfit(name, args.fact(name), allowed))]

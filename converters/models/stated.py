@@ -40,7 +40,8 @@ NEUTRAL = frozenset(
         *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
         # dropout is of training, and Megatron has one for what some architectures have two for
         *("embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "hidden_dropout"),
-        *("original_max_position_embeddings", "no_rope_layer_interval"),  # what longrope needs; what a list replaced
+        "original_max_position_embeddings",  # what longrope needs
+        *("no_rope_layer_interval", "sliding_window_pattern"),  # what a list replaced
         # of Mamba: how its kernel is called, and with what a new model begins; of its experts: what is done at once
         *("use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "moe_shared_expert_overlap"),
         *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "z_loss_coefficient"),

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters import __version__
@@ -25,9 +24,9 @@ from converters.errors import FormatError, RequestError
 from converters.formats import open_checkpoint
 from converters.formats.folder import is_folder, listing
 from converters.formats.side_files import side_files
+from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.damage import refuse_damage
-from converters.megatron.megatron_flags import VERSIONS, command_line, inexpressible, lost_facts, model_arguments
-from converters.megatron.split import padded_vocab
+from converters.megatron.megatron_flags import VERSIONS, inexpressible, lost_facts, model_arguments
 from converters.models import ARCHITECTURES, of_type
 from converters.models.importing import map_from_hf
 from converters.models.left_out import LEFT_OUT
@@ -35,16 +34,25 @@ from converters.models.stated import departures, stated
 from converters.models.text_part import has_text_part
 from converters.models.transformers_config import CODE_KEYS, completed
 from converters.names import printable, quoted
-from converters.pickles import Global
 from converters.remote.address import named_path
 from converters.write.accounting import Accounting
 from converters.write.companion_files import hf_companions
 from converters.write.export import REPORT
+from converters.write.import_start import (
+    BRIDGE,
+    FLAGS,
+    FORMATS,
+    PADDINGS,
+    PARTS,
+    TOKENIZER,
+    ImportOptions,
+    for_bridge,
+    for_megatron_lm,
+    iteration_folder,
+)
 from converters.write.imported import ImportedReader, dequantized_folder, text_folder
 from converters.write.legacy import LegacyOptions, plan_legacy
 from converters.write.reshard import ReshardOptions, plan_reshard
-from converters.write.target_state import job_flags
-from converters.write.write_plan import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -60,44 +68,14 @@ if TYPE_CHECKING:
     from converters.planning.plan import Copy
     from converters.write.write_plan import Conversion, ExtraFile
 
-__all__ = ["ImportOptions", "plan_import"]
+__all__ = ["FORMATS", "ImportOptions", "plan_import"]
 
-PADDINGS = ("zero", "mean")
-PARTS = ("text",)
 _OTHER_PART = "not of the language model (--part text)"
-FLAGS, TOKENIZER = "megatron_args.txt", "tokenizer"
 _TOKENIZER_FILES = re.compile(
     r".*token.*\.json|vocab\.(?:json|txt)|merges\.txt|.*\.(?:model|tiktoken|jinja)|special_tokens_map\.json|"
     r"chat_template\.json|generation_config\.json"
 )
 _TOKENIZERS = re.compile(r"tokenizer\.json|tokenizer_config\.json|vocab\.(?:json|txt)|.*\.(?:model|tiktoken)")
-
-
-@dataclass(frozen=True, slots=True)
-class ImportOptions(WriteOptions):
-    """What a person may ask of an import.
-
-    Attributes:
-        to: Format: "torch_dist" or "legacy".
-        mcore: Version of Megatron-LM that will start from it, one of `VERSIONS`.
-        dtype: Element type of the weights; None keeps what is stored.
-        iteration: That of the checkpoint; None makes it a release, which a job starts from at iteration 0.
-        mtp: "keep", "drop" or "auto" (keep where the folder holds them) for multi-token prediction layers.
-        follow_links: Files of the folder may be links out of it.
-        divisible: The vocabulary is padded to a multiple of this times the tensor-parallel size.
-        part: "text" takes the language model of a model of text and images; None is for models of text.
-        pad: What the rows are that pad it: "zero", or the "mean" of the others, in fp32, rounded once.
-    """
-
-    to: str = "torch_dist"
-    mcore: str = "0.16"
-    dtype: DType | None = None
-    iteration: int | None = None
-    mtp: str = "auto"
-    follow_links: bool = False
-    divisible: int = 128
-    part: str | None = None
-    pad: str = "zero"
 
 
 def plan_import(
@@ -123,26 +101,30 @@ def plan_import(
     reader = open_checkpoint(source, follow_links=options.follow_links)
     reader, others = _part(reader, options)
     model = _model(reader.catalog)
+    options = _with_format(model, options)
     reader, quantized = dequantized_folder(reader)
     catalog = reader.catalog
     config = completed(model.name, catalog.config)
     args = stated(model, config, biased=any(name.endswith("proj.bias") for name in catalog.weights))
     mapping = map_from_hf(model, args, catalog.weights, mtp=options.mtp)
     refuse_damage(catalog, {copy.source for copy in mapping.copies})
-    _refuse_model(model, args, config, options.mcore)
+    _refuse_model(model, args, mapping.args, config, options)
     notes = [p.message for p in catalog.problems if not catalog.unread.keys().isdisjoint(p.tensors)]
-    tokenizer = _tokenizer_files(catalog, notes)
+    tokenizer = _tokenizer_files(catalog, options, notes)
     kept = options.dtype or _common_type(mapping)
-    arguments = {
-        **model_arguments(replace(mapping.args, dtype=kept.name), options.mcore),
-        **_vocabulary(mapping.args, layout, options.divisible),
-        **_tokenizer_arguments(destination, tokenizer),
-    }
-    namespace = {**_job_arguments(kept), **arguments}
     if options.pad not in PADDINGS:
         raise RequestError(f"--pad {printable(options.pad)} is not known", hint=f"it takes {', '.join(PADDINGS)}")
-    rows = arguments["padded_vocab_size"] if options.pad == "mean" else None
-    view = ImportedReader(reader, mapping, namespace, cast=options.dtype, iteration=options.iteration, rows=rows)
+    begin = for_bridge if options.to == BRIDGE else for_megatron_lm
+    start = begin(replace(mapping.args, dtype=kept.name), catalog, destination, layout, options, len(tokenizer) > 1)
+    view = ImportedReader(
+        reader,
+        mapping,
+        start.namespace,
+        section=start.section,
+        cast=options.dtype,
+        iteration=options.iteration,
+        rows=start.rows if options.pad == "mean" else None,
+    )
     plan = _planned(view, destination, layout, options)
     report = _report(catalog, model, mapping, view.catalog)
     if quantized is not None:
@@ -151,37 +133,48 @@ def plan_import(
             f"the weights are quantized ({quantized.method}): each is multiplied by its scale, and rounded once"
         )
     report["dropped"] += [{"tensor": name, "elements": "all", "reason": _OTHER_PART} for name in others]
-    text = shlex.join(command_line(arguments))
     return replace(
         plan,
         command="import-hf",
-        extra_files={**tokenizer, FLAGS: text.encode() + b"\n", REPORT: _json(report), **plan.extra_files},
+        extra_files={**tokenizer, **start.files, REPORT: _json(report), **plan.extra_files},
         dropped=(
             *((drop["tensor"], drop["reason"]) for drop in report["dropped"]),
             *_files_left_out(catalog, tokenizer),
         ),
-        notes=(*dict.fromkeys((*mapping.notes, *notes, *plan.notes, *model.remarks(args))),),
+        notes=(*dict.fromkeys((*mapping.notes, *notes, *start.notes, *plan.notes, *model.remarks(args))),),
         summary=(
             ("model", f"{model.name} ({model.architecture}), {report['parameters']:,} parameters"),
-            ("to", f"{layout}, Megatron-LM {options.mcore}, {options.to}"),
+            ("to", f"{layout}, {start.job}, {options.to}"),
         ),
-        facts={**report, "to": options.to, "mcore": options.mcore, "arguments": text, "layout": plan.facts["layout"]},
-        advice=(_advice(destination, layout, options, hybrid=bool(args.layer_pattern)),),
+        facts={**report, "to": options.to, **start.facts, "layout": plan.facts["layout"]},
+        advice=(start.advice,),
         report_file=REPORT,
         options=options,
         next_step=f"distckpt diff {quoted(catalog.root)} {quoted(destination)}",
     )
 
 
+def _with_format(model: Model, options: ImportOptions) -> ImportOptions:
+    """The options with the format that the model is written in."""
+    if model.bridge_only and options.to == "legacy":
+        raise RequestError(
+            f"a {model.name} is imported for Megatron-Bridge only, which has no legacy checkpoints",
+            hint=f"--to {BRIDGE}, or leave --to out",
+        )
+    to = BRIDGE if model.bridge_only and options.to == "torch_dist" else options.to
+    if to not in FORMATS:
+        raise RequestError(f"a model is not imported to {printable(to)}", hint=f"--to takes {', '.join(FORMATS)}")
+    # a job of Bridge starts from an iteration; it knows no releases
+    return replace(options, to=to, iteration=0 if to == BRIDGE and options.iteration is None else options.iteration)
+
+
 def _planned(view: ImportedReader, destination: Path, layout: Layout, options: ImportOptions) -> Conversion:
     run_options = {name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device")}
-    if options.to == "torch_dist":
-        mcore = "0.19" if options.mcore == "0.19" else None
-        chosen = ReshardOptions(**run_options, weights_only=True, mcore=mcore, framework="megatron-lm")
-        return plan_reshard(view, destination, layout, chosen)
     if options.to == "legacy":
         return plan_legacy(view, destination, layout, LegacyOptions(**run_options, weights_only=True))
-    raise RequestError(f"a model is not imported to {printable(options.to)}", hint="--to torch_dist or legacy")
+    mcore, framework = "0.19" if options.mcore == "0.19" else None, "keep" if options.to == BRIDGE else "megatron-lm"
+    chosen = ReshardOptions(**run_options, weights_only=True, mcore=mcore, framework=framework)
+    return plan_reshard(view, destination, layout, chosen)
 
 
 # ---------------------------------------------------------------------- the folder
@@ -252,34 +245,50 @@ def _model(catalog: Catalog) -> Model:
     return architecture
 
 
-def _refuse_model(model: Model, args: ModelArgs, config: Mapping[str, Any], mcore: str) -> None:
-    """Every key of config.json must mean what Megatron-LM's model will compute."""
-    reasons = [*departures(model, args, config), *model.unexpressible(args), *inexpressible(args, mcore)]
-    reasons += lost_facts(args, model_arguments(args, mcore))
+def _refuse_model(
+    model: Model, args: ModelArgs, kept: ModelArgs, config: Mapping[str, Any], options: ImportOptions
+) -> None:
+    """Every key of config.json must mean what the job's model will compute.
+
+    Args:
+        kept: The facts of what is imported of it.
+    """
+    unlike = [*departures(model, args, config), *model.unexpressible(args)]
+    in_bridge = [*beyond_provider(kept), *lost_facts(kept, provider_section(kept), "config")]
+    if options.to == BRIDGE:
+        job, reasons = "Megatron-Bridge", [*unlike, *in_bridge]
+    else:
+        job = f"Megatron-LM {options.mcore}"
+        reasons = [*unlike, *inexpressible(args, options.mcore)]
+        reasons += lost_facts(args, model_arguments(args, options.mcore))
     if reasons:
+        other = "a checkpoint without this would compute something else"
         raise RequestError(
-            f"Megatron-LM {mcore} cannot build what this config.json describes: {printable(reasons[0])}",
+            f"{job} cannot build what this config.json describes: {printable(reasons[0])}",
             details=[printable(text) for text in reasons[1:8]],
-            hint="a checkpoint without this would compute something else",
+            hint=other if unlike or in_bridge else f"Megatron-Bridge can: --to {BRIDGE}",
         )
 
 
 def _files_left_out(catalog: Catalog, tokenizer: Collection[str]) -> list[tuple[str, str]]:
     """Files of the folder that do not go along; a folder stands for all that is in it."""
-    names = (file.name for file in side_files(catalog) if f"{TOKENIZER}/{file.name}" not in tokenizer)
+    carried = {name.partition(f"{TOKENIZER}/")[2] for name in tokenizer}
+    names = (file.name for file in side_files(catalog) if file.name not in carried)
     tops = dict.fromkeys(top + inner for top, inner, _ in (name.partition("/") for name in names))
-    return [(name, "no Megatron-LM job reads it") for name in tops]
+    return [(name, "no Megatron job reads it") for name in tops]
 
 
-def _tokenizer_files(catalog: Catalog, notes: list[str]) -> dict[str, ExtraFile]:
+def _tokenizer_files(catalog: Catalog, options: ImportOptions, notes: list[str]) -> dict[str, ExtraFile]:
     config = dict(catalog.config)
     files = hf_companions(catalog.path, False, config, notes, of="the folder")
     kept = {name: content for name, content in files.items() if _TOKENIZER_FILES.fullmatch(name)}
+    bridge = options.to == BRIDGE
     if not any(_TOKENIZERS.fullmatch(name) for name in kept):
-        notes.append("the folder holds no tokenizer, so megatron_args.txt names none")
+        notes.append(f"the folder holds no tokenizer, so {'run_config.yaml' if bridge else FLAGS} names none")
         kept = {}
     plain = {key: value for key, value in config.items() if key not in CODE_KEYS}
-    return {f"{TOKENIZER}/{name}": content for name, content in {**kept, "config.json": _json(plain)}.items()}
+    into = f"{iteration_folder(options.iteration)}/{TOKENIZER}" if bridge else TOKENIZER
+    return {f"{into}/{name}": content for name, content in {**kept, "config.json": _json(plain)}.items()}
 
 
 # ---------------------------------------------------------------------- arguments
@@ -291,60 +300,6 @@ def _common_type(mapping: MegatronMapping) -> DType:
     for target in mapping.targets.values():
         sizes[target.dtype.name] += target.nbytes // target.dtype.itemsize
     return dtype(max(sizes, key=sizes.__getitem__))
-
-
-def _vocabulary(args: ModelArgs, layout: Layout, divisible: int) -> dict[str, Any]:
-    rows = args.vocab_size or 0
-    return {
-        "vocab_size": rows,
-        "padded_vocab_size": padded_vocab(rows, divisible, layout.tp),
-        "make_vocab_size_divisible_by": divisible,
-    }
-
-
-def _tokenizer_arguments(destination: Path, files: Mapping[str, ExtraFile]) -> dict[str, Any]:
-    if len(files) < 2:  # config.json alone
-        return {}
-    return {
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": str(destination.expanduser().absolute() / TOKENIZER),
-    }
-
-
-def _job_arguments(kept: DType) -> dict[str, Any]:
-    """What a Namespace says of the job: one that has not begun, on one rank. The writer changes the layout."""
-    return {
-        "params_dtype": Global("torch", kept.name),
-        "ckpt_format": "torch_dist",
-        "use_dist_ckpt": True,
-        "iteration": 0,
-        "consumed_train_samples": 0,
-        "consumed_valid_samples": 0,
-        "use_distributed_optimizer": False,
-        "add_position_embedding": True,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "data_parallel_size": 1,
-        "world_size": 1,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "pipeline_model_parallel_layout": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "num_virtual_stages_per_pipeline_rank": None,
-    }
-
-
-def _advice(destination: Path, layout: Layout, options: ImportOptions, *, hybrid: bool) -> str:
-    words = [] if options.iteration is None else ["--no-load-optim", "--no-load-rng"]
-    words += ["--ckpt-format torch"] if options.to == "legacy" else []
-    job = "job of pretrain_mamba.py" if hybrid else "job"
-    flags = job_flags(destination, layout, *words)
-    return f"start the {job} with the words of {quoted(destination / FLAGS)} and {flags}"
 
 
 # ---------------------------------------------------------------------- report

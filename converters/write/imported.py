@@ -47,7 +47,8 @@ class ImportedReader(ReaderView):
     Args:
         folder: The folder.
         mapping: Which of its elements Megatron's tensors consist of.
-        arguments: Megatron-LM's arguments for the model.
+        arguments: Megatron-LM's arguments for the model; empty if a job of Megatron-Bridge shall start.
+        section: The model's section of Megatron-Bridge's configuration, if a job of Megatron-Bridge shall start.
         cast: Type of the weights in the job; None leaves each as stored. Router biases are float32 in any case.
         iteration: That the checkpoint shall be of; None for a release.
         rows: Rows of its vocabulary, of which those that the folder lacks are the mean of those that it has; None leaves
@@ -62,6 +63,7 @@ class ImportedReader(ReaderView):
         mapping: MegatronMapping,
         arguments: Mapping[str, Any],
         *,
+        section: Mapping[str, Any] | None = None,
         cast: DType | None = None,
         iteration: int | None = None,
         rows: int | None = None,
@@ -78,9 +80,10 @@ class ImportedReader(ReaderView):
         catalog = Catalog(
             path=folder.catalog.path,
             format=folder.catalog.format,
-            framework=folder.catalog.framework,
+            framework="Megatron-Bridge" if section else folder.catalog.framework,
             tensors=tensors,
             args=dict(arguments),
+            config={"model": section} if section else {},
             common={},
             iteration=iteration,
             opened=folder.catalog.opened,
@@ -89,9 +92,10 @@ class ImportedReader(ReaderView):
         super().__init__(folder, catalog)
 
     def common_state(self) -> Archive:
-        """What Megatron-LM saves of a job that has not begun, but for the optimizer."""
+        """What Megatron saves of a job that has not begun, but for the optimizer; Bridge keeps no arguments there."""
+        namespace = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
         tree = {
-            "args": Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args)),
+            **({"args": namespace} if self.catalog.args else {}),
             "checkpoint_version": 3.0,
             "iteration": self.catalog.iteration or 0,
             "num_floating_point_operations_so_far": 0,

@@ -24,8 +24,9 @@ class ImportRequest:
         str | None,
         _job(
             metavar="FORMAT",
-            help="torch_dist (the default) or legacy.",
-            autocompletion=choice("torch_dist", "legacy").complete,
+            help="torch_dist (the default), legacy, or megatron-bridge, which is how families are written that Megatron-LM "
+            "has no arguments for.",
+            autocompletion=choice("torch_dist", "legacy", "megatron-bridge").complete,
         ),
     ] = None
     mcore: Annotated[

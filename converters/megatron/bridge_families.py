@@ -1,0 +1,88 @@
+"""The section `model:` of Megatron-Bridge's run_config.yaml: which of its models a checkpoint is.
+
+    model:
+      _target_: megatron.bridge.models.gemma.gemma2_provider.Gemma2ModelProvider     whose class builds it
+      transformer_layer_spec: {_target_: megatron.bridge....gemma2_layer_spec}       of which layers
+      num_layers: 26                                                                 the options; absent: the class's own
+
+A provider or a layer of Bridge's own computes what none of Megatron-LM's options says: the fact `bridge_family` of a
+`ModelArgs`. What names a class is only ever compared as text.
+
+Source: Megatron-Bridge 067f987d (2026-08), models/gpt_provider.py, models/*/*_provider.py, utils/instantiate_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.megatron.option_values import Facts
+
+__all__ = ["DIVIDED_NORMS", "FAMILIES", "MODELS", "WIDE_NORMS", "read_provider"]
+
+MODELS = "megatron.bridge.models."
+# fact `bridge_family` -> provider, layers, both behind `MODELS`
+FAMILIES: dict[str, tuple[str, str]] = {
+    "gemma": ("gemma.gemma_provider.GemmaModelProvider", ""),
+    "gemma2": ("gemma.gemma2_provider.Gemma2ModelProvider", "gemma.gemma2_provider.gemma2_layer_spec"),
+    "gemma3": ("gemma.gemma3_provider.Gemma3ModelProvider", "gemma.gemma3_provider.gemma3_layer_spec"),
+    "exaone4": ("gpt_provider.GPTModelProvider", "exaone.exaone4.exaone4_provider.exaone4_layer_spec"),
+    "olmoe": ("gpt_provider.GPTModelProvider", "olmoe.olmoe_provider.olmoe_layer_spec"),
+    "minimax_m2": ("gpt_provider.GPTModelProvider", "minimax_m2.minimax_m2_provider.minimax_m2_layer_spec"),
+}
+WIDE_NORMS = frozenset({"olmoe", "minimax_m2"})
+"""Families whose norms of queries and keys have a weight for each element of all heads."""
+DIVIDED_NORMS = frozenset({"minimax_m2"})
+"""Those of them that divide these norms over tensor parallelism (minimax_m2_provider.py, `_FullDimRMSNorm`)."""
+
+# providers and layers that only set options, v0.2 to 067f987d; every other one is a family of its own
+_OPTIONS_ONLY = re.compile(
+    r"(?:gpt_provider|mla_provider|(?:deepseek|glm|gpt|gpt_oss|hybrid|kimi|llama|llama_nemotron|mamba|mistral|nemotron"
+    r"|nemotronh|qwen|sarvam)\.(?!kimi_k3|llama4)\w+)\.\w+|olmoe\.olmoe_provider\.OlMoEModelProvider"
+)
+
+
+def read_provider(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """Takes what only a provider of Megatron-Bridge says."""
+    target = options.get("_target_")
+    if not isinstance(target, str) or not target.startswith(MODELS):
+        return
+    layers = options.get("transformer_layer_spec")
+    path = layers.get("_target_") if isinstance(layers, dict) else None
+    spec = path.removeprefix(MODELS) if isinstance(path, str) and path.startswith(MODELS) else ""
+    family = _family(target.removeprefix(MODELS), spec)
+    if family is None:
+        return
+    facts.extras["bridge_family"] = family
+    if family == "gemma3":
+        _read_gemma3(facts, label, options)
+
+
+def _family(provider: str, layers: str) -> str | None:
+    """The family that a provider builds of layers; None for what options say, the name of what is not known here."""
+    layers = "" if _OPTIONS_ONLY.fullmatch(layers) else layers
+    for family, (own_provider, own_layers) in FAMILIES.items():
+        same = _OPTIONS_ONLY.fullmatch(provider) if _OPTIONS_ONLY.fullmatch(own_provider) else provider == own_provider
+        if same and layers == own_layers:
+            return family
+    return (provider if not _OPTIONS_ONLY.fullmatch(provider) else layers) or None
+
+
+def _read_gemma3(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """Two rotary bases, a window that counts the query's own position, scaling of the wider base alone."""
+    bases = options.get("rotary_base")
+    if isinstance(bases, list | tuple) and len(bases) == 2 and all(isinstance(base, int | float) for base in bases):
+        facts.extras["rotary_base_local"] = float(bases[0])
+        facts.put("rotary_base", float(bases[1]), f"{label}.rotary_base")
+    window, factor = options.get("window_size"), options.get("rope_scaling_factor")
+    if type(window) is int:
+        facts.put("window_size", window, f"{label}.window_size")
+    if isinstance(factor, int | float) and factor != 1:
+        facts.put("rope_scaling", "linear", f"{label}.rope_scaling_factor")
+        facts.put("rope_factor", float(factor), f"{label}.rope_scaling_factor")
+    pattern = options.get("interleaved_attn_pattern", [5, 1])
+    if isinstance(pattern, list | tuple):
+        facts.extras["interleaved_attn_pattern"] = list(pattern)

@@ -1,0 +1,97 @@
+"""What Megatron-Bridge keeps beside the tensors of a model that is to be trained: its configuration, progress of none.
+
+    DST/latest_checkpointed_iteration.txt  latest_train_state.pt
+        iter_0000000/  run_config.yaml  train_state.pt  tokenizer/
+
+Source: Megatron-Bridge 067f987d (2026-08), training/checkpointing.py (_load_checkpoint_from_path), training/state.py
+(`TrainState`), training/model_load_save.py (load_model_config, load_tokenizer).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+from converters.dtypes import dtype
+from converters.torchzip.records_out import object_record, storage_node, tensor_node
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.megatron.layout import Layout
+
+__all__ = ["bridge_files"]
+
+_TRAINING = "megatron.bridge.training."
+# name -> (type, how struct packs it); all are tensors without axes
+_PROGRESS = {
+    "step": ("int64", "<q"),
+    "consumed_train_samples": ("int64", "<q"),
+    "skipped_train_samples": ("int64", "<q"),
+    "consumed_valid_samples": ("int64", "<q"),
+    "floating_point_operations_so_far": ("float64", "<d"),
+    "do_train": ("bool", "<?"),
+    "do_valid": ("bool", "<?"),
+    "do_test": ("bool", "<?"),
+}
+
+
+def bridge_files(
+    section: Mapping[str, Any], layout: Layout, folder: str, iteration: int, *, tokenizer: str | None
+) -> dict[str, bytes]:
+    """The files by name within the result.
+
+    Args:
+        section: What describes the model: `provider_section`.
+        layout: Of the job that loads it.
+        folder: Where the tensors are: "iter_0000000".
+        tokenizer: Folder of the tokenizer; None if there is none.
+    """
+    import yaml
+
+    sizes = {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.expert_tp,
+        "num_layers_in_first_pipeline_stage": layout.first_layers,
+        "num_layers_in_last_pipeline_stage": layout.last_layers,
+        "pipeline_model_parallel_layout": layout.pp_layout,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss,
+    }
+    document: dict[str, Any] = {
+        "_target_": f"{_TRAINING}config.ConfigContainer",
+        "model": {**section, **sizes},
+        "checkpoint": {
+            "_target_": f"{_TRAINING}config.CheckpointConfig",
+            "ckpt_format": "torch_dist",
+            "fully_parallel_save": True,
+            "save_optim": False,
+            "save_rng": False,
+        },
+    }
+    if tokenizer is not None:
+        document["tokenizer"] = {
+            "_target_": f"{_TRAINING}tokenizers.config.TokenizerConfig",
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": tokenizer,
+        }
+    progress = _train_state(iteration)
+    return {
+        f"{folder}/run_config.yaml": yaml.safe_dump(document, sort_keys=True).encode(),
+        f"{folder}/train_state.pt": progress,
+        "latest_train_state.pt": progress,
+    }
+
+
+def _train_state(iteration: int) -> bytes:
+    """The file of a job that has done so many steps and nothing else."""
+    tree, storages = {}, {}
+    for number, (name, (kind, packed)) in enumerate(_PROGRESS.items()):
+        node = storage_node(dtype(kind), str(number), 1)
+        tree[name] = tensor_node(node, dtype(kind), ())
+        storages[f"data/{number}"] = struct.pack(packed, iteration if name == "step" else 0)
+    return object_record(tree, storages)
