@@ -60,6 +60,7 @@ def test_the_command_that_is_shown_continues(stopped, capsys, monkeypatch):
     said = capsys.readouterr()
     assert "unfinished  staging" in said.out
     assert f"continue: {item['command']}" in said.out
+    assert f"next: distckpt cache '{staging}' --clear" in said.err
     monkeypatch.chdir("/")
     (elsewhere,) = _kept(capsys, stopped)
     assert elsewhere["command"] == f"cd {shlex.quote(str(stopped))} && {item['command']}"

@@ -33,6 +33,8 @@ def _said(capsys, *words):
         (["diff", LLAMA, BUCKETS, "--arch", "llama"], 2, "--arch is for"),
         (["diff", HF, HF, "--vocab-size", "3"], 2, "--vocab-size is for"),
         (["diff", LLAMA, BUCKETS, "--vocab-size", "9999"], 4, "an embedding has 128 rows"),
+        (["diff", LLAMA, BUCKETS, "--vocab-size", "50"], 4, "would leave out trained rows"),
+        (["diff", LLAMA, HF, "--vocab-size", "50"], 4, "would leave out trained rows"),
         (["export-hf", LLAMA, "OUT", "--mtp", "keep"], 4, "no multi-token prediction layers"),
         (["doctor", "some text", "no/such"], 3, "does not exist"),
         (["reshard", LLAMA, "OUT", "--tp", "1", "--mcore", "0.18"], 2, "choose 0.16 or 0.19"),
@@ -122,6 +124,9 @@ def test_numbers_that_fp16_does_not_have_are_said(tmp_path, capsys):
     assert "underflow 3 elements that are not zero in the source became zero" in out
     again = _said(capsys, "import-hf", model, tmp_path / "json", "--dtype", "fp16", "--json")[1]
     assert json.loads(again)["underflowed"] == 3
+    source = tmp_path / "out"
+    assert _said(capsys, "export-hf", source, tmp_path / "hf16", "--dtype", "fp16")[0] == 0
+    assert json.loads((tmp_path / "hf16" / "distckpt-report.json").read_text())["underflowed"] == 0
     assert "underflow" not in _said(capsys, "import-hf", model, tmp_path / "bf16", "--dtype", "bf16")[1]
 
 

@@ -153,6 +153,9 @@ def match(
     Raises:
         RequestError: One is a Hugging Face folder, and no known architecture computes what the other one's model does.
     """
+    trained = max((n for s in (a, b) if not s.is_hf and (n := s.args.vocab_size) is not None), default=0)
+    if vocab_size is not None and vocab_size < trained:  # what is padding is compared, and does not count
+        raise RequestError(f"--vocab-size {vocab_size} would leave out trained rows: the vocabulary has {trained}")
     if a.is_hf != b.is_hf:
         return _mapped(a, b, keep, vocab_size, arch)
     out = Matching()

@@ -166,10 +166,11 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         adapter=content.adapter,
     )
     report = export_report(plan)
+    narrow = any(target.dtype.name == "float16" for target in plan.targets.values())
     tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
     return replace(
         plan,
-        extra_files={**extra, REPORT: completed_report(report) if form else json_bytes(report)},
+        extra_files={**extra, REPORT: completed_report(report) if form or narrow else json_bytes(report)},
         facts={**report, "config": mapping.config | ({"quantization_config": form.config} if form else {})},
         report_file=REPORT,
         summary=(

@@ -78,8 +78,13 @@ def export_report(plan: ExportPlan) -> dict[str, Any]:
 
 
 def completed_report(report: Mapping[str, Any]) -> Callable[[Stats], bytes]:
-    """The report when everything is written: with what quantizing has changed."""
-    return lambda stats: json_bytes({**report, "quantization_errors": stats.losses})
+    """The report when everything is written: with what quantizing has changed, and what fp16 made zero."""
+
+    def complete(stats: Stats) -> bytes:
+        losses = {"quantization_errors": stats.losses} if stats.losses else {}
+        return json_bytes({**report, **losses, "underflowed": stats.underflowed})
+
+    return complete
 
 
 def _object_names(catalog: Catalog) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 import time
 from dataclasses import asdict
@@ -89,10 +90,10 @@ def _show(console: Console, items: list[Leftover]) -> None:
         console.fact(f"{item.path}  ", item.reason or f"makes {item.destination}", style=_STYLES[item.state])
         if item.command:
             console.fact("", f"continue: {item.command}")
-    unfinished = [item for item in items if not item.reason]
+    unfinished = [str(item.path) for item in items if not item.reason]
     console.out(f"{counted(len(items), 'folder')}, {format_size(sum(item.nbytes for item in items))}")
     if unfinished:
-        console.next_step("distckpt cache DIR --clear removes what is unfinished")
+        console.next_step(f"distckpt cache {shlex.join(unfinished[:3])} --clear")
 
 
 def _show_removed(console: Console, items: list[Leftover], removed: list[Leftover]) -> None:
