@@ -80,6 +80,8 @@ class TensorInfo:
         remainders: For master weights whose parts hold remainders, what completes them: reading gives `dtype`. None for all
             tensors whose parts hold their elements.
         rounds_to: For master weights that are proved while they are read, the weight that each element must round to.
+        coarse: Master weights that the job held in fp16, with a scale, and stored as fp32: they may lie beside the numbers
+            that round to the weight.
         shift: What is added to every element on the way to the target: -1 for a norm's weight that is stored as gamma and
             shall be gamma - 1. Reading alone does not add it.
         update: For a weight that an adapter is merged into while it is read, what that adds.
@@ -98,6 +100,7 @@ class TensorInfo:
     opaque: str | None = None
     remainders: Remainders | None = None
     rounds_to: TensorInfo | None = None
+    coarse: bool = False
     shift: int = 0
     update: LowRank | None = None
     unit: int = 1

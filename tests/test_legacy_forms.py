@@ -26,9 +26,10 @@ from legacy_cases import (
 from reshard_cases import compare, expected, reshard
 from support import GOLDEN
 
-from converters.errors import IntegrityError
+from converters.errors import FormatError, IntegrityError, UnsupportedError
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
+from converters.formats.legacy.grid import find_grid
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
@@ -347,3 +348,13 @@ def test_golden_models_keep_their_order():
             key for key, _ in pairs(Archive(path).tree["model"]) if "extra_state" not in key and ".experts." not in key
         ]
         assert keys == in_order(keys)
+
+
+def test_experts_divided_otherwise_than_the_rest_are_not_called_incomplete():
+    """Core 0.16.1 at tp 2, ep 2, expert tensor-parallel size 1: ranks (0, 0) and (1, 1) alone, and all of them are there."""
+    args = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    folders = ["mp_rank_00_000", "mp_rank_01_001"]
+    with pytest.raises(UnsupportedError, match="divided over expert_tensor_parallel_size 1, everything else over tp 2"):
+        find_grid(folders, args, first_has_end=True, experts=True)
+    with pytest.raises(FormatError, match="lacks 2 of the 4 folders"):
+        find_grid(folders, args | {"expert_tensor_parallel_size": 2}, first_has_end=True, experts=True)

@@ -1,7 +1,9 @@
 """Master weights that are stored as remainders of the weights: what they are is computed here once more, by other code."""
 
 import shutil
+from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -21,8 +23,8 @@ from converters.io.remainders import join_masters
 from converters.loading.loader import load as load_ranks
 from converters.megatron.layout import Layout
 from converters.optimizer.state import optimizer_state
-from converters.optimizer.storage import keeps_remainders
-from converters.pickles import fields, set_field
+from converters.optimizer.storage import complete_masters, keeps_remainders
+from converters.pickles import Global, fields, set_field
 from converters.verification.run import VerifyOptions, verify
 from converters.write.container import plan_torch
 from converters.write.legacy import plan_legacy
@@ -369,3 +371,40 @@ def test_remainders_are_recognised_without_arguments(tmp_path):
     masters = [optimizer_state(open_checkpoint(path)).tensors for path in (whole, lost)]
     assert masters[0].keys() == masters[1].keys()
     assert all((a.remainders is None) == (masters[1][n].remainders is None) for n, a in masters[0].items())
+
+
+def held_in_fp16(masters):
+    """What FusedAdam stores of fp32 numbers that it keeps as fp16 with a scale."""
+    scale = np.float32(np.abs(masters).max() / (np.finfo(np.float16).max / 2))
+    return (masters / scale).astype(np.float16).astype(np.float32) * scale
+
+
+def test_masters_that_fp16_held_may_lie_beside_their_weights():
+    """--main-params-dtype fp16: the weights were made before the rounding, so a tenth does not round to them."""
+    generator = np.random.default_rng(5)
+    masters = generator.normal(size=4096).astype(np.float32)
+    weights = masters.astype(ml_dtypes.bfloat16).view(np.uint16)
+    stored = held_in_fp16(masters)
+
+    def wrong(have, coarse):
+        kinds = dtype("float32"), dtype("bfloat16")
+        return int(unequal(Arithmetic(), have.view(np.uint32), weights, *kinds, coarse=coarse)[0])
+
+    assert wrong(masters, coarse=False) == 0
+    assert wrong(stored, coarse=False) > 100
+    assert wrong(stored, coarse=True) == 0
+    assert wrong(stored[::-1].copy(), coarse=True) > 4000
+    assert wrong(np.roll(stored, 1), coarse=True) > 4000
+    assert wrong(stored * np.float32(1.02), coarse=True) > 4000
+
+
+@pytest.mark.parametrize(("kind", "coarse"), [("float16", True), ("float32", False)])
+def test_the_arguments_say_whether_fp16_held_them(kind, coarse):
+    catalog = open_checkpoint(golden("llama_fullyreshardable_tp2pp2dp2")).catalog
+    changed = {"use_precision_aware_optimizer": True, "main_params_dtype": Global("torch", kind)}
+    catalog = replace(catalog, args={**catalog.args, **changed})
+    masters = {name: info for name, info in catalog.tensors.items() if name.startswith("optimizer.state.param.")}
+    reader = open_checkpoint(golden("llama_fullyreshardable_tp2pp2dp2"))
+    reader.catalog = catalog
+    assert masters
+    assert {info.coarse for info in complete_masters(reader, masters).values()} == {coarse}

@@ -149,11 +149,14 @@ def squares(on: Arithmetic, values: Any) -> tuple[Any, bool]:
     return exact, False
 
 
-def unequal(on: Arithmetic, have: Any, want: Any, kind_a: DType, kind_b: DType) -> Sequence[Any]:
+def unequal(
+    on: Arithmetic, have: Any, want: Any, kind_a: DType, kind_b: DType, *, coarse: bool = False
+) -> Sequence[Any]:
     """How many elements of a block are not those of another one, rounded to its type; and the first. NaN equals NaN.
 
     fp32 numbers in the middle between two of bf16 are equal to the upper one, too: TransformerEngine's optimizer with
-    remainders rounds so (transformer_engine/common/multi_tensor/adam.cu), all else to the even one.
+    remainders rounds so (transformer_engine/common/multi_tensor/adam.cu), all else to the even one. If they are `coarse`,
+    as they have been rounded to fp16 since, the numbers of bf16 beside these two are equal to them, too.
     """
     nearest = rounded(have, kind_a, kind_b)
     differs = nearest != want
@@ -161,6 +164,8 @@ def unequal(on: Arithmetic, have: Any, want: Any, kind_a: DType, kind_b: DType) 
         differs = differs & ~(np.isnan(on.values(nearest, kind_b, 0)) & np.isnan(on.values(want, kind_b, 1)))
         if (kind_a.name, kind_b.name) == ("float32", "bfloat16"):
             differs = differs & ~(((have & 0xFFFF) == 0x8000) & ((((have >> 16) + 1 - want) & 0xFFFF) == 0))
+            if coarse:
+                differs = differs & ((((have >> 16) + 2 - want) & 0xFFFF) > 3)
     return np.count_nonzero(differs), differs.argmax()
 
 

@@ -99,7 +99,7 @@ class RoundsTo:
     def __call__(self, on: Arithmetic, *bits: Any) -> Sequence[Any]:
         """See `Question`."""
         have, want = bits
-        return unequal(on, have, want, self.tensor.dtype, self.other.dtype)
+        return unequal(on, have, want, self.tensor.dtype, self.other.dtype, coarse=self.tensor.coarse)
 
     def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
         """See `Question`."""

@@ -71,7 +71,10 @@ def complete_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> dict[
             and weight.dtype.name == "bfloat16"
         ]
         wide = wide if wide and _are_remainders(reader, tensors, wide) else []
-    return dict(tensors) | {name: _completed(reader.catalog, tensors[name]) for name in (*narrow, *wide)}
+    out = dict(tensors) | {name: _completed(reader.catalog, tensors[name]) for name in (*narrow, *wide)}
+    if _held_in_fp16(reader.catalog):
+        out |= {name: replace(out[name], coarse=True) for name in masters if out[name].remainders is None}
+    return out
 
 
 def _refuse_missing(catalog: Catalog, tensors: Mapping[str, TensorInfo], with_master: set[str]) -> None:
@@ -122,6 +125,18 @@ def as_remainders(catalog: Catalog, tensors: Mapping[str, TensorInfo], optimizer
             narrow = None if info.remainders.dtype == _INT16 else replace(info.remainders, weight=None)
             out[name] = replace(info, dtype=_INT16, remainders=narrow)
     return out
+
+
+def _held_in_fp16(catalog: Catalog) -> bool:
+    """Whether the job had --main-params-dtype fp16, whose values are rounded after the weights were made of them.
+
+    FusedAdam gives the weights what it has computed in fp32, and then keeps that as fp16 with a scale for each parameter
+    (TransformerEngine, pytorch/optimizers/fused_adam.py, `_apply_scale`; `get_unscaled_state` is what is stored).
+    """
+    args = catalog.job_options
+    main = args.get("main_params_dtype")
+    fp16 = isinstance(main, Global) and main.path in ("torch.float16", "torch.half")
+    return args.get("use_precision_aware_optimizer") is True and fp16
 
 
 def _may_keep_remainders(catalog: Catalog) -> bool:

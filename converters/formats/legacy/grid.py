@@ -93,6 +93,14 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     ranks = [(t, p, e) for p in range(pp) for e in range(ep) for t in range(tp)]
     folders = {rank: rank_folder(*rank, pp, ep) for rank in ranks}
     missing = [name for name in folders.values() if name not in names]
+    etp = _size(args, "expert_tensor_parallel_size")
+    if missing and experts and etp not in (None, tp):
+        raise UnsupportedError(
+            f"its experts were divided over expert_tensor_parallel_size {etp}, everything else over tp {tp}: legacy "
+            "checkpoints of such jobs are not read",
+            details=["the folders are numbered by tp and ep, and not every pair of these has a rank"],
+            hint="let Megatron-LM load it once and save it with --ckpt-format torch_dist",
+        )
     if missing:
         raise FormatError(
             f"the checkpoint lacks {len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep}",
