@@ -178,4 +178,6 @@ def test_a_provider_that_is_not_known_is_not_exported(change, hf, tmp_path):
     path.write_text(text.replace(*change))
     with pytest.raises(RequestError) as error:
         plan_export(open_checkpoint(tmp_path / "job"), tmp_path / "back")
-    assert re.search("bridge_family|softmax_type", f"{error.value.message} {error.value.details}")
+    assert re.search(
+        "bridge_family|transformer_layer_spec|softmax_type", f"{error.value.message} {error.value.details}"
+    )

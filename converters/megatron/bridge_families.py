@@ -45,44 +45,47 @@ _OPTIONS_ONLY = re.compile(
 )
 
 
-def read_provider(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
-    """Takes what only a provider of Megatron-Bridge says."""
+def read_provider(facts: Facts, label: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Takes what only a provider of Megatron-Bridge says.
+
+    Returns:
+        The options that are left to be read.
+    """
     target = options.get("_target_")
     if not isinstance(target, str) or not target.startswith(MODELS):
-        return
+        return options
     layers = options.get("transformer_layer_spec")
     path = layers.get("_target_") if isinstance(layers, dict) else None
-    spec = path.removeprefix(MODELS) if isinstance(path, str) and path.startswith(MODELS) else ""
-    family = _family(target.removeprefix(MODELS), spec)
-    if family is None:
-        return
-    facts.extras["bridge_family"] = family
-    if family == "gemma3":
-        _read_gemma3(facts, label, options)
+    provider, spec = target.removeprefix(MODELS), str(path).removeprefix(MODELS)
+    only_options = _OPTIONS_ONLY.fullmatch(provider) is not None
+    for family, (own_provider, own_spec) in FAMILIES.items():
+        same = only_options if _OPTIONS_ONLY.fullmatch(own_provider) else provider == own_provider
+        if same and (spec == own_spec or not own_spec):
+            facts.extras["bridge_family"] = family
+            taken = {"transformer_layer_spec"} if own_spec else set()
+            taken |= _read_gemma3(facts, label, options) if family == "gemma3" else set()
+            return {name: value for name, value in options.items() if name not in taken}
+    if not only_options:
+        facts.extras["bridge_family"] = provider
+    return options
 
 
-def _family(provider: str, layers: str) -> str | None:
-    """The family that a provider builds of layers; None for what options say, the name of what is not known here."""
-    layers = "" if _OPTIONS_ONLY.fullmatch(layers) else layers
-    for family, (own_provider, own_layers) in FAMILIES.items():
-        same = _OPTIONS_ONLY.fullmatch(provider) if _OPTIONS_ONLY.fullmatch(own_provider) else provider == own_provider
-        if same and layers == own_layers:
-            return family
-    return (provider if not _OPTIONS_ONLY.fullmatch(provider) else layers) or None
-
-
-def _read_gemma3(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+def _read_gemma3(facts: Facts, label: str, options: Mapping[str, Any]) -> set[str]:
     """Two rotary bases, a window that counts the query's own position, scaling of the wider base alone."""
+    taken = set()
     bases = options.get("rotary_base")
     if isinstance(bases, list | tuple) and len(bases) == 2 and all(isinstance(base, int | float) for base in bases):
         facts.extras["rotary_base_local"] = float(bases[0])
         facts.put("rotary_base", float(bases[1]), f"{label}.rotary_base")
+        taken.add("rotary_base")
     window, factor = options.get("window_size"), options.get("rope_scaling_factor")
     if type(window) is int:
         facts.put("window_size", window, f"{label}.window_size")
+        taken.add("window_size")
     if isinstance(factor, int | float) and factor != 1:
         facts.put("rope_scaling", "linear", f"{label}.rope_scaling_factor")
         facts.put("rope_factor", float(factor), f"{label}.rope_scaling_factor")
     pattern = options.get("interleaved_attn_pattern", [5, 1])
     if isinstance(pattern, list | tuple):
         facts.extras["interleaved_attn_pattern"] = list(pattern)
+    return taken

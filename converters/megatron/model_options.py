@@ -146,7 +146,7 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
         label: "args" or "config", the first part of every source.
         options: Option -> value; inert pickled values are recognised by their `name`.
     """
-    read_provider(facts, label, options)
+    options = read_provider(facts, label, options)
     for name, (convert, spellings) in NAMES.items():
         for spelling in spellings:
             stated = options.get(spelling)
