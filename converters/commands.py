@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from converters.dtypes import from_option
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
-from converters.io.memory import default_threads
 from converters.megatron.identity import identify
 from converters.megatron.layout import Layout
 from converters.names import printable
@@ -173,8 +172,6 @@ def _carry_out(command: str, source: str | Path, destination: str | Path, option
     dry = options.pop("dry_run", False)
     opening = {name: options.pop(name) for name in ("format", "follow_links") if name in options}
     layout = {name: options.pop(name) for name in LAYOUT_OPTIONS if name in options}
-    if options.get("threads") is None:
-        options["threads"] = default_threads()
     for name, value in options.items():
         if name == "dtype" and isinstance(value, str):
             options[name] = from_option(value)
@@ -194,7 +191,7 @@ def _takes(options: type[WriteOptions], *names: str, layout: bool = False) -> Ca
     declared: dict[str, Any] = dict.fromkeys(LAYOUT_OPTIONS if layout else ())
     for field in fields(options):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        declared[field.name] = None if field.name == "threads" else default
+        declared[field.name] = default
     declared |= {"dry_run": False} | dict.fromkeys((*names, *_RUN))
     declared.setdefault("follow_links", False)
 

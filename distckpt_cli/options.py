@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 
 from converters.errors import RequestError
-from converters.io.memory import default_threads
 from converters.remote.patience import RETRY_SECONDS, retry_for
 from distckpt_cli.choices import Words, check_choice, choice
 from distckpt_cli.console import Console, UsageProblem, parse_size
@@ -25,6 +24,7 @@ __all__ = [
     "MaxMemory",
     "Running",
     "Speaking",
+    "buffer_bytes",
     "options_set",
     "output",
     "panel",
@@ -66,8 +66,14 @@ ProgressMode = Annotated[
         autocompletion=choice("auto", "bar", "log", "off").complete,
     ),
 ]
-MaxMemory = Annotated[str, resources(metavar="SIZE", help="Buffers of all workers, 64MiB by default.")]
-Threads = Annotated[int | None, resources(metavar="N", help="Workers; by default one for each core, 4 to 8.")]
+MaxMemory = Annotated[
+    str | None,
+    resources(metavar="SIZE", help="Buffers of all workers; by default 64MiB, where an object store is read 512MiB."),
+]
+Threads = Annotated[
+    int | None,
+    resources(metavar="N", help="Workers; by default one for each core, 4 to 8; where an object store is read, 32."),
+]
 RankTimeout = Annotated[
     float,
     resources(
@@ -229,15 +235,24 @@ def shard_bytes(text: str) -> int:
     return size
 
 
-def workers(threads: int | None) -> int:
-    """What `--threads` means: by default one for each core, 4 to 8.
+def buffer_bytes(text: str | None) -> int | None:
+    """What `--max-memory` means, in bytes.
+
+    Raises:
+        UsageProblem: Not a size.
+    """
+    return None if text is None else parse_size(text, "--max-memory")
+
+
+def workers(threads: int | None) -> int | None:
+    """What `--threads` means.
 
     Raises:
         UsageProblem: Less than one.
     """
     if threads is not None and threads < 1:
         raise UsageProblem(f"--threads {threads} is not a number of workers", hint="give 1 or more")
-    return threads or default_threads()
+    return threads
 
 
 def options_set(group: Any) -> dict[str, Any]:

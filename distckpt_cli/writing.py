@@ -10,9 +10,9 @@ import typer
 
 from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
-from distckpt_cli.console import COMMAND_LINE, parse_size
+from distckpt_cli.console import COMMAND_LINE
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import MaxMemory, Running, output, resources, workers
+from distckpt_cli.options import MaxMemory, Running, buffer_bytes, output, resources, workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class Writing(Running):
 
     overwrite: Annotated[bool, output("--overwrite", help="Replace DST after success.")] = False
     dry_run: Annotated[bool, output("-n", "--dry-run", help="Print the plan, write nothing.")] = False
-    max_memory: MaxMemory = "64MiB"
+    max_memory: MaxMemory = None
     scratch: Annotated[
         str | None,
         resources(
@@ -59,7 +59,7 @@ class Writing(Running):
     def options(self) -> dict[str, Any]:
         """What the library's `WriteOptions` take."""
         return {
-            "max_memory": parse_size(self.max_memory, "--max-memory"),
+            "max_memory": buffer_bytes(self.max_memory),
             "threads": workers(self.threads),
             "overwrite": self.overwrite,
             "device": self.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import signal
@@ -16,7 +17,11 @@ from checkpoints import tree
 from remote_fixtures import forget, proxy, server, session_proxy, uploaded
 from support import GOLDEN
 
+from converters.errors import Interrupted
 from converters.formats import open_checkpoint
+from converters.remote.address import named_path
+from converters.remote.unfinished import list_unfinished
+from converters.remote.writing import StoreWriter
 from distckpt_cli.app import main
 
 __all__ = ["proxy", "server", "session_proxy", "uploaded"]
@@ -217,14 +222,134 @@ def test_a_dry_run_writes_nothing(bucket, capsys, scratch):
     assert bucket.tree() == {}
 
 
-@pytest.mark.slow
-def test_several_processes(bucket, tmp_path, scratch):
-    """They make the result on the disk that they share; one of them uploads it."""
-    command = [sys.executable, "-m", "distckpt_cli", "--workers", "2", *argv("reshard", bucket.url())]
-    subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
+LAUNCHERS = {
+    "workers": ["-m", "distckpt_cli", "--workers", "2"],
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "distckpt_cli"],
+}
+
+
+def launched(launcher, arguments):
+    """The exit code and what is said of a command that two processes run together."""
+    command = [sys.executable, *LAUNCHERS[launcher], *arguments]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["workers", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_several_processes(launcher, bucket, proxy, tmp_path, scratch):
+    """They make the result on the disk that they share, and upload it together; the next launch continues."""
+    proxy.set(rules=[["PUT", r"/out/.*\.metadata", 403, "<Error><Code>AccessDenied</Code></Error>", 10**6]])
+    status, error = launched(launcher, argv("reshard", bucket.url()))
+    assert status == (5 if launcher == "workers" else 1)
+    assert "no permission" in error
+    (folder,) = scratch.glob("distckpt-*")
+    journals = {path.name: path.read_text().splitlines()[1:] for path in folder.glob(".uploaded*")}
+    assert {name: bool(lines) for name, lines in journals.items()} == {".uploaded": True, ".uploaded-1": True}
+    proxy.set()
+    proxy.taken()
+    status, error = launched(launcher, argv("reshard", bucket.url()))
+    assert status == 0, error
+    assert not [path for method, path, _ in proxy.taken() if method == "PUT" and path.endswith(".distcp")]
     assert main(argv("reshard", tmp_path / "disk")) == 0
     assert without_report(bucket.tree("out")) == without_report(tree(tmp_path / "disk"))
     assert not list(scratch.iterdir())
+
+
+def begun(port, key):
+    """Begins an upload in parts, and leaves it; the client."""
+    import botocore.session
+
+    client = botocore.session.get_session().create_client(
+        "s3", "us-east-1", endpoint_url=f"http://127.0.0.1:{port}", aws_access_key_id="a", aws_secret_access_key="b"
+    )
+    upload = client.create_multipart_upload(Bucket=remote_stores.BUCKET, Key=key)["UploadId"]
+    client.upload_part(Bucket=remote_stores.BUCKET, Key=key, UploadId=upload, PartNumber=1, Body=b"x" * 1000)
+    return client
+
+
+def unfinished(client, prefix):
+    return [
+        u["Key"] for u in client.list_multipart_uploads(Bucket=remote_stores.BUCKET, Prefix=prefix).get("Uploads", [])
+    ]
+
+
+def stopped_upload(bucket, proxy):
+    """An upload that fails when the files of tensors are there."""
+    proxy.set(rules=[["PUT", r"/out/.*\.metadata", 403, "<Error><Code>AccessDenied</Code></Error>", 10**6]])
+    assert main(argv("reshard", bucket.url())) == 5
+    proxy.set()
+    forget()
+
+
+def test_unfinished_uploads_are_aborted(bucket, server, proxy, capsys):
+    stopped_upload(bucket, proxy)
+    begun(server, f"{bucket.prefix}/out/iter_0000010/__0_0.distcp")
+    client = begun(server, f"{bucket.prefix}/outside/of-a-neighbour")
+    line = [word for word in argv("reshard", bucket.url()) if word != "-q"]
+    assert main(line) == 0
+    assert "1 unfinished upload of an earlier run aborted" in capsys.readouterr().err
+    assert unfinished(client, bucket.prefix) == [f"{bucket.prefix}/outside/of-a-neighbour"]
+
+
+def test_that_they_cannot_be_listed_is_said(bucket, server, proxy, capsys):
+    stopped_upload(bucket, proxy)
+    proxy.set(rules=[["GET", r"uploads", 403, "<Error><Code>AccessDenied</Code></Error>", 10**6]])
+    assert main([word for word in argv("reshard", bucket.url()) if word != "-q"]) == 0
+    assert "could not be listed: AccessDenied; a lifecycle rule" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_a_run_left_is_cleared(bucket, server, proxy, scratch, capsys):
+    """With its unfinished uploads; objects that are there stay until the same command has written all of them."""
+    stopped_upload(bucket, proxy)
+    client = begun(server, f"{bucket.prefix}/out/x")
+    before = bucket.tree()
+    assert main(["cache", str(scratch), "--clear"]) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 unfinished upload of an earlier run aborted; what was uploaded to" in said
+    assert unfinished(client, bucket.prefix) == []
+    assert bucket.tree() == before
+    assert not list(scratch.iterdir())
+    assert main(argv("reshard", bucket.url())) == 0
+    assert main(["verify", bucket.url()]) == 0
+
+
+def test_uploads_of_another_command_are_not_aborted(bucket, server, proxy, scratch, tmp_path, monkeypatch):
+    stopped_upload(bucket, proxy)
+    client = begun(server, f"{bucket.prefix}/out/x")
+    remote_stores.put(server, f"{bucket.prefix}/.out.distckpt-upload", b'{"fingerprint": "other", "uploading": true}')
+    forget()
+    assert main(["cache", str(scratch), "--clear"]) == 0
+    assert unfinished(client, bucket.prefix) == [f"{bucket.prefix}/out/x"]
+
+
+def test_one_at_a_time(bucket, proxy, scratch, capsys):
+    stopped_upload(bucket, proxy)
+    (folder,) = scratch.glob("distckpt-*")
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert main(argv("reshard", bucket.url())) == 5
+    assert "another distckpt is writing" in capsys.readouterr().err
+    os.close(fd)
+    assert main(argv("reshard", bucket.url())) == 0
+
+
+def test_a_large_file_in_parts(bucket, proxy, tmp_path):
+    """In parts, some of which fail: what is told of it adds up, and a listener that stops it leaves nothing behind."""
+    data, told = os.urandom(1 << 20) * 20, []
+    (tmp_path / "large").write_bytes(data)
+    writer, path = StoreWriter(named_path(bucket.url())), named_path(bucket.url("large"))
+    proxy.set(rules=[["PUT", "partNumber=2", 503, "<Error><Code>SlowDown</Code></Error>", 1]])
+    writer.put_file(tmp_path / "large", path, told.append)
+    assert sum(told) == len(data)
+    assert len(told) == 3
+    assert bucket.tree()["large"] == hashlib.sha256(data).hexdigest()
+
+    def stop(nbytes):
+        raise Interrupted(2, "stopped")
+
+    with pytest.raises(Interrupted, match="stopped"):
+        writer.put_file(tmp_path / "large", named_path(bucket.url("other")), stop)
+    assert list(list_unfinished(named_path(bucket.url("other")))) == []
 
 
 def test_a_result_is_not_made_twice(bucket, proxy, scratch, capsys):

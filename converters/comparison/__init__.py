@@ -31,7 +31,7 @@ def diff(
     vocab_size: int | None = None,
     arch: str | None = None,
     follow_links: bool = False,
-    max_memory: int = 64 << 20,
+    max_memory: int | None = None,
     threads: int | None = None,
     listener: Listener | None = None,
     stop: StopFlag | None = None,
@@ -53,8 +53,8 @@ def diff(
         vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
         arch: Hugging Face architecture, where one is such a folder and the inferred one is wrong.
         follow_links: Files of both may be links out of their folders.
-        max_memory: Bytes of buffers.
-        threads: Workers; None takes one for each core, 4 at most.
+        max_memory: Bytes of buffers; None takes 64 MiB, 512 MiB where an object store is read.
+        threads: Workers; None takes one for each core, 4 to 8; 32 where an object store is read.
         listener: Told about progress; see `converters.events`.
         stop: Polled between tiles; set it to end.
 
@@ -71,7 +71,6 @@ def diff(
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
     from converters.comparison.values import Tolerance
     from converters.formats import open_checkpoint
-    from converters.io.memory import default_threads
 
     options = DiffOptions(
         tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
@@ -81,7 +80,7 @@ def diff(
         vocab_size=vocab_size,
         arch=arch,
         max_memory=max_memory,
-        threads=default_threads() if threads is None else threads,
+        threads=threads,
     )
     plan = plan_diff(
         open_checkpoint(a, follow_links=follow_links), open_checkpoint(b, follow_links=follow_links), options

@@ -22,6 +22,7 @@ from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
+from converters.io.memory import workers_and_memory
 from converters.megatron.damage import refuse_damage
 from converters.names import any_of
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["DiffOptions", "DiffPlan", "plan_diff", "run_diff"]
 
-MIB = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class DiffOptions:
@@ -52,8 +51,8 @@ class DiffOptions:
         quick: Names, shapes, types and what is said about them; no values.
         vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
         arch: Architecture of a Hugging Face folder beside a Megatron checkpoint; None to find out.
-        max_memory: Bytes of buffers.
-        threads: Workers in this process.
+        max_memory: Bytes of buffers; None: see `workers_and_memory`.
+        threads: Workers in this process; None as well.
     """
 
     tolerance: Tolerance | None = None
@@ -62,8 +61,8 @@ class DiffOptions:
     quick: bool = False
     vocab_size: int | None = None
     arch: str | None = None
-    max_memory: int = 64 * MIB
-    threads: int = 2
+    max_memory: int | None = None
+    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
         FormatError: A stored object is unreadable.
     """
     options = options or DiffOptions()
-    tile, threads = tile_size(options.max_memory, options.threads)
+    tile, threads = tile_size(*workers_and_memory(options.threads, options.max_memory, a.catalog.path, b.catalog.path))
     prints = fingerprint_of(a), fingerprint_of(b)
     a, b, changes = comparable(a, b)
     sides = Side.both(a, b)

@@ -78,7 +78,7 @@ class Values:
     records_checked: int = 0
 
 
-def tile_size(max_memory: int, threads: int) -> tuple[int, int]:
+def tile_size(threads: int, max_memory: int) -> tuple[int, int]:
     """Bytes of a tile, and how many workers fit into `max_memory` bytes of buffers.
 
     Raises:

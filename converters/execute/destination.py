@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 
-def check_destination(source: Path, destination: Path, *, overwrite: bool = False, file: bool = False) -> None:
+def check_destination(
+    source: Path, destination: Path, *, overwrite: bool = False, file: bool = False, push: bool = False
+) -> None:
     """Checks that a destination may be written, before any work is done.
 
     Args:
@@ -33,10 +35,18 @@ def check_destination(source: Path, destination: Path, *, overwrite: bool = Fals
         destination: What shall be written.
         overwrite: It may be replaced.
         file: It is to be a file, not a folder.
+        push: It may be, and has to be, a repository of the hub.
 
     Raises:
         DestinationError: It is (in) the source or around it, exists and is not empty, or cannot be created.
     """
+    on_hub = destination.parts[:1] == ("hf:",)
+    if push != on_hub:
+        shown = printable(str(destination))
+        if push:
+            raise DestinationError(f"{shown} is not on the hub", hint="--push goes with hf://org/name")
+        way = "export-hf SRC hf://org/name --push writes there; or write to a disk, then: hf upload org/name FOLDER"
+        raise DestinationError(f"{shown} can only be read", hint=way)
     try:
         if isinstance(destination, RemotePath):
             _check_store(source, destination, overwrite, file)
@@ -97,9 +107,13 @@ def _refuse_overlap(source: Path, real: Path, shown: str) -> None:
 
 def _check_store(source: Path, destination: RemotePath, overwrite: bool, file: bool) -> None:
     shown, scheme = printable(str(destination)), destination.parts[0][:-1]
+    if scheme == "hf":  # whether it is empty is asked with the right to write
+        if not is_bucket(destination):
+            raise DestinationError(f"{shown} is a folder in a repository", hint="name the repository: hf://org/name")
+        _refuse_overlap(source, destination, shown)
+        return
     if scheme not in WRITABLE:
-        way = "write to a disk, then: hf upload org/name FOLDER" if scheme == "hf" else "write to s3://, gs:// or az://"
-        raise DestinationError(f"{shown} can only be read", hint=way)
+        raise DestinationError(f"{shown} can only be read", hint="write to s3://, gs:// or az://")
     if is_bucket(destination):
         raise DestinationError(f"{shown} is a whole bucket", hint=f"name a folder in it: {shown}/NAME")
     _refuse_overlap(source, destination, shown)
@@ -124,6 +138,8 @@ def replaced(destination: Path) -> str | None:
     Raises:
         DestinationError: It cannot be looked at.
     """
+    if destination.parts[:1] == ("hf:",):
+        return f"one commit replaces the model in {printable(str(destination))}; the repository's history keeps it"
     try:
         if not destination.is_dir():
             return f"{printable(str(destination))} is replaced after success" if destination.exists() else None

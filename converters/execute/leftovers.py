@@ -24,14 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import DestinationError, FormatError
+from converters.errors import DestinationError, DistckptError, FormatError
 from converters.execute import journal
 from converters.execute.destination import os_trouble
 from converters.execute.journal import JOURNAL
 from converters.execute.rank_files import is_locked
+from converters.execute.upload import mark_of, read_mark
 from converters.formats.folder import read_small, status
 from converters.names import printable
-from converters.remote.address import RemotePath
+from converters.remote.address import RemotePath, named_path
+from converters.remote.unfinished import abort_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -142,14 +144,17 @@ def scratch_leftovers(scratch: Path) -> Iterator[Leftover]:
                 yield from _described(path)
 
 
-def clear_leftover(leftover: Leftover) -> None:
-    """Removes what an ended run left, while holding the lock that a living one has.
+def clear_leftover(leftover: Leftover) -> str:
+    """Removes what an ended run left, while holding the lock that a living one has; and uploads in parts that it began.
+
+    Returns:
+        A sentence for a person about those uploads; empty if there is nothing to say.
 
     Raises:
         DestinationError: It is in use meanwhile, is not ours to remove, or the disk failed.
     """
     path = leftover.path
-    shown = printable(str(path))
+    shown, said = printable(str(path)), ""
     if leftover.reason:
         raise DestinationError(f"{shown} is not removed: {leftover.reason}")
     try:
@@ -159,15 +164,35 @@ def clear_leftover(leftover: Leftover) -> None:
             state, reason = _judged(path, leftover.kind, fd)
             if state != "unfinished" or not os.path.samestat(os.fstat(fd), path.lstat()):
                 raise DestinationError(f"{shown} is not removed: {reason or 'it has just been replaced'}")
+            if leftover.kind == "upload":
+                said = _abort_uploads(path)
             _remove(path, leftover.kind)
         finally:
             os.close(fd)
     except BlockingIOError:
         raise DestinationError(f"{shown} is not removed: a run has begun to use it") from None
     except FileNotFoundError:
-        return  # its run went on and has ended
+        return ""  # its run went on and has ended
     except OSError as error:
         raise os_trouble(error, path, "removing") from error
+    return said
+
+
+def _abort_uploads(path: Path) -> str:
+    """Aborts the uploads in parts of a result, if its run is the last one that wrote to its destination."""
+    header = journal.first_line(path / _UPLOADED) or {}
+    destination = named_path(str((header.get("about") or {}).get("destination", "")))
+    if not isinstance(destination, RemotePath) or destination.parts[0] == "hf:":  # the hub forgets what no commit shows
+        return ""
+    shown = printable(str(destination))
+    try:
+        mark = read_mark(mark_of(destination))
+    except (OSError, DistckptError) as error:
+        return f"what was uploaded to {shown} stays there: {getattr(error, 'strerror', None) or error}"
+    if mark.get("fingerprint") != header["fingerprint"] or not mark.get("uploading"):
+        return ""
+    stays = f"what was uploaded to {shown} stays there, marked as unfinished"
+    return "; ".join(filter(None, (abort_unfinished(destination), stays)))
 
 
 def _remove(path: Path, kind: str) -> None:

@@ -3,6 +3,7 @@
     SCRATCH/distckpt-NAME-0123456789abcdef/
         NAME/                       the result, made as on any disk, with its journal and all
         .uploaded                   one JSON line for each object that is there
+        .uploaded-2                 the same of rank 2, if several processes upload
 
     s3://bucket/parent/
         .NAME.distckpt-upload       while the upload is not complete: of which job, and what it will write
@@ -10,6 +11,9 @@
 
 A store has no rename, so what is loadable appears last: the files of tensors first, then those that describe them, then the
 training run's tracker. A run that dies is continued by the same command: what is uploaded is not uploaded again.
+
+A file goes up when all of the result is made: its tiles are written in any order and by several ranks, checksums of records
+are put before and behind what they cover, and an object has to be sent from front to back.
 """
 
 from __future__ import annotations
@@ -20,31 +24,46 @@ import json
 import os
 import shutil
 import tempfile
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import threading
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import DestinationError, Interrupted, RequestError
+from converters.errors import DestinationError, RequestError
 from converters.events import FileDone, Moved, Note, Phase, PlanReady
 from converters.execute import journal
-from converters.execute.destination import os_trouble
+from converters.execute.destination import os_trouble, replaced
 from converters.execute.disk import trouble_with
 from converters.formats.folder import exists, read_small, refresh, walk
 from converters.names import printable
+from converters.remote.unfinished import abort_unfinished
 from converters.remote.writing import StoreWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.events import Listener, StopFlag
+    from converters.events import Listener
     from converters.execute.ranks import Ranks
+    from converters.execute.work_sharing import Crew
     from converters.remote.address import RemotePath
 
-__all__ = ["Upload"]
+__all__ = ["FILES_AT_ONCE", "Upload", "mark_of", "read_mark"]
 
 _DESCRIBE = ("config.json", "common.pt", "metadata.json", ".metadata", "run_config.yaml")
 _TRACKER = "latest_checkpointed_iteration.txt"
-_FILES_AT_ONCE = 4
+_JOURNAL = ".uploaded"
+FILES_AT_ONCE = 4
+"""Files that each rank uploads at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A file to be uploaded: a task of a `Crew`."""
+
+    number: int
+    name: str
+    nbytes: int
 
 
 class Upload:
@@ -59,6 +78,7 @@ class Upload:
         about: What the journal says of the run to a person: see `converters.execute.leftovers`.
 
     Attributes:
+        folder: What the scratch folder holds of it.
         staged: Where the result is made.
 
     Raises:
@@ -78,48 +98,79 @@ class Upload:
         if ranks.world > 1 and scratch is None:
             raise RequestError(
                 f"several ranks cannot write to {printable(str(destination))} without a disk that they share",
-                hint="--scratch DIR names one; the result is made there, then uploaded",
+                hint="--scratch DIR names one; the result is made there, then uploaded by all of them",
             )
         digest = hashlib.sha256(str(destination).encode()).hexdigest()[:16]
         folder = (scratch or Path(tempfile.gettempdir())) / f"distckpt-{destination.name}-{digest}"
         self.destination, self.folder, self.staged = destination, folder, folder / destination.name
-        self._marker = destination.with_name(f".{destination.name}.distckpt-upload")
+        self._marker = mark_of(destination)
         self._fingerprint, self._overwrite, self._about = fingerprint, overwrite, about
+        self._journal = folder / (f"{_JOURNAL}-{ranks.rank}" if ranks.rank else _JOURNAL)
         self._lock = -1
-        self._journal = folder / ".uploaded"
-        self._writer: StoreWriter | None = None
+        self._writing = threading.Lock()
+
+    @cached_property
+    def _writer(self) -> StoreWriter:
+        return StoreWriter(self.destination)
 
     @property
     def is_staged(self) -> bool:
         """Whether the whole result was made by an earlier run of the same command: it appears by a rename."""
-        return journal.read(self._journal, self._fingerprint)[1] > 0 and self.staged.exists()
+        return journal.read(self.folder / _JOURNAL, self._fingerprint)[1] > 0 and self.staged.exists()
 
-    def begin(self) -> None:
-        """Sees to it that the store can be written to, before any work is done, and discards what other jobs left.
+    def begin(self) -> list[str]:
+        """Rank 0: sees to it that the store can be written to, before any work is done, and discards what other jobs left.
+
+        Returns:
+            Sentences for a person: what is going to be deleted, and what was.
 
         Raises:
-            DestinationError: It cannot be, or another job's upload lies there.
+            DestinationError: It cannot be, another job's upload lies there, or another process is at it.
         """
+        notes = [replaced(self.destination)] if self._overwrite else []
         try:
-            self._writer = StoreWriter(self.destination)
-            refresh(self._marker.parent)
-            earlier = self._earlier()
-            mine = earlier.get("fingerprint") == self._fingerprint
-            if earlier and earlier.get("uploading") and not mine and not self._overwrite:
-                raise DestinationError(
-                    f"{printable(str(self.destination))} is the unfinished upload of another command",
-                    hint="run that command again, or add --overwrite to discard what it uploaded",
-                )
-            if not (earlier and mine):
-                self._mark(uploading=bool(earlier.get("uploading")), replace=bool(earlier.get("uploading")))
+            begun = self._prepare_store()
         except OSError as error:
             raise os_trouble(error, self.destination, "writing to") from error
         with trouble_with(self.folder, "preparing"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
-            if not journal.read(self._journal, self._fingerprint)[1]:
+            good = journal.read(self._journal, self._fingerprint)[1]
+            if good:
+                os.truncate(self._journal, good)  # a kill may have cut the last line
+            else:
                 _remove(self.staged)  # of another job, or of this one before its source or its options changed
-                self._journal.write_text(json.dumps(journal.header(self._fingerprint, self._about)) + "\n")
+                for path in self.folder.glob(f"{_JOURNAL}-*"):
+                    path.unlink()
+                self._begin_journal()
+        if begun:
+            notes.append(abort_unfinished(self.destination))
+        return [note for note in notes if note]
+
+    def _prepare_store(self) -> bool:
+        """Sees to it that the store can be written to.
+
+        Returns:
+            Whether an upload to the destination was begun earlier.
+
+        Raises:
+            OSError: It cannot be.
+            DestinationError: Another job's upload lies there.
+        """
+        refresh(self._marker.parent)
+        earlier = self._earlier()
+        mine, begun = earlier.get("fingerprint") == self._fingerprint, bool(earlier.get("uploading"))
+        if begun and not mine and not self._overwrite:
+            raise DestinationError(
+                f"{printable(str(self.destination))} is the unfinished upload of another command",
+                hint="run that command again, or add --overwrite to discard what it uploaded",
+            )
+        if not (earlier and mine):
+            self._mark(uploading=begun, replace=begun)
+        return begun
+
+    def _begin_journal(self) -> None:
+        self._journal.write_text(json.dumps(journal.header(self._fingerprint, self._about)) + "\n")
 
     def _take_lock(self) -> None:
         """Holds the folder for this process, so that no other process clears it or uploads beside this one."""
@@ -141,73 +192,90 @@ class Upload:
             os.close(self._lock)
             self._lock = -1
 
-    def run(self, tell: Listener, stop: StopFlag | None) -> None:
-        """Uploads the result that was made, and removes it from the disk.
+    def run(self, crew: Crew, tell: Listener) -> None:
+        """Uploads the result that was made, each rank its share.
 
         Raises:
-            Interrupted: `stop` was set; the same command continues.
+            Interrupted: The crew was stopped; the same command continues.
             DestinationError: The store cannot be written to any more.
         """
         try:
-            self._run(tell, stop)
+            self._run(crew, tell)
         except OSError as error:
-            what = error.strerror or str(error)
-            raise DestinationError(
-                f"uploading to {printable(str(error.filename or self.destination))} failed: {what}",
-                details=[f"the complete result is in {printable(str(self.staged))}"],
-                hint="run the same command again: what is uploaded is not uploaded again",
-            ) from error
+            raise self._failure(error) from error
 
-    def _run(self, tell: Listener, stop: StopFlag | None) -> None:
-        assert self._writer is not None
+    def _run(self, crew: Crew, tell: Listener) -> None:
+        if not crew.leads:
+            good = journal.read(self._journal, self._fingerprint)[1]
+            os.truncate(self._journal, good) if good else self._begin_journal()
         files = self._files()
-        earlier = self._earlier()
-        replace = self._overwrite or bool(earlier.get("replace"))
+        stages = [
+            [_File(n, name, files[name].stat().st_size) for n, name in enumerate(x for x in files if _when(x) == when)]
+            for when in sorted({_when(name) for name in files})
+        ]
+        done = self._prepare(files, crew, tell) if crew.leads else set()
+        for number, stage in enumerate(stages):
+            todo = [file for file in stage if file.name not in done]
+            crew.map(stage, lambda: _Uploader(self, crew), todo=todo, last=number + 1 == len(stages))
+        if not crew.leads:
+            crew.agree(None)
+            return
+        self._check(files)
+        if self._overwrite or self._earlier().get("replace"):
+            self._writer.delete(self._object(name) for name in self._there() if name not in files)
+        self._writer.delete([self._marker])
+        refresh(self._marker.parent)
+
+    def _prepare(self, files: dict[str, Path], crew: Crew, tell: Listener) -> set[str]:
+        """Rank 0: names of the files that an earlier run has uploaded."""
+        crew.assemble()
         tell(Phase("uploading"))
         tell(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        replace = self._overwrite or bool(self._earlier().get("replace"))
         self._mark(uploading=True, replace=replace)
         there = self._there()
-        done = self._done(there)
-        if len(done):
+        done = {name for name, state in self._uploaded().items() if there.get(name) == state}  # nobody changed it since
+        if done:
             tell(Note(f"{len(done)} of {len(files)} files were uploaded before"))
         if replace:  # from here on it is neither the old nor the new
             stale = [name for name in there if name not in done and _when(name) > 0]
             self._writer.delete(self._object(name) for name in stale)
-        for when in sorted({_when(name) for name in files}):
-            self._upload([name for name in files if _when(name) == when and name not in done], files, tell, stop)
-        self._check(files)
-        if replace:
-            self._writer.delete(self._object(name) for name in there if name not in files)
-        self._writer.delete([self._marker])
-        refresh(self._marker.parent)
+        return done
+
+    def put(self, file: _File, crew: Crew) -> None:
+        """Uploads a file, and notes that.
+
+        Raises:
+            Interrupted: The crew was stopped.
+            DestinationError: The store cannot be written to any more.
+        """
+
+        def moved(nbytes: int) -> None:
+            crew.check()
+            crew.moved(Moved(nbytes), nbytes)
+
+        path = self.staged / file.name if file.name else self.staged
+        try:
+            tag = self._writer.put_file(path, self._object(file.name), moved)
+        except OSError as error:
+            raise self._failure(error) from error
+        line = json.dumps({"name": file.name, "size": file.nbytes, "tag": tag})
+        with self._writing, trouble_with(self._journal, "writing"), self._journal.open("a") as lines:
+            lines.write(f"{line}\n")
+        crew.moved(FileDone(file.name, file.nbytes), 0)
+
+    def tidy_up(self) -> None:
+        """Rank 0: removes the result from the disk when it is in the store."""
+        self.close()
         _remove(self.folder)
 
-    def _upload(self, names: list[str], files: dict[str, Path], tell: Listener, stop: StopFlag | None) -> None:
-        writer = self._writer
-        assert writer is not None
-
-        def put(name: str) -> tuple[str, int, str]:
-            if stop is not None and stop.signum:
-                raise Interrupted(
-                    stop.signum, "the upload was stopped", hint="run the same command again: it continues"
-                )
-            size = files[name].stat().st_size
-            return name, size, writer.put_file(files[name], self._object(name))
-
-        os.truncate(
-            self._journal, journal.read(self._journal, self._fingerprint)[1]
-        )  # a kill may have cut the last line
-        with self._journal.open("a") as lines, ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            try:
-                for future in as_completed([pool.submit(put, name) for name in names]):
-                    name, size, tag = future.result()
-                    lines.write(json.dumps({"name": name, "size": size, "tag": tag}) + "\n")
-                    lines.flush()
-                    tell(Moved(size))
-                    tell(FileDone(name, size))
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+    def _failure(self, error: OSError) -> DestinationError:
+        what = error.strerror or str(error)
+        return DestinationError(
+            f"uploading to {printable(str(error.filename or self.destination))} failed: {what}",
+            details=[f"the complete result is in {printable(str(self.staged))}"],
+            hint="run the same command again: what is uploaded is not uploaded again",
+        )
 
     def _files(self) -> dict[str, Path]:
         """The files of the result by name within the destination; the destination itself is named by nothing."""
@@ -225,15 +293,14 @@ class Upload:
             return {}
         return dict(_objects(self.destination, ""))
 
-    def _done(self, there: dict[str, tuple[int, str]]) -> set[str]:
-        """What an earlier run has uploaded and what is unchanged since."""
-        lines = journal.read(self._journal, self._fingerprint)[0]
-        return {line["name"] for line in lines if there.get(line["name"]) == (line["size"], line["tag"])}
+    def _uploaded(self) -> dict[str, tuple[int, str]]:
+        """Size and ETag of what all ranks of this run, and of earlier ones of the same job, have uploaded."""
+        paths = self.folder.glob(f"{_JOURNAL}*")
+        lines = (line for path in paths for line in journal.read(path, self._fingerprint)[0])
+        return {line["name"]: (line["size"], line["tag"]) for line in lines}
 
     def _check(self, files: dict[str, Path]) -> None:
-        there, done = self._there(), {}
-        for line in journal.read(self._journal, self._fingerprint)[0]:
-            done[line["name"]] = (line["size"], line["tag"])
+        there, done = self._there(), self._uploaded()
         wrong = [name for name in files if there.get(name) != done.get(name)]
         if wrong:
             shown = printable(str(self._object(wrong[0])))
@@ -243,14 +310,7 @@ class Upload:
             )
 
     def _earlier(self) -> dict[str, Any]:
-        """What the marker says that lies beside the destination; nothing if there is none."""
-        if not exists(self._marker):
-            return {}
-        try:
-            document = json.loads(read_small(self._marker, 1 << 20))
-        except ValueError:
-            return {}
-        return document if isinstance(document, dict) else {}
+        return read_mark(self._marker)
 
     def _mark(self, *, uploading: bool, replace: bool) -> None:
         assert self._writer is not None
@@ -260,7 +320,38 @@ class Upload:
         refresh(self._marker.parent)
 
 
+class _Uploader:
+    """What one thread uploads files with: a worker of a `Crew`."""
+
+    def __init__(self, upload: Upload, crew: Crew) -> None:
+        self._upload, self._crew = upload, crew
+
+    def do(self, file: _File) -> None:
+        """Uploads a file."""
+        self._upload.put(file, self._crew)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def mark_of(destination: RemotePath) -> RemotePath:
+    """What lies beside a destination that is not complete."""
+    return destination.with_name(f".{destination.name}.distckpt-upload")
+
+
+def read_mark(marker: RemotePath) -> dict[str, Any]:
+    """What the marker says; nothing if there is none."""
+    if not exists(marker):
+        return {}
+    try:
+        document = json.loads(read_small(marker, 1 << 20))
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def _objects(path: RemotePath, name: str) -> Iterator[tuple[str, tuple[int, str]]]:
+    """Size and ETag of an object, or of all in a folder, by their names within the destination."""
     properties = path.properties()
     if properties is not None:
         yield name, (properties.size, properties.tag)
@@ -278,6 +369,7 @@ def _when(name: str) -> int:
 
 
 def _remove(path: Path) -> None:
+    """Removes a folder with all in it, or a file; nothing if there is none."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

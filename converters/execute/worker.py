@@ -90,6 +90,9 @@ class Worker:
         segments: Segments = []
         self._gatherer.segments = segments
         self.written, self.losses, self.underflowed = [], {}, 0
+        job = self._shared.job
+        for later in job.tasks[task.number + job.threads : task.number + job.threads + 1]:
+            self._shared.sources.locate_soon(later.tiles)
         for tile in task.tiles:
             if self._shared.crew.should_stop():
                 return

@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     import torch
 
-__all__ = ["cores", "default_threads", "enough", "free_memory", "memory_for"]
+__all__ = ["cores", "enough", "free_memory", "memory_for", "workers_and_memory"]
+
+MIB = 1 << 20
+_REQUESTS_AT_ONCE = 32
 
 
 def memory_for(dtype: str, shape: Sequence[int], device: Any, *, pin_memory: bool = False) -> torch.Tensor:
@@ -55,6 +59,20 @@ def default_threads(most: int = 8, ranks: int = 1) -> int:
         ranks: Processes that share the cores.
     """
     return min(most, max(4, cores() // ranks))
+
+
+def workers_and_memory(threads: int | None, max_memory: int | None, *sources: Path) -> tuple[int, int]:
+    """How many threads read and write, and bytes of their buffers, where a person did not say so.
+
+    From disks one for each core, 4 to 8, and 64 MiB: one that waits for a disk needs no core. From an object store as many
+    as keep a fast link busy whose answers begin after 100 ms: 32 requests, and 512 MiB for what they bring.
+    """
+    distant = any(isinstance(source, RemotePath) for source in sources)
+    usual = _REQUESTS_AT_ONCE if distant else default_threads()
+    return (
+        usual if threads is None else threads,
+        (512 if distant else 64) * MIB if max_memory is None else max_memory,
+    )
 
 
 def cores() -> int:

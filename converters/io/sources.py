@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
-from converters.errors import IntegrityError
+from converters.errors import DistckptError, IntegrityError
+from converters.formats.folder import open_source, read_at
 from converters.megatron.damage import check_stored
 from converters.names import printable
+from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from numpy.typing import NDArray
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from converters.chunks import Chunk, Scales
     from converters.formats.base import Reader
     from converters.io.gather import Gatherer
+    from converters.planning.tasks import Tile
     from converters.torchzip.records import Payload
 
 __all__ = ["Segments", "Sources"]
@@ -114,6 +118,23 @@ class Sources:
             if name not in self._means:
                 self._means[name] = compute()
             return self._means[name]
+
+    def locate_soon(self, tiles: Iterable[Tile]) -> None:
+        """Finds out where the records of tiles lie before they are read, where a store takes its time to say so."""
+        if not isinstance(self.reader.catalog.path, RemotePath):
+            return
+        from converters.remote.content import background
+
+        for tile in tiles:
+            for chunk in self.chunks(tile.source):
+                wanted = not tile.box.shape or chunk.box.intersect(tile.box) is not None
+                if wanted and chunk.record not in self._payloads:
+                    background().submit(self._locate, chunk.record)
+
+    def _locate(self, record: int) -> None:
+        """What cannot be located is located again, and its error raised, by whoever reads it."""
+        with contextlib.suppress(DistckptError), open_source(self.reader.files[self.reader.file_of(record)]) as source:
+            self.payload(record, lambda: self.reader.locate(record, lambda at, length: read_at(source, at, length)))
 
     def is_new(self, record: int) -> bool:
         """Whether this is the first call for a record."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.events import Note, PlanReady
-from converters.io.memory import default_threads
+from converters.io.memory import default_threads, workers_and_memory
 from converters.loading.moving import Loading
 from converters.loading.run import LoadReport, Prepared, together
+from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,13 +99,14 @@ def _budget(options: LoadOptions, device: Device) -> int:
 
 
 def _count_threads(
-    plan: LoadPlan, device: Device, options: LoadOptions, rank: int, ranks: JobRanks | None, exchange: Exchange | None
+    request: LoadRequest, options: LoadOptions, rank: int, ranks: JobRanks | None, exchange: Exchange | None
 ) -> int:
     """How many threads read, after making sure that everything fits.
 
     Raises:
         RequestError: It does not, on the device or within `max_memory`.
     """
+    plan, device, source = request.plan, request.device, request.reader.catalog.path
     tile, budget = plan.largest, _budget(options, device)
     each = device.slots * device.buffer(tile) + tile  # the slots, and a scratch that the gatherer may need
     fit = budget // each
@@ -112,7 +114,10 @@ def _count_threads(
         raise RequestError(f"max_memory of {budget:,} bytes is too small: a thread needs {each:,} bytes")
     # all ranks of a machine look at the same cores and, without a GPU, at the same memory
     neighbours = max(1 if ranks is None else ranks.neighbours, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    threads = max(1, min(options.threads or default_threads(device.threads, 1 if device.unified else neighbours), fit))
+    usual = default_threads(device.threads, 1 if device.unified else neighbours)
+    if isinstance(source, RemotePath):
+        usual = workers_and_memory(None, None, source)[0]
+    threads = max(1, min(options.threads or usual, fit))
     on_device = plan.nbytes
     if exchange is not None and (device.unified or exchange.on_device):
         on_device += exchange.memory
@@ -140,7 +145,7 @@ def _make_loading(
 ) -> Loading:
     """The threads, not begun yet; the buffers of the exchange exist, too, before anything is read."""
     plan, device = request.plan, request.device
-    threads = _count_threads(plan, device, options, rank, ranks, exchange)
+    threads = _count_threads(request, options, rank, ranks, exchange)
     if exchange is not None:
         exchange.allocate()
     owned = _owned_fetches(plan, rank, exchange)

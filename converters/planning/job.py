@@ -36,6 +36,8 @@ __all__ = ["Job", "OutputFile", "Seals", "Slice", "Task", "Tile"]
 MIB = 1 << 20
 _TILE = 8 * MIB
 _SMALLEST_TILE = 64 << 10
+_LEAST_REQUEST = MIB  # of an object store: shorter ones wait longer than they last
+_FEWEST_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +148,14 @@ class Job:
         threads: int = 2,
         seals: Seals | None = None,
         drops: Iterable[Drop] = (),
+        distant: bool = False,
     ) -> Job:
         """Proves the work complete, orders it by output file, and cuts it into tiles that fit in `max_memory` bytes.
 
         Args:
             drops: Elements of the sources that go nowhere, and why.
+            distant: The source is in an object store: what a request brings is held beside the tile that it is put into, and
+                many tiles are read at once, if need be smaller ones.
 
         Raises:
             RequestError: Something is not written, written twice or lost (`planning.plan.prove`), or `max_memory` is too
@@ -169,8 +174,8 @@ class Job:
         kinds = routes.kinds(used)
         # the tile, and a scratch that holds it in its widest form
         widths = (-(-new.itemsize // old.itemsize) for old, new, op in kinds if op is not Op.SCALES)
-        buffers = 1 + max(widths, default=1)
-        tile, threads = _tile_size(buffers, max_memory, threads)
+        buffers = 1 + distant + max(widths, default=1)
+        tile, threads = _tile_size(buffers, max_memory, threads, _FEWEST_REQUESTS if distant else 1)
         digest = hashlib.sha256(f"1:{source_fingerprint}:{tile}:{routes.digest()}".encode())
         for output in files:
             digest.update(f"{output.name}:{output.size}:".encode())
@@ -217,9 +222,10 @@ class Job:
         return sum(output.size for output in self.files)
 
 
-def _tile_size(buffers: int, max_memory: int, threads: int) -> tuple[int, int]:
+def _tile_size(buffers: int, max_memory: int, threads: int, at_once: int) -> tuple[int, int]:
     # the tile does not depend on the number of workers, so that a run may be continued with another number
-    tile = min(_TILE, max_memory // buffers // 4096 * 4096)
+    most = max_memory // buffers
+    tile = min(_TILE, max(most // at_once, min(most, _LEAST_REQUEST)) // 4096 * 4096)
     if tile < _SMALLEST_TILE:
         raise RequestError(
             f"--max-memory of {max_memory:,} bytes is too small: one worker needs {buffers * _SMALLEST_TILE:,} bytes",

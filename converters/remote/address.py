@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from converters.remote.store import Properties
 
-__all__ = ["NO_LISTING", "RemotePath", "Root", "is_bucket", "named_path"]
+__all__ = ["NO_LISTING", "RemotePath", "Root", "is_bucket", "named_path", "repository_of"]
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
 _ROOT_PARTS = {"s3:": 2, "gs:": 2, "az:": 2, "http:": 2, "https:": 2, "hf:": 3}
@@ -151,6 +151,11 @@ class RemotePath(PosixPath):
     def expanduser(self) -> RemotePath:
         """The address itself."""
         return self
+
+
+def repository_of(path: Path) -> str:
+    """The repository of an address of the hub, `org/name`, without its revision; empty of any other path."""
+    return "/".join(path.parts[1:3]).partition("@")[0] if path.parts[:1] == ("hf:",) else ""
 
 
 def is_bucket(path: Path) -> bool:

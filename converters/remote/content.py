@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from converters.remote.address import RemotePath
     from converters.remote.store import Properties, Store
 
-__all__ = ["BLOCK", "RemoteContent"]
+__all__ = ["BLOCK", "RemoteContent", "background"]
 
 BLOCK = 256 << 10
 """Bytes that are fetched where less is asked for."""
 _PIECE = 8 << 20
 _PIECES_AT_ONCE = 8
-_PIECES_AHEAD = 2  # of each file that is read from front to back: 16 MiB
+_PIECE_AHEAD, _PIECES_AHEAD = 4 << 20, 4  # of each file that is read from front to back
 _KEPT_BLOCKS = 256  # 64 MiB
 _KEPT_WHOLE = 512 << 20
 
@@ -205,10 +205,10 @@ class RemoteContent:
             return
         self._front = end = offset
         for begin, future in self._ahead:
-            end = begin + len(future.result()) if future.done() else min(begin + _PIECE, self._expected)
+            end = begin + len(future.result()) if future.done() else min(begin + _PIECE_AHEAD, self._expected)
         while len(self._ahead) < _PIECES_AHEAD and end < self._expected:
-            stop = min(end + _PIECE, self._expected)
-            self._ahead.append((end, _ahead_pool().submit(self._fetch, end, stop)))
+            stop = min(end + _PIECE_AHEAD, self._expected)
+            self._ahead.append((end, background().submit(self._fetch, end, stop)))
             end = stop
 
     def _fetch(self, begin: int, end: int) -> memoryview:
@@ -235,7 +235,8 @@ class RemoteContent:
 
 
 @functools.cache
-def _ahead_pool() -> ThreadPoolExecutor:
+def background() -> ThreadPoolExecutor:
+    """The threads that fetch what has not been asked for yet."""
     return ThreadPoolExecutor(_PIECES_AT_ONCE * _PIECES_AHEAD, "object-store")
 
 

@@ -29,6 +29,8 @@ class HubStore:
         self._name, _, self._revision = root.name.partition("@")
         try:
             self._hub: Any = import_module("huggingface_hub")
+            self._utils: Any = import_module("huggingface_hub.utils")
+            self._errors: Any = import_module("huggingface_hub.errors")
         except ImportError:
             raise RequestError(
                 "addresses of the hub need the package huggingface_hub, which is not installed",
@@ -64,7 +66,7 @@ class HubStore:
             return b"", properties
         url = self._hub.hf_hub_url(self._name, key, revision=self._commit)
         headers = {
-            **self._hub.utils.build_hf_headers(),
+            **self._utils.build_hf_headers(),
             "Range": f"bytes={start}-{end - 1}",
             "Accept-Encoding": "identity",
         }
@@ -79,7 +81,7 @@ class HubStore:
 
     def _listed(self) -> dict[str, Properties]:
         if self._files is None:
-            api, errors = self._hub.HfApi(), self._hub.errors
+            api, errors = self._hub.HfApi(), self._errors
             try:
                 info = api.model_info(self._name, revision=self._revision or None)
                 entries = list(api.list_repo_tree(self._name, recursive=True, revision=info.sha))

@@ -7,6 +7,7 @@ import random
 import time
 from typing import TYPE_CHECKING, TypeVar
 
+from converters.errors import DistckptError
 from converters.remote.trouble import StatedError, trouble_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def patiently(root: Root, key: str, request: Callable[[], _T], *, renew: Callabl
     while True:
         try:
             return request()
-        except StatedError:
+        except (StatedError, DistckptError):
             raise
         except Exception as error:  # obstore's own, and those of the network
             trouble = trouble_of(error, root)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from converters.remote.address import Root
 
-__all__ = ["CutError", "StatedError", "Trouble", "trouble_of"]
+__all__ = ["CutError", "StatedError", "Trouble", "code_of", "trouble_of"]
 
 _STATUS = re.compile(r"status(?: code)?:? (\d{3})|\b(\d{3}) (?:Client|Server) Error")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9_.]{1,60})\s*</Code>|\"?[cC]ode\"?: \"?([A-Za-z]\w{1,60})")
@@ -74,6 +74,12 @@ class Trouble:
         """The error to raise; tried for so many seconds."""
         tried = f" (tried again for {waited:.0f} s)" if self.passing and waited >= 1 else ""
         return OSError(self.number, self.sentence + tried, address)
+
+
+def code_of(error: Exception) -> str:
+    """What a store calls an error of botocore's, such as `AccessDenied`; empty if it is no answer of a store."""
+    code = (getattr(error, "response", None) or {}).get("Error", {}).get("Code", "")
+    return code if re.fullmatch(r"[A-Za-z0-9_.]{1,60}", str(code)) else ""
 
 
 def trouble_of(error: BaseException, root: Root) -> Trouble | None:

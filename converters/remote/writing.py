@@ -9,16 +9,17 @@ from converters.remote.patience import patiently, retry_for
 from converters.remote.store import ObjectStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from pathlib import Path
 
     from converters.remote.address import RemotePath
 
-__all__ = ["WRITABLE", "StoreWriter"]
+__all__ = ["PART", "WRITABLE", "StoreWriter"]
 
 WRITABLE = ("s3", "gs", "az")
 """Schemes of stores that are written to."""
-_PART = 8 << 20
+PART = 8 << 20
+"""Larger files are uploaded in parts of so many bytes."""
 _MOST_PARTS = 9000  # S3 takes 10,000
 _PARTS_AT_ONCE = 4
 
@@ -34,16 +35,32 @@ class StoreWriter:
         self.root = destination.root_and_key[0]
         self._store = patiently(self.root, "", lambda: ObjectStore(self.root, max(retry_for(), 1.0)))
 
-    def put_file(self, path: Path, to: RemotePath) -> str:
+    def put_file(self, path: Path, to: RemotePath, moved: Callable[[int], None] = lambda nbytes: None) -> str:
         """Writes an object with the contents of a file, in parts if it is large; returns its ETag.
+
+        Args:
+            path: The file.
+            to: The object.
+            moved: Called with the size of each part that is about to be sent; what it raises ends the upload, and is raised.
 
         Raises:
             OSError: The store cannot be asked any more.
         """
-        size = path.stat().st_size
-        part = max(_PART, -(-size // _MOST_PARTS))
-        many = {"use_multipart": size > _PART, "chunk_size": part, "max_concurrency": _PARTS_AT_ONCE}
-        return self._put(path, to, **many)
+        size, sent = path.stat().st_size, 0
+        part = max(PART, -(-size // _MOST_PARTS))
+
+        def parts() -> Iterator[bytes]:
+            nonlocal sent
+            with path.open("rb") as file:
+                while piece := file.read(part):
+                    moved(max(0, file.tell() - sent))  # nothing is counted twice where an upload is begun anew
+                    sent = max(sent, file.tell())
+                    yield piece
+
+        if size <= PART:
+            moved(size)
+            return self._put(lambda: path, to, use_multipart=False)
+        return self._put(parts, to, use_multipart=True, chunk_size=part, max_concurrency=_PARTS_AT_ONCE)
 
     def put_bytes(self, data: bytes, to: RemotePath) -> str:
         """Writes a small object; returns its ETag.
@@ -51,16 +68,16 @@ class StoreWriter:
         Raises:
             OSError: The store cannot be asked.
         """
-        return self._put(data, to, use_multipart=False)
+        return self._put(lambda: data, to, use_multipart=False)
 
-    def _put(self, content: Any, to: RemotePath, **how: Any) -> str:
+    def _put(self, content: Callable[[], Any], to: RemotePath, **how: Any) -> str:
         key = to.root_and_key[1]
 
         def put() -> str:
-            answer = self._store.obstore.put(self._store.handle, key, content, **how)
+            answer = self._store.obstore.put(self._store.handle, key, content(), **how)
             return str(answer["e_tag"] or "").removeprefix("W/").strip('"')
 
-        return patiently(self.root, key, put, renew=self._store.renew)
+        return str(self._patiently(key, put))
 
     def delete(self, paths: Iterable[RemotePath]) -> None:
         """Deletes objects; one that is gone already is no trouble.

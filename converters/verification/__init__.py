@@ -71,11 +71,9 @@ def verify(
     """
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
-    from converters.io.memory import default_threads
     from converters.verification import run
 
-    many = default_threads() if threads is None else threads
-    options = run.VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=many)
+    options = run.VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=threads)
     try:
         reader = open_checkpoint(path, format, follow_links=follow_links)
     except DamagedFileError as error:

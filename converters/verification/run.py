@@ -23,6 +23,7 @@ from converters.execute.manifest import MEGATRON, OURS, listed_files, read_manif
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, read_small, status
+from converters.io.memory import workers_and_memory
 from converters.names import listed, printable
 from converters.verification.blocks import BLOCK_BYTES
 from converters.verification.duplicate_shards import find_twins
@@ -57,13 +58,13 @@ class VerifyOptions:
         quick: Structure only; no payload is read.
         values: Look at the values of all tensors, too.
         write_manifest: List the files with their SHA-256, if nothing is wrong.
-        threads: Workers in this process.
+        threads: Workers in this process; None: see `workers_and_memory`.
     """
 
     quick: bool = False
     values: bool = False
     write_manifest: bool = False
-    threads: int = 2
+    threads: int | None = None
 
 
 def verify(
@@ -129,6 +130,8 @@ class _Verification:
         self.listed: dict[str, int] = {}
         self.index = RecordIndex(reader)
         self._writes = options.write_manifest and not options.quick
+        # as from a disk: each has several requests in flight of what comes next
+        self._threads = workers_and_memory(options.threads, None)[0]
 
     def run(
         self, listener: Listener | None, stop: StopFlag | None, ranks: Ranks | None, scratch: Path | None
@@ -145,7 +148,7 @@ class _Verification:
             ranks = None  # nothing to share: every rank finds the same
         tasks: list[FileTask | TensorTask] = [*self.files, *self.lookups.tasks]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
-        threads = self.options.threads
+        threads = self._threads
         crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
         with crew:
             if tasks and crew.leads and listener is not None:

@@ -30,6 +30,7 @@ from converters.words import counted
 from converters.write.adapters import merge_adapters, wants_peft
 from converters.write.companion_files import hf_companions, json_bytes, own_tokenizer, read_reference
 from converters.write.export_report import completed_report, export_report
+from converters.write.model_card import CARD, loading_line, model_card
 from converters.write.reassembled import reassembled
 from converters.write.side_files import files_beside
 from converters.write.write_plan import Conversion, ExtraFile, WriteOptions, run_conversion
@@ -72,6 +73,7 @@ class ExportOptions(WriteOptions):
         lora_alpha: Alpha of the adapters, where their checkpoint does not say it.
         quantize: "fp8-block" writes the matrices of attention, MLP and experts as FP8 with a scale for each block of
             128 x 128; None quantizes nothing.
+        push: The destination is a repository of the hub, `hf://org/name` or `hf://org/name@branch`; it gets a model card.
     """
 
     arch: str | None = None
@@ -86,6 +88,7 @@ class ExportOptions(WriteOptions):
     merge_adapter: str | Path | None = None
     lora_alpha: float | None = None
     quantize: str | None = None
+    push: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +123,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         DestinationError: The destination cannot be written.
     """
     options = options or ExportOptions()
-    check_destination(reader.catalog.root, destination, overwrite=options.overwrite)
+    check_destination(reader.catalog.root, destination, overwrite=options.overwrite, push=options.push)
     reference = read_reference(options.hf_config)
     content = _content(reader, destination, options, reference)
     catalog, mapping, sources = content.reader.catalog, content.mapping, content.sources
@@ -168,6 +171,8 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     report = export_report(plan)
     narrow = any(target.dtype.name == "float16" for target in plan.targets.values())
     tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
+    if options.push:
+        extra[CARD] = model_card(report, mapping.config, destination, peft=content.peft)
     return replace(
         plan,
         extra_files={**extra, REPORT: completed_report(report) if form or narrow else json_bytes(report)},
@@ -180,7 +185,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
             *((("tokenizer", ", ".join(carried)),) if carried else ()),
         ),
         advice=() if options.hf_config or carried or content.peft else (tokenizer,),
-        next_step=f"python -c {shlex.quote(_loading(content, destination))}",
+        next_step=f"python -c {shlex.quote(loading_line(destination, peft=content.peft))}",
     )
 
 
@@ -221,7 +226,7 @@ def _content(reader: Reader, destination: Path, options: ExportOptions, referenc
             raise RequestError("--lora-alpha is of adapters, and there are none here", hint="leave it out")
         return _Content(reader, *choose_mapping(catalog, options, reference))
     merge = merge_adapters(reader, path, options.lora_alpha)
-    check_destination(merge.root, destination, overwrite=options.overwrite)
+    check_destination(merge.root, destination, overwrite=options.overwrite, push=options.push)
     model, mapping, sources = choose_mapping(merge.catalog, options, reference)
     sources |= {drop.source: catalog.tensors[drop.source] for drop in merge.drops}
     mapping = replace(mapping, drops=[*mapping.drops, *merge.drops])
@@ -309,13 +314,6 @@ def _check_model(config: Mapping[str, Any], mapping: HfMapping) -> None:
             f"transformers builds another model of config.json: {counted(len(unlike), 'tensor', verb='differs/differ')}",
             details=unlike[:8],
         )
-
-
-def _loading(content: _Content, destination: Path) -> str:
-    folder = json.dumps(str(destination))
-    if content.peft:
-        return f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({folder})"
-    return f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({folder})"
 
 
 def _summary(content: _Content, report: Mapping[str, Any]) -> str:

@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady
 from converters.execute.destination import beside, free_bytes, os_trouble, replaced
+from converters.execute.hub_upload import HubUpload
 from converters.execute.leftovers import about_run
 from converters.execute.publish import Staging, TeamStaging
 from converters.execute.ranks import Ranks
 from converters.execute.run import Stats, run
-from converters.execute.upload import Upload
+from converters.execute.upload import FILES_AT_ONCE, Upload
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.formats.containers.safetensors_out import check_readable
 from converters.formats.folder import Status, read_small, status
 from converters.io.cast import choose_device
+from converters.io.memory import workers_and_memory
 from converters.names import printable
 from converters.planning.job import Job
 from converters.planning.plan import account
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
 
-MIB = 1 << 20
 _NOTHING = Status(False, False, 0, 0)
 
 ExtraFile = bytes | Path | Callable[[Stats], bytes]
@@ -55,15 +56,15 @@ class WriteOptions:
     """What a person may ask of every command that writes.
 
     Attributes:
-        max_memory: Bytes of buffers.
-        threads: Workers in this process.
+        max_memory: Bytes of buffers; None: see `workers_and_memory`.
+        threads: Workers in this process; None as well.
         overwrite: Replace an existing destination after success.
         scratch: For a destination in an object store: where the result is made before it is uploaded.
         device: Where elements are cast: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it has work.
     """
 
-    max_memory: int = 64 * MIB
-    threads: int = 2
+    max_memory: int | None = None
+    threads: int | None = None
     overwrite: bool = False
     scratch: Path | None = None
     device: str = "cpu"
@@ -77,9 +78,17 @@ class WriteOptions:
         **more: Any,
     ) -> Job:
         """`Job.build` with these resources; `more` are its further arguments."""
-        digest, memory = fingerprint_of(reader), self.max_memory
+        source = reader.catalog.path
+        threads, memory = workers_and_memory(self.threads, self.max_memory, source)
         return Job.build(
-            sources, routes, files, source_fingerprint=digest, max_memory=memory, threads=self.threads, **more
+            sources,
+            routes,
+            files,
+            source_fingerprint=fingerprint_of(reader),
+            max_memory=memory,
+            threads=threads,
+            distant=isinstance(source, RemotePath),
+            **more,
         )
 
 
@@ -269,30 +278,29 @@ def _run_into_store(
     typed: Sequence[str],
 ) -> Stats:
     """Makes the result on a disk, as any other, and uploads it."""
-    tell = listener or _ignore
+    tell, job, options = listener or _ignore, plan.job, plan.options
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
-    upload = Upload(
-        destination,
-        plan.job.fingerprint,
-        plan.options.scratch,
-        overwrite=plan.options.overwrite,
-        ranks=ranks,
-        about=about,
-    )
-    gone = replaced(destination) if plan.options.overwrite else None
+    kind = HubUpload if destination.parts[0] == "hf:" else Upload
+    upload = kind(destination, job.fingerprint, options.scratch, overwrite=options.overwrite, ranks=ranks, about=about)
+    watched: dict[str, Any] = {"ranks": ranks, "listener": listener, "stop": stop}
     with contextlib.closing(upload):
-        if ranks.rank == 0:
-            upload.begin()
-            for text in [gone] if gone else []:
-                tell(Note(text))
-        if upload.is_staged:
+        with Crew("upload", job.fingerprint, destination=upload.folder, **watched) as crew:
+            if crew.leads:
+                crew.assemble()
+                for text in upload.begin():
+                    tell(Note(text))
+            is_staged = crew.agree(crew.leads and upload.is_staged)
+        if is_staged:
             stats = Stats()
-            stats.bytes_kept = plan.job.bytes_written
+            stats.bytes_kept = job.bytes_written
         else:
-            staged = replace(plan, destination=upload.staged, options=replace(plan.options, overwrite=False))
+            staged = replace(plan, destination=upload.staged, options=replace(options, overwrite=False))
             stats = run_conversion(staged, listener=listener, stop=stop, ranks=ranks, typed=typed)
+        meeting = upload.folder / "upload"
+        with Crew("upload", job.fingerprint, threads=FILES_AT_ONCE, destination=meeting, **watched) as crew:
+            upload.run(crew, tell)
         if ranks.rank == 0:
-            upload.run(tell, stop)
+            upload.tidy_up()
     return stats
 
 

@@ -50,8 +50,10 @@ def cache(
 
         for item in items:
             if not item.reason:
-                clear_leftover(item)
+                said = clear_leftover(item)
                 removed.append(item)
+                if said:
+                    console.note(said)
     if console.json_requested:
         console.document("distckpt.cache/1", {"kept": [_document(item, removed) for item in items]})
     elif clear:

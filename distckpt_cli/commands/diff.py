@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from distckpt_cli.choices import ARCHITECTURES
-from distckpt_cli.console import UsageProblem, parse_size
+from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Looking, MaxMemory, resolve_word, spread, workers
+from distckpt_cli.options import Looking, MaxMemory, buffer_bytes, resolve_word, spread, workers
 
 _WHAT = "What to compare"
 
@@ -65,7 +65,7 @@ def diff(
         ),
     ] = None,
     flat: Annotated[bool, typer.Option("--flat", help="One row for each tensor.", rich_help_panel="Output")] = False,
-    max_memory: MaxMemory = "64MiB",
+    max_memory: MaxMemory = None,
     looking: Looking,
 ) -> int:
     """Compare two checkpoints: tensors, arguments, state, then every value. Exit code 0: the same, 1: different.
@@ -97,7 +97,7 @@ def diff(
         quick=quick,
         arch=arch,
         vocab_size=vocab_size,
-        max_memory=parse_size(max_memory, "--max-memory"),
+        max_memory=buffer_bytes(max_memory),
         threads=workers(looking.threads),
     )
     names = shlex.quote(a), shlex.quote(b)

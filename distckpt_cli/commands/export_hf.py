@@ -76,6 +76,10 @@ class ExportRequest:
             autocompletion=choice_of("quantize").complete,
         ),
     ] = None
+    push: Annotated[
+        bool,
+        output("--push", help="DST is a repository of the Hugging Face hub, org/name: upload it, with a model card."),
+    ] = False
     max_shard_size: Annotated[str | None, output(metavar="SIZE", help="Largest file, 5GB by default.")] = None
 
     def options(self, writing: Writing) -> dict[str, Any]:
@@ -108,8 +112,9 @@ def export_hf(src: Ckpt, dst: Target, request: ExportRequest, writing: Writing) 
     from converters.commands import plan_command
 
     options = request.options(writing)
+    to = named(f"hf://{dst}" if request.push and "://" not in dst else dst)
     return carry_out(
         "distckpt.export-hf/1",
         writing,
-        lambda _: plan_command("export-hf", src, named(dst), options, follow_links=writing.follow_links),
+        lambda _: plan_command("export-hf", src, to, options, follow_links=writing.follow_links),
     )

@@ -1,0 +1,69 @@
+"""A model that goes to the Hugging Face hub: made whole on a disk, uploaded file by file, shown by one commit."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from converters.errors import DestinationError
+from converters.events import FileDone, Moved, Phase, PlanReady
+from converters.execute.upload import Upload
+from converters.names import printable
+from converters.remote.hub_writing import HubWriter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from converters.events import Listener
+    from converters.execute.work_sharing import Crew
+
+__all__ = ["HubUpload"]
+
+_CARD = "README.md"
+_NOT_OURS = (_CARD, ".gitattributes", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
+"""What people keep beside a model; it does not make a repository full, and is not removed."""
+
+
+class HubUpload(Upload):
+    """As `Upload`, to a repository of the hub, which is private if this makes it.
+
+    What was uploaded before a kill is not sent again: the hub knows it by its digest. Nobody sees any of it until the
+    commit.
+    """
+
+    @cached_property
+    def _hub(self) -> HubWriter:
+        return HubWriter(self.destination)
+
+    def _prepare_store(self) -> bool:
+        """See `Upload`."""
+        here = self._hub.files()
+        full = [name for name in here if name not in _NOT_OURS]
+        if full and not self._overwrite:
+            raise DestinationError(
+                f"{printable(str(self.destination))} holds a model already",
+                hint="choose another name, or add --overwrite: one commit replaces it, and its history keeps it",
+            )
+        self._hub.create()
+        return False
+
+    def _run(self, crew: Crew, tell: Listener) -> None:
+        if not crew.leads:
+            crew.agree(None)
+            return
+        crew.assemble()
+        files = self._files()
+        tell(Phase("uploading"))
+        tell(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        here = self._hub.files()
+        card = here and _CARD in here and not self._overwrite
+        additions = [self._put(name, path, crew) for name, path in files.items() if name != _CARD or not card]
+        stale = [name for name in here if name not in files and name not in _NOT_OURS]
+        self._hub.commit(additions, stale, "Add the model that distckpt exported")
+
+    def _put(self, name: str, path: Path, crew: Crew) -> object:
+        crew.check()
+        addition, size = self._hub.put_file(path, name), path.stat().st_size
+        crew.moved(Moved(size), size)
+        crew.moved(FileDone(name, size), 0)
+        return addition
