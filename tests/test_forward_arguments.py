@@ -99,7 +99,8 @@ def test_layers_of_somebodys_own_are_refused(spec, refused):
     ("function", "activation"),
     [
         ({"_target_": "torch.nn.functional.gelu", "_call_": False}, "gelu"),
-        ({"_target_": "torch.nn.functional.gelu", "_partial_": True, "approximate": "tanh"}, "gelu_tanh"),
+        ({"_target_": "torch.nn.functional.silu", "_partial_": True, "_args_": []}, "silu"),
+        ({"_target_": "torch.nn.functional.gelu", "_partial_": True, "_args_": [], "approximate": "tanh"}, "gelu_tanh"),
         ({"_target_": "megatron.core.activations.fast_gelu", "_call_": False}, "gelu_tanh"),
         ({"_target_": "torch.nn.functional.silu", "_partial_": True, "beta": 2}, "silu with {'beta': 2}"),
     ],

@@ -263,7 +263,8 @@ def _function_name(named: Any) -> str:
     if not isinstance(named, dict):
         return str(named if isinstance(named, str) else getattr(named, "name", "")).rsplit(".", 1)[-1]
     text = str(named.get("_target_", "")).rsplit(".", 1)[-1]
-    bound = {name: value for name, value in named.items() if name not in ("_target_", "_partial_", "_call_")}
+    plain = ("_target_", "_partial_", "_call_")
+    bound = {name: value for name, value in named.items() if name not in plain and (name, value) != ("_args_", [])}
     if text == "gelu" and bound == {"approximate": "tanh"}:
         return "gelu_tanh"
     return f"{text} with {bound}" if bound else text
