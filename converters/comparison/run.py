@@ -96,7 +96,7 @@ def tile_size(threads: int, max_memory: int) -> tuple[int, int]:
 
 def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
     """Cuts the work into parts of about equal size, in the order of the pairs; the same on every rank."""
-    source, target = sides[1 - matching.shown].tensors, sides[matching.shown].tensors
+    source, target = sides[1 - matching.shown].tensors, {**sides[matching.shown].tensors, **matching.reshaped}
 
     def size_of(copy: Copy) -> int:
         return source[copy.source].dtype.itemsize + target[copy.target].dtype.itemsize
@@ -109,7 +109,7 @@ def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
     for number, pair in enumerate(matching.pairs):
         for index, copy in enumerate((*pair.copies, *pair.padding)):
             size = size_of(copy)
-            for box in contiguous_tiles(copy.target_box, max(1, most // size)):
+            for box in _cut(copy, copy.target_box, max(1, most // size), target[copy.target]):
                 nbytes = box.volume * size
                 if parts and stretch_bytes + nbytes > most:
                     out.append(WorkItem(len(out), tuple(parts), stretch_bytes))
@@ -119,6 +119,23 @@ def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
     if parts:
         out.append(WorkItem(len(out), tuple(parts), stretch_bytes))
     return out
+
+
+def _cut(copy: Copy, box: Box, most: int, target: TensorInfo) -> Iterator[Box]:
+    """Cuts a box of a copy's target where both sides are read in long runs: along rows, of the matrix that is stored."""
+    if copy.op is not Op.TRANSPOSE or not all(chunk.transposed for chunk in target.chunks()):
+        yield from contiguous_tiles(box, most)
+        return
+    first, second = _axes(copy)
+    for columns in box.split(second, max(1, most // box.shape[first])):
+        yield from columns.split(first, most)
+
+
+def _axes(copy: Copy) -> tuple[int, int]:
+    """The axes of a transposed copy's target that change places."""
+    shape = copy.target_box.shape
+    first, second = [axis for axis, n in enumerate(shape) if n > 1 or len(shape) == 2][:2]
+    return first, second
 
 
 def read_values(
@@ -223,11 +240,11 @@ class _Worker:
         source, target = self._infos(copy)
         size = max(source.dtype.itemsize, target.dtype.itemsize)
         most = max(1, self._shared.tile_bytes // size)
-        if copy.op is not Op.TRANSPOSE:
-            yield from contiguous_tiles(box, most)
+        if copy.op is not Op.TRANSPOSE or all(chunk.transposed for chunk in target.chunks()):
+            yield from _cut(copy, box, most, target)
             return
         side = max(1, math.isqrt(most))  # rows of one are columns of the other: squares keep the runs of both long
-        first, second = [axis for axis, n in enumerate(copy.target_box.shape) if n > 1 or len(box.shape) == 2][:2]
+        first, second = _axes(copy)
         for rows in box.split(first, side):
             yield from rows.split(second, side)
 

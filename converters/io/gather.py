@@ -28,7 +28,7 @@ from converters.io.low_rank import add_product
 from converters.io.padding import mean_row
 from converters.io.questions import RoundsTo
 from converters.io.remainders import join_masters, narrowed
-from converters.io.scales import factors_of, multiply, packed_boxes, unpacked
+from converters.io.scales import factors_of, multiply, multiply_codes, packed_boxes
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -167,7 +167,6 @@ class Gatherer:
         self._arithmetic = self._arithmetic or Arithmetic()
         inside, shape = chunk.stored(part)
         (block,), (factor,) = scales.block, scales.part.chunks()
-        rows = replace(scales, block=(*(1,) * (len(shape) - 1), block))
         values = np.empty(inside.shape, into.dtype)
         for some in contiguous_tiles(inside, _UNPACKED):
             wide, codes, grid = packed_boxes(some, block)
@@ -178,7 +177,7 @@ class Gatherer:
             window = grid.start, (*shape[:-1], shape[-1] // block)
             self._read_part(Chunk(grid, factor.record, factor.base + chunk.base // block, window), grid, factors)
             numbers = np.empty(wide.shape, into.dtype)
-            multiply(self._arithmetic, unpacked(stored), factors, wide, rows, target, numbers)
+            multiply_codes(self._arithmetic, stored, factors, scales.dtype, target, numbers)
             values[some.relative_to(inside.start).slices] = numbers[some.relative_to(wide.start).slices]
         own = into.T if chunk.transposed else into
         own[...] = values.reshape(own.shape)

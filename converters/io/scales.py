@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.io.arithmetic import Arithmetic
 
-__all__ = ["factors_of", "multiply", "packed_boxes", "unpacked"]
+__all__ = ["factors_of", "multiply", "multiply_codes", "packed_boxes"]
 
 _FP32 = dtype("float32")
-# the codes of E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6, and negative) as E4M3, which holds all of them
-_E2M1 = np.array([0x00, 0x30, 0x38, 0x3C, 0x40, 0x44, 0x48, 0x4C], np.uint8)
-_E2M1 = np.concatenate([_E2M1, _E2M1 | 0x80])
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+_PAIRS = np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1)  # of a byte: its lower half, then its upper one
 
 
 def packed_boxes(box: Box, block: int) -> tuple[Box, Box, Box]:
@@ -39,14 +39,6 @@ def packed_boxes(box: Box, block: int) -> tuple[Box, Box, Box]:
     start, shape = box.start[:-1], box.shape[:-1]
     wide, stored, factors = (Box((*start, low * size), (*shape, (end - low) * size)) for size in (block, block // 2, 1))
     return wide, stored, factors
-
-
-def unpacked(stored: NDArray[Any]) -> NDArray[Any]:
-    """Bytes of two codes each as bits of E4M3, twice as many along the last axis."""
-    out = np.empty((*stored.shape[:-1], 2 * stored.shape[-1]), np.uint8)
-    np.take(_E2M1, stored & 0x0F, out=out[..., 0::2])
-    np.take(_E2M1, stored >> 4, out=out[..., 1::2])
-    return out
 
 
 def factors_of(box: Box, scales: Scales) -> Box:
@@ -87,3 +79,25 @@ def multiply(
         rows = [np.arange(start, start + count) // size - at for start, count, size, at in axes]
         np.multiply(values, numbers[np.ix_(*rows)], out=values)
         into[inner] = rounded(values.view(np.uint32), _FP32, target)
+
+
+def multiply_codes(
+    on: Arithmetic, stored: NDArray[Any], factors: NDArray[Any], kind: DType, target: DType, into: NDArray[Any]
+) -> None:
+    """Multiplies codes of four bits (E2M1), two in a byte.
+
+    Args:
+        on: What computes.
+        stored: The bytes, in C order.
+        factors: Bits of the factors, each of the same number of codes behind each other.
+        kind: Type of the factors.
+        target: The type that the elements get.
+        into: Where their bits go, in C order, two for each byte.
+    """
+    numbers = np.array(on.values(factors.reshape(-1), kind), np.float32)[:, None]
+    codes, out = stored.reshape(len(numbers), -1), into.reshape(len(numbers), -1)
+    some = max(1, BLOCK // out.shape[1])
+    for at in range(0, len(numbers), some):
+        values = np.take(_PAIRS, codes[at : at + some], axis=0).reshape(-1, out.shape[1])
+        np.multiply(values, numbers[at : at + some], out=values)
+        out[at : at + some] = rounded(values.view(np.uint32), _FP32, target)
