@@ -15,7 +15,7 @@ from converters.errors import DistckptError
 from converters.events import Moved, StopFlag
 from converters.pickles import Global
 from converters.torchzip.records import read_directory
-from converters.write.edit_args import LiteralText, argument_value
+from converters.write.argument_values import LiteralText, argument_value
 from distckpt_cli.app import main
 
 COMMON, EMBEDDED, LEGACY = (

@@ -192,7 +192,7 @@ class Upload:
             os.close(self._lock)
             self._lock = -1
 
-    def run(self, crew: Crew, tell: Listener) -> None:
+    def run(self, crew: Crew, notify: Listener) -> None:
         """Uploads the result that was made, each rank its share.
 
         Raises:
@@ -200,11 +200,11 @@ class Upload:
             DestinationError: The store cannot be written to any more.
         """
         try:
-            self._run(crew, tell)
+            self._run(crew, notify)
         except OSError as error:
             raise self._failure(error) from error
 
-    def _run(self, crew: Crew, tell: Listener) -> None:
+    def _run(self, crew: Crew, notify: Listener) -> None:
         if not crew.leads:
             good = journal.read(self._journal, self._fingerprint)[1]
             os.truncate(self._journal, good) if good else self._begin_journal()
@@ -213,7 +213,7 @@ class Upload:
             [_File(n, name, files[name].stat().st_size) for n, name in enumerate(x for x in files if _when(x) == when)]
             for when in sorted({_when(name) for name in files})
         ]
-        done = self._prepare(files, crew, tell) if crew.leads else set()
+        done = self._prepare(files, crew, notify) if crew.leads else set()
         for number, stage in enumerate(stages):
             todo = [file for file in stage if file.name not in done]
             crew.map(stage, lambda: _Uploader(self, crew), todo=todo, last=number + 1 == len(stages))
@@ -226,17 +226,17 @@ class Upload:
         self._writer.delete([self._marker])
         refresh(self._marker.parent)
 
-    def _prepare(self, files: dict[str, Path], crew: Crew, tell: Listener) -> set[str]:
+    def _prepare(self, files: dict[str, Path], crew: Crew, notify: Listener) -> set[str]:
         """Rank 0: names of the files that an earlier run has uploaded."""
         crew.assemble()
-        tell(Phase("uploading"))
-        tell(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        notify(Phase("uploading"))
+        notify(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
         replace = self._overwrite or bool(self._earlier().get("replace"))
         self._mark(uploading=True, replace=replace)
         there = self._there()
         done = {name for name, state in self._uploaded().items() if there.get(name) == state}  # nobody changed it since
         if done:
-            tell(Note(f"{len(done)} of {len(files)} files were uploaded before"))
+            notify(Note(f"{len(done)} of {len(files)} files were uploaded before"))
         if replace:  # from here on it is neither the old nor the new
             stale = [name for name in there if name not in done and _when(name) > 0]
             self._writer.delete(self._object(name) for name in stale)

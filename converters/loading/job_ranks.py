@@ -194,15 +194,15 @@ class JobRanks:
             dist.gather_object(value, out, dst=0, group=self._all)
         return out or []
 
-    def told(self, value: _Any) -> _Any:
+    def broadcast(self, value: _Any) -> _Any:
         """What rank 0 gives, on every rank."""
         import torch.distributed as dist
 
         box: list[Any] = [value]
         with lost():
             dist.broadcast_object_list(box, src=0, group=self._all)
-        heard: _Any = box[0]
-        return heard
+        answer: _Any = box[0]
+        return answer
 
     def together(self, step: Callable[[], _Any]) -> _Any:
         """Does something that may fail, on all ranks; if one fails, all do: see `agree`."""

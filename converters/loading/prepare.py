@@ -61,7 +61,7 @@ def prepare(
             refuse_differences(ranks.gathered(request.alike))
         exchange = _choose_exchange(request, options, report, ranks)
         loading = together(ranks, lambda: _make_loading(request, options, rank, ranks, exchange))
-        _tell(plan, options, report, _budget(options, request.device), in_job=in_job)
+        _announce(plan, options, report, _budget(options, request.device), in_job=in_job)
         return Prepared(request, options, report, ranks, exchange, loading, begin, stack.pop_all())
 
 
@@ -172,7 +172,7 @@ def _owned_fetches(plan: LoadPlan, rank: int, exchange: Exchange | None) -> set[
     return own | {key for key, members in shared.items() if members[0] == rank}
 
 
-def _tell(plan: LoadPlan, options: LoadOptions, report: LoadReport, budget: int, *, in_job: bool) -> None:
+def _announce(plan: LoadPlan, options: LoadOptions, report: LoadReport, budget: int, *, in_job: bool) -> None:
     if options.listener is None:
         return
     options.listener(PlanReady("load", 0, plan.bytes_needed, plan.bytes_needed, budget))

@@ -43,7 +43,7 @@ def check_jointly(loading: Loading, ranks: JobRanks) -> tuple[int, list[int]]:
         for record in whole:
             sums.pop(record, None)
     complete = {r: (joined(value, total), crc) for r, (n, value, total, crc) in sums.items() if n == total}
-    damaged = ranks.told([record for record, (computed, crc) in complete.items() if computed != crc])
+    damaged = ranks.broadcast([record for record, (computed, crc) in complete.items() if computed != crc])
     if damaged:
         raise _damaged(loading, damaged)
     return len(complete), [record for record in sums if record not in complete]

@@ -209,7 +209,7 @@ class Prepared:
                 raise
             self._joint, left = check_jointly(loading, ranks)
             if check_all:
-                left = ranks.told(left)[ranks.rank :: ranks.world]
+                left = ranks.broadcast(left)[ranks.rank :: ranks.world]
         if check_all:
             together(ranks, lambda: check_whole(loading, left))
             left = []

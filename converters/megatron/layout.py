@@ -177,15 +177,15 @@ class Layout:
             ModelArgs,  # a layout that is given needs nothing of what that imports
         )
 
-        facts, told = cls.from_args(ModelArgs.from_catalog(catalog)), cls.from_args(catalog.options)
+        facts, stated = cls.from_args(ModelArgs.from_catalog(catalog)), cls.from_args(catalog.options)
         keep = ("first_layers", "last_layers", "account_for_embedding", "account_for_loss", "pp_layout", "order")
-        return cls(**{f.name: getattr(told if f.name in keep else facts, f.name) for f in fields(cls)})
+        return cls(**{f.name: getattr(stated if f.name in keep else facts, f.name) for f in fields(cls)})
 
     def changed(self, **sizes: Any) -> Layout:
         """This layout with other values for some fields.
 
         Args:
-            asked: Fields of `Layout`; None is what was not asked for.
+            sizes: Fields of `Layout`; None leaves a field as it is.
 
         Returns:
             `etp` follows `tp` if it was the same, `dp` stays if the experts' grid allows it, and what describes pipeline

@@ -295,8 +295,8 @@ def _accepted(catalog: Catalog, entries: Mapping[int, Mapping[Any, Any]]) -> tup
     if isinstance(named, str):
         return _ARGUMENT.get(named)
     groups = [group for entry in entries.values() for group in entry_groups(entry)[:_MANY_GROUPS]]
-    told = [a for a in dict.fromkeys(map(group_algorithm, groups)) if a is not None]
-    return tuple(told) or ("Adam", "Lion", "SOAP")  # `momentum_buffer` alone may be Muon's or SGD's
+    stated = [a for a in dict.fromkeys(map(group_algorithm, groups)) if a is not None]
+    return tuple(stated) or ("Adam", "Lion", "SOAP")  # `momentum_buffer` alone may be Muon's or SGD's
 
 
 def _whole_names(

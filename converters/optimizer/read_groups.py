@@ -90,12 +90,12 @@ def _by_part(catalog: Catalog, chain: list[list[dict[str, Node]]]) -> Iterator[P
     owners: list[OptimizerPart] = []
     chain = [groups for listed in chain for groups in _by_algorithm(listed)]
     for groups in chain:
-        told = {a for group in groups if (a := group_algorithm(group)) is not None}
-        fitting = [p for p in recognised.parts if not told or _kin(p.algorithm) in {_kin(a) for a in told}]
-        if not fitting or len(told) > 1:
+        stated = {a for group in groups if (a := group_algorithm(group)) is not None}
+        fitting = [p for p in recognised.parts if not stated or _kin(p.algorithm) in {_kin(a) for a in stated}]
+        if not fitting or len(stated) > 1:
             have = " and ".join(dict.fromkeys(p.algorithm for p in recognised.parts)) or "nothing that is known"
             raise RequestError(
-                f"param groups are those of {' and '.join(sorted(told)) or 'no optimizer'}, the states those of {have}",
+                f"param groups are those of {' and '.join(sorted(stated)) or 'no optimizer'}, the states those of {have}",
                 hint="--optimizer none leaves the optimizer out",
             )
         owners.append(fitting[0])

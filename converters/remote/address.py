@@ -21,7 +21,7 @@ __all__ = ["NO_LISTING", "RemotePath", "Root", "is_bucket", "named_path", "repos
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
 _ROOT_PARTS = {"s3:": 2, "gs:": 2, "az:": 2, "http:": 2, "https:": 2, "hf:": 3}
-_KNOWN = "s3://, gs://, az://, https://, http://, hf:// and file://"
+_SCHEMES = "s3://, gs://, az://, https://, http://, hf:// and file://"
 _OTHER_NAMES = {"s3a": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az"}
 
 
@@ -181,7 +181,7 @@ def named_path(name: str | Path) -> Path:
         return Path(unquote(rest))
     _refuse_secrets(scheme, authority, rest)
     if f"{scheme}:" not in _ROOT_PARTS:
-        instead = f"write {_OTHER_NAMES[scheme]}://" if scheme in _OTHER_NAMES else f"known: {_KNOWN}"
+        instead = f"write {_OTHER_NAMES[scheme]}://" if scheme in _OTHER_NAMES else f"known: {_SCHEMES}"
         raise AddressError(f"{printable(scheme)}:// is no address that distckpt knows", hint=instead)
     rest = unquote(rest) if scheme in ("http", "https") else rest
     parts = [part for part in rest.split("/") if part]

@@ -45,9 +45,9 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     """
     for problem in catalog.problems:
         fatal = problem.severity == "error" or problem.message.startswith(_FATAL)
-        tell = check.error if fatal else check.leave if problem.severity == "unknown" else check.warn
+        note = check.error if fatal else check.leave if problem.severity == "unknown" else check.warn
         hint = _NO_ARGUMENTS if problem.message.startswith("common.pt is missing") else None
-        tell(problem.message, file=problem.file, tensors=problem.tensors, hint=hint)
+        note(problem.message, file=problem.file, tensors=problem.tensors, hint=hint)
     for info in catalog.files:
         if info.name.endswith((".metadata.tmp", ".partial", ".tmp")):
             check.warn(f"{printable(info.name)} is a temporary file: a save was interrupted here", file=info.name)

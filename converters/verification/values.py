@@ -287,8 +287,8 @@ def _judge_weight(
     storm = stats["denormal"] / stats["numel"]
     if storm > STORM:
         text = f"{shown}: {100 * storm:.0f} % of its elements are denormal (below {_LEAST_NORMAL[info.dtype.name]:.2g})"
-        tell = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
-        tell(f"{text}: memory that nothing was written to looks so", tensors=(name,))
+        note = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
+        note(f"{text}: memory that nothing was written to looks so", tensors=(name,))
         return
     siblings = siblings or []
     if stats["constant"] and stats["numel"] > 1:

@@ -10,16 +10,11 @@ The arguments are an inert Namespace in `common.pt`, in the object `common_state
 
 from __future__ import annotations
 
-import ast
-import contextlib
-import json
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from converters.dtypes import dtype
-from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
+from converters.errors import FormatError, IntegrityError, RequestError
 from converters.execute.destination import check_destination
 from converters.formats.base import COMMON_OBJECT
 from converters.formats.dcp.moved_records import with_longer_record
@@ -31,10 +26,11 @@ from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.vocabulary import embedding_name
 from converters.names import printable, quoted
-from converters.pickles import Global, Obj, dumps, fields, set_field
+from converters.pickles import Obj, dumps, fields, set_field
 from converters.planning.job import OutputFile, Slice
 from converters.torchzip.records import read_directory, read_pickle
 from converters.torchzip.records_out import with_pickle
+from converters.write.argument_values import argument_value
 from converters.write.side_files import LEFT_OUT, copied_file, files_beside
 from converters.write.target_state import (
     LAYOUT_ARGUMENTS,
@@ -52,24 +48,10 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.formats.base import Reader
 
-__all__ = ["EditOptions", "argument_value", "plan_edit"]
+__all__ = ["EditOptions", "plan_edit"]
 
 _METADATA = ".metadata"
 _METADATA_LIMIT = 1 << 30
-_KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    list: "a list",
-    dict: "a dictionary",
-}
-
-
-class LiteralText(str):
-    """A value as typed: a Python or JSON literal, or the name of a torch type."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,68 +67,6 @@ class EditOptions(WriteOptions):
     values: Mapping[str, Any] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
     new: bool = False
-
-
-def argument_value(name: str, value: Any, before: Any) -> Any:
-    """A value as the inert Namespace holds it.
-
-    Args:
-        value: See `EditOptions.values`.
-        before: The argument's value in the checkpoint; None if it has none.
-
-    Raises:
-        RequestError: It is not plain data, or of another type than the one before.
-    """
-    is_type = isinstance(before, Global) and before.module == "torch"
-    if is_type or (name.endswith("dtype") and before is None):
-        with contextlib.suppress(UnsupportedError):
-            return Global("torch", dtype(str(value).strip("'\"").removeprefix("torch.")).name)
-    if isinstance(value, LiteralText):
-        value = _literal(name, value)
-    shown = printable(repr(value))[:100]
-    if not _is_plain(value):
-        raise RequestError(f"the value of {printable(name)} is not plain data: {shown}")
-    if value is None or before is None:
-        return value
-    if isinstance(before, Obj | Global):
-        whose = before.path if isinstance(before, Global) else f"an instance of {before.func.path}"
-        raise RequestError(f"{printable(name)} is {whose} in the checkpoint, and {shown} is none")
-    if type(before) is float and type(value) is int:
-        return float(value)
-    kinds = (list, tuple) if isinstance(before, list | tuple) else (type(before),)
-    if type(value) not in kinds:
-        raise RequestError(
-            f"{printable(name)} is {_KINDS.get(kinds[0], 'of another kind')} in the checkpoint, "
-            f"{printable(str(shown_argument(before)))[:100]}, and {shown} is none",
-            hint=f"--set {printable(name)}=null stores that it has no value" if type(before) is not bool else None,
-        )
-    return type(before)(value) if kinds == (list, tuple) else value
-
-
-def _literal(name: str, text: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            raise RequestError(
-                f"the value of {printable(name)} is no literal: {printable(text)[:100]}",
-                hint=f"numbers, true, false, null, lists; a text in quotes: --set '{name}=\"...\"'; "
-                "torch types by name: params_dtype=bfloat16",
-            ) from None
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(text)  # NaN and Infinity are no JSON
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
-    return value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value))
 
 
 def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Conversion:

@@ -107,20 +107,20 @@ def companions(
         FormatError: A file of the source cannot be read.
     """
     sizes = dict(zip(_ABSENT, _sizes(layout), strict=False))
-    told = f"tensor_model_parallel_size {layout.tp} and pipeline_model_parallel_size {layout.pp}"
+    sizes_text = f"tensor_model_parallel_size {layout.tp} and pipeline_model_parallel_size {layout.pp}"
     inner, outer = catalog.path, catalog.path.parent
     if catalog.framework == "Megatron-Bridge" and is_file(inner / _CONFIG):
         saved = {("checkpoint", "save_rng"): rng, ("checkpoint", "save_optim"): optimizer}
         saved |= _PLAIN_MASTERS if completed else {}
-        advice = f"load it in Megatron-Bridge as checkpoint.load, with {told}" if framework == "keep" else ""
+        advice = f"load it in Megatron-Bridge as checkpoint.load, with {sizes_text}" if framework == "keep" else ""
         result = _bridge(inner, iteration_folder(catalog), {("model", n): v for n, v in sizes.items()} | saved)
         return replace(result, advice=advice)
     if framework == "keep" and catalog.framework == "NeMo 2":
-        advice = f"resume from its folder in NeMo 2, with {told} in the trainer's MegatronStrategy"
+        advice = f"resume from its folder in NeMo 2, with {sizes_text} in the trainer's MegatronStrategy"
         files, notes = _nemo2(outer / "context", sizes)
         return Companions(inner.name, files, tracker=False, notes=notes, advice=advice)
     if framework == "keep" and catalog.framework == "NeMo 1":
-        advice = f"restore its folder in NeMo 1, or pack it with `tar -C DST -cf model.nemo .`, with {told}"
+        advice = f"restore its folder in NeMo 1, or pack it with `tar -C DST -cf model.nemo .`, with {sizes_text}"
         files, notes = _nemo1(outer, sizes)
         return Companions(inner.name, files, tracker=False, notes=notes, advice=advice)
     silent = "the source holds no training arguments: the job that loads the result has to be told the model's"

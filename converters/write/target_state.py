@@ -385,7 +385,7 @@ def shown_argument(value: Any) -> Any:
     return value.path if isinstance(value, Global) else value
 
 
-_KNOWN_CLASSES = ("AttnBackend", "ModelType", "OptimizerConfig", "RerunDiagnostic", "RerunMode", "RerunState")
+_LOADABLE_CLASSES = ("AttnBackend", "ModelType", "OptimizerConfig", "RerunDiagnostic", "RerunMode", "RerunState")
 
 
 def _only_newer(value: Any) -> Obj | None:
@@ -395,6 +395,10 @@ def _only_newer(value: Any) -> Obj | None:
     one argument that no program reads, `inference_cuda_graph_scope` of 0.19 for example. A job takes None for "not told".
     """
     for item in value if isinstance(value, list) else [value]:
-        if isinstance(item, Obj) and item.func.module.startswith("megatron.") and item.func.name not in _KNOWN_CLASSES:
+        if (
+            isinstance(item, Obj)
+            and item.func.module.startswith("megatron.")
+            and item.func.name not in _LOADABLE_CLASSES
+        ):
             return item
     return None

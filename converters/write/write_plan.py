@@ -214,27 +214,27 @@ def run_conversion(
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     if isinstance(destination, RemotePath):
         return _run_into_store(plan, destination, listener, stop, ranks, typed)
-    tell = listener if listener is not None and ranks.rank == 0 else _ignore
+    notify = listener if listener is not None and ranks.rank == 0 else _ignore
     with Crew(
         plan.command,
         job.fingerprint,
         threads=job.threads,
         ranks=ranks,
         destination=destination,
-        listener=tell,
+        listener=notify,
         stop=stop,
     ) as crew:
         if plan.proof is not None:
-            _prove(plan.proof, tell, crew)
+            _prove(plan.proof, notify, crew)
         device, device_note = choose_device(
             plan.options.device, computes=job.computes, local_rank=ranks.local, buffers=job.peak_memory
         )
         if not crew.leads:
             return _follow(job, plan.reader, destination, crew, device)
-        _need_room(destination, job.bytes_written + _known_size(plan.extra_files))
-        tell(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
+        _need_room(destination, job.bytes_written + _bytes_of(plan.extra_files))
+        notify(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
         for text in (*plan.remarks, *([device_note] if device_note else [])):
-            tell(Note(text))
+            notify(Note(text))
         crew.assemble()
         staging = Staging(
             destination,
@@ -246,10 +246,10 @@ def run_conversion(
             about=about,
         )
         for text in staging.notes:
-            tell(Note(text))
+            notify(Note(text))
         try:
-            stats = run(job, plan.reader, staging, listener=tell, crew=crew, device=device)
-            tell(Phase("publishing"))
+            stats = run(job, plan.reader, staging, listener=notify, crew=crew, device=device)
+            notify(Phase("publishing"))
             for name, content in plan.extra_files.items():
                 staging.add(name, _contents(content, stats))
             for file in job.files:
@@ -278,7 +278,7 @@ def _run_into_store(
     typed: Sequence[str],
 ) -> Stats:
     """Makes the result on a disk, as any other, and uploads it."""
-    tell, job, options = listener or _ignore, plan.job, plan.options
+    notify, job, options = listener or _ignore, plan.job, plan.options
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     kind = HubUpload if destination.parts[0] == "hf:" else Upload
     upload = kind(destination, job.fingerprint, options.scratch, overwrite=options.overwrite, ranks=ranks, about=about)
@@ -288,7 +288,7 @@ def _run_into_store(
             if crew.leads:
                 crew.assemble()
                 for text in upload.begin():
-                    tell(Note(text))
+                    notify(Note(text))
             is_staged = crew.agree(crew.leads and upload.is_staged)
         if is_staged:
             stats = Stats()
@@ -298,16 +298,16 @@ def _run_into_store(
             stats = run_conversion(staged, listener=listener, stop=stop, ranks=ranks, typed=typed)
         meeting = upload.folder / "upload"
         with Crew("upload", job.fingerprint, threads=FILES_AT_ONCE, destination=meeting, **watched) as crew:
-            upload.run(crew, tell)
+            upload.run(crew, notify)
         if ranks.rank == 0:
             upload.tidy_up()
     return stats
 
 
-def _prove(proof: Proof, tell: Listener, crew: Crew) -> None:
+def _prove(proof: Proof, notify: Listener, crew: Crew) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails, for the others wait for what comes next."""
-    tell(Phase(f"checking {proof.claim}"))
-    tell(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
+    notify(Phase(f"checking {proof.claim}"))
+    notify(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
     results = crew.map(proof.tasks, lambda: _Prover(proof.worker(), crew), last=False)
     if crew.leads:
         proof.judge(results)
@@ -331,7 +331,7 @@ def _contents(content: ExtraFile, stats: Stats) -> bytes:
     return read_small(content) if isinstance(content, Path) else content(stats)
 
 
-def _known_size(files: Mapping[str, ExtraFile]) -> int:
+def _bytes_of(files: Mapping[str, ExtraFile]) -> int:
     try:
         return sum(
             len(content) if isinstance(content, bytes) else (status(content) or _NOTHING).size

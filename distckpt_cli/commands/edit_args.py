@@ -36,7 +36,7 @@ def edit_args(
     contradict is refused.
     """
     from converters.commands import plan_command
-    from converters.write.edit_args import LiteralText
+    from converters.write.argument_values import LiteralText
 
     values: dict[str, LiteralText] = {}
     for word in settings or ():

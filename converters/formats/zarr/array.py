@@ -62,7 +62,7 @@ _NEEDED_3 = {
     "fill_value",
     "codecs",
 }
-_KNOWN_3 = _NEEDED_3 | {"attributes", "dimension_names", "storage_transformers"}
+_ALLOWED_3 = _NEEDED_3 | {"attributes", "dimension_names", "storage_transformers"}
 _RAW_3 = (
     [{"name": "bytes"}],
     [{"name": "bytes", "configuration": {"endian": "little"}}],
@@ -145,7 +145,7 @@ def parse_zarr_json(raw: bytes, key: str) -> ArraySpec:
         UnsupportedError: Chunks of several sizes, or elements that are not numbers.
     """
     what = f"{printable(key)}/zarr.json"
-    document = _document(raw, what, 3, _NEEDED_3, _KNOWN_3)
+    document = _document(raw, what, 3, _NEEDED_3, _ALLOWED_3)
     grid, encoding = (_named(document[name], what, name) for name in ("chunk_grid", "chunk_key_encoding"))
     if grid[0] != "regular" or encoding[0] not in ("default", "v2") or document.get("storage_transformers"):
         names = f"chunk_grid {grid[0]}, chunk_key_encoding {encoding[0]}"
