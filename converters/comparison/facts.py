@@ -15,7 +15,7 @@ from converters.comparison.stored_objects import contents, extra_state, is_empty
 from converters.comparison.trees import ABSENT, differences
 from converters.errors import FormatError
 from converters.megatron.model_args import ModelArgs
-from converters.names import natural_key, parse_key, printable
+from converters.names import listed, natural_key, parse_key
 from converters.optimizer.read_groups import read_param_groups
 from converters.pickles import describe
 from converters.write.target_state import open_common
@@ -116,10 +116,7 @@ def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
         megatron = b if a.is_hf else a
         strange = sorted({i.name for i in _by_kind(megatron.catalog, keep)["object"].values()})
         if strange:
-            named = ", ".join(map(printable, strange[:8])) + (
-                f" and {len(strange) - 8} more" if len(strange) > 8 else ""
-            )
-            out.notes.append(f"{megatron.label} has objects for which Hugging Face has no place: {named}")
+            out.notes.append(f"{megatron.label} has objects for which Hugging Face has no place: {listed(strange, 8)}")
         return out
     one, other = a.catalog.iteration, b.catalog.iteration
     if one is not None and other is not None:

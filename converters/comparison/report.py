@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.names import printable
+from converters.names import listed_lines, printable
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -92,8 +92,8 @@ class DiffReport:
             else f"are identical: {counted(len(self.tensors), 'tensor')}"
         )
         lines = [f"A {a} and B {b} {outcome}{'; values were not compared' * self.plan.options.quick}"]
-        lines += [f"{tensor.name}: {tensor.status}" for tensor in differing[:_SHOWN]]
-        return "\n".join([*lines, *([f"and {len(differing) - _SHOWN:,} more"] if len(differing) > _SHOWN else [])])
+        shown = listed_lines([f"{tensor.name}: {tensor.status}" for tensor in differing], _SHOWN)
+        return "\n".join([*lines, *shown])
 
     __repr__ = __str__
 

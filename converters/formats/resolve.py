@@ -16,7 +16,7 @@ from converters.errors import FormatError, UnfinishedError, UnsupportedError
 from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
 from converters.formats.links import enclose
 from converters.formats.registry import Seen, detect
-from converters.names import printable, quoted
+from converters.names import listed, printable, quoted
 from converters.remote.address import NO_LISTING, RemotePath, is_bucket, named_path
 
 if TYPE_CHECKING:
@@ -283,11 +283,10 @@ def _unknown(folder: Path, checkpoints: list[Path]) -> FormatError:
             f"{printable(str(folder))} holds {len(checkpoints)} checkpoints",
             hint=f"name one: {quoted(checkpoints[0])}",
         )
-    shown = ", ".join(printable(name) for name in names[:6]) + (", ..." if len(names) > 6 else "")
     return FormatError(
         f"{printable(str(folder))} is not a checkpoint that distckpt knows",
         details=[
-            f"found: {shown}",
+            f"found: {listed(names, 6)}",
             f"looked for: .metadata, metadata.json, {TRACKER}, iter_*, weights/, model.safetensors, pytorch_model.bin",
         ],
         hint="give the training root, an iter_* folder, or NeMo's checkpoint folder",

@@ -17,7 +17,7 @@ from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, is_vocabulary
 from converters.model_parts import LANGUAGE
 from converters.models import by_name, infer, map_to_hf
-from converters.names import StateName, parameter_of, parse_key, printable, state_names
+from converters.names import StateName, listed, parameter_of, parse_key, state_names
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.param_order import trainable
@@ -144,10 +144,7 @@ def _left_objects(catalog: Catalog) -> list[str]:
         and not item.name.endswith("._extra_state")
         and ".dp_group_idx_" not in item.name
     )
-    shown = ", ".join(printable(name) for name in list(names)[:8]) + (
-        f" and {len(names) - 8} more" if len(names) > 8 else ""
-    )
-    return [f"stored objects are not loaded: {shown}"] if names else []
+    return [f"stored objects are not loaded: {listed(list(names), 8)}"] if names else []
 
 
 def _refuse_foreign(catalog: Catalog) -> None:

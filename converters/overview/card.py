@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.names import fold, printable
+from converters.names import fold, listed, printable
 from converters.pickles import describe
 from converters.words import counted, format_count, format_size
 
@@ -173,8 +173,7 @@ def _problem_lines(identity: Identity) -> Iterator[tuple[str, str]]:
         yield problem.severity, problem.message
         affected = [name for name, _ in fold(problem.tensors)]
         if affected:
-            more = f" and {len(affected) - 1} more" if len(affected) > 1 else ""
-            yield "affects", affected[0] + more
+            yield "affects", listed(affected, 1)
     if len(identity.problems) > _SHOWN_PROBLEMS:
         yield "", f"and {counted(len(identity.problems) - _SHOWN_PROBLEMS, 'more problem')}; --json lists all"
     yield from (("warning", f"not understood: {printable(text)}") for text in identity.model.unknown)

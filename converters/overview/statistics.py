@@ -94,8 +94,8 @@ class _Pass:
     def __init__(self, checkpoint: Checkpoint, info: TensorInfo, box: Box, check: Callable[[], None]) -> None:
         self._checkpoint, self._info, self._box, self._check = checkpoint, info, box, check
 
-    def _tiles(self) -> Iterator[tuple[NDArray[Any], NDArray[np.float64]]]:
-        """Order keys and values of the finite elements, tile by tile."""
+    def _tiles(self) -> Iterator[tuple[NDArray[Any], NDArray[np.float64], int]]:
+        """Order keys and values of the finite elements, and the number of NaN, tile by tile."""
         dtype = self._info.dtype
         for tile in contiguous_tiles(self._box, _TILE_BYTES // dtype.itemsize):
             self._check()
@@ -103,17 +103,19 @@ class _Pass:
             values = as_numpy(bits, dtype).astype(np.float64)
             finite = np.isfinite(values)
             whole = bool(finite.all())
-            yield _ordered(bits if whole else bits[finite], dtype), values if whole else values[finite]
+            nan = 0 if whole else int(np.count_nonzero(np.isnan(values)))
+            yield _ordered(bits if whole else bits[finite], dtype), values if whole else values[finite], nan
 
     def statistics(self, quantiles: Sequence[float], bins: int) -> Statistics:
         dtype = self._info.dtype
         sums: list[float] = []
         squares: list[float] = []
-        count = zero = nan = infinite = 0
+        count = zero = nan = 0
         low, high = math.inf, -math.inf
         halves = np.zeros(_HALF, np.int64)
         shift = max(0, 8 * dtype.itemsize - 16)
-        for keys, values in self._tiles():
+        for keys, values, more in self._tiles():
+            nan += more
             count += values.size
             zero += int(np.count_nonzero(values == 0))
             if values.size:
@@ -122,8 +124,7 @@ class _Pass:
                 low, high = min(low, float(values.min())), max(high, float(values.max()))
             halves += np.bincount((keys >> keys.dtype.type(shift)).astype(np.int64), minlength=_HALF)
         numel = self._box.volume
-        if count < numel:
-            nan, infinite = self._not_finite()
+        infinite = numel - count - nan
         if not count:
             return Statistics(numel, nan, infinite, zero, None, None, None, None, None, {})
         mean = math.fsum(sums) / count
@@ -143,14 +144,6 @@ class _Pass:
             histogram,
         )
 
-    def _not_finite(self) -> tuple[int, int]:
-        nan = infinite = 0
-        for tile in contiguous_tiles(self._box, _TILE_BYTES // self._info.dtype.itemsize):
-            values = as_numpy(self._checkpoint.read(self._info.name, tile), self._info.dtype).astype(np.float64)
-            nan += int(np.count_nonzero(np.isnan(values)))
-            infinite += int(np.count_nonzero(np.isinf(values)))
-        return nan, infinite
-
     def _second(
         self, halves: NDArray[np.int64], ranks: set[int], mean: float, low: float, high: float, bins: int
     ) -> tuple[dict[int, float], float, tuple[int, ...]]:
@@ -164,7 +157,7 @@ class _Pass:
         while first or rest:
             step = min(16, rest)
             counts = {prefix: np.zeros(_HALF, np.int64) for prefix, _ in open_ranks.values()} if rest else {}
-            for keys, values in self._tiles():
+            for keys, values, _ in self._tiles():
                 if first:
                     distances.append(float(np.square(values - mean).sum()))
                     if bins:

@@ -9,7 +9,7 @@ from converters.formats.side_files import side_files
 from converters.megatron.optimizer_parts import MASTERS
 from converters.megatron.pipeline import Pipeline
 from converters.megatron.split import split_rule
-from converters.names import MASTER, StateName, fold, printable
+from converters.names import MASTER, StateName, fold, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -67,6 +67,5 @@ def _leave(check: Check, names: Iterable[str], one: str, many: str) -> None:
     unknown = tuple(names)  # tensors, or keys and files, which are shown alike
     if not unknown:
         return
-    folded = [printable(text) for text, _ in fold(unknown)]
-    more = f" and {len(folded) - 8} more" if len(folded) > 8 else ""
-    check.leave(f"{one if len(unknown) == 1 else many}: {', '.join(folded[:8])}{more}", tensors=unknown)
+    shown = listed([text for text, _ in fold(unknown)], 8)
+    check.leave(f"{one if len(unknown) == 1 else many}: {shown}", tensors=unknown)

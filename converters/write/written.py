@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.io.cast import choose_device
-from converters.names import fold, printable
+from converters.names import fold, listed, printable
 from converters.words import counted, format_size
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ class WriteReport:
                 size = format_size(sum(catalog.tensors[name].nbytes for name in names))
                 yield f"{reason} ({counted(len(names), 'tensor')}, {size})"
             else:
-                more = f" and {len(shown) - 2} more" if len(shown) > 2 else ""
-                yield f"{reason} ({', '.join(shown[:2])}{more})"
+                yield f"{reason} ({listed(shown, 2)})"
 
     def __repr__(self) -> str:
         """The lines, as the command prints them."""

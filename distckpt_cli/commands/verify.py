@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from converters.names import listed
 from converters.words import counted, format_size
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -91,9 +92,7 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
         _show_check(console, check)
     affected = [text for text, _ in fold(report.affected)]
     if affected:
-        shown = affected if console.verbose else affected[:4]
-        more = f" and {len(affected) - len(shown)} more" if len(affected) > len(shown) else ""
-        console.fact("affects", ", ".join(shown) + more)
+        console.fact("affects", listed(affected, len(affected) if console.verbose else 4))
     if report.manifest:
         console.fact("manifest", report.manifest)
     if report.files:

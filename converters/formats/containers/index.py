@@ -10,7 +10,7 @@ from converters.errors import FormatError
 from converters.formats.broken import damaged_file
 from converters.formats.folder import exists
 from converters.formats.plain_json import read_json
-from converters.names import printable
+from converters.names import listed, printable
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
     missing = [shard for shard in shards if not exists(folder / shard)]
     if missing:
         count = sum(len(shards[shard]) for shard in missing)
-        listed = ", ".join(map(printable, sorted(missing)[:8]))
-        text = f"no file for {len(missing)} of {len(shards)} shards: {listed}"
+        text = f"no file for {len(missing)} of {len(shards)} shards: {listed(sorted(missing), 8)}"
         raise damaged_file(folder, {missing[0]: text}, counted(count, "tensor", verb="is/are") + " in them")
     return dict(sorted(shards.items()))
 
@@ -70,7 +69,7 @@ def promised(
         raise damaged_file(file.parent, {file.name: f"{printable(file.name)} {text}"})
     if len(tensors) > len(wanted):
         more = tuple(sorted(tensors.keys() - set(wanted)))
-        names = ", ".join(map(printable, more[:8])) + (", ..." if len(more) > 8 else "")
-        text = f"holds {counted(len(more), 'tensor', verb='that is/that are')} not in {index} and not read: {names}"
+        text = f"holds {counted(len(more), 'tensor', verb='that is/that are')} not in {index} and not read: "
+        text += listed(more, 8)
         problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name, tensors=more))
     return {name: tensors[name] for name in wanted}

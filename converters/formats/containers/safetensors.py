@@ -22,7 +22,7 @@ from converters.formats.containers.index import promised, read_index
 from converters.formats.containers.reader import WholeReader
 from converters.formats.folder import exists, is_folder, listing, open_source, read_at
 from converters.formats.plain_json import parse_json, read_json
-from converters.names import printable
+from converters.names import listed, printable
 from converters.torchzip.records import Payload, TensorRef
 from converters.torchzip.records_out import c_strides
 
@@ -111,7 +111,7 @@ def _shards(folder: Path) -> dict[str, list[str] | None]:
         lacking = [shard for shard in lacking if shard not in names]
         if lacking:
             raise FormatError(
-                f"there is no file for {len(lacking)} of {total} shards: {', '.join(map(printable, lacking[:8]))}",
+                f"there is no file for {len(lacking)} of {total} shards: {listed(lacking, 8)}",
                 hint=f"copy them, and {INDEX}, from where the others came",
             )
     return dict.fromkeys(names)

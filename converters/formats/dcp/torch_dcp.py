@@ -15,7 +15,7 @@ from converters.catalog import Catalog, Part, Problem, TensorInfo
 from converters.formats.canonical import iteration_of
 from converters.formats.dcp.names import hugging_face, name_keys, paths
 from converters.formats.dcp.reader import DcpReader
-from converters.names import natural_key, printable
+from converters.names import listed, natural_key, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,7 +40,7 @@ class TorchDcpReader(DcpReader):
         hf = hugging_face(name for name, t in tensors.items() if t.kind == "weight")
         details = {"metadata class": self.metadata.top_class}
         if top:
-            details["state dictionary"] = ", ".join(printable(name) for name in list(top)[:12])
+            details["state dictionary"] = listed(list(top), 12)
         return Catalog(
             path=self.folder,
             format=self.name,

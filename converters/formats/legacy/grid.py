@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.folder import scan
-from converters.names import listed_lines, printable
+from converters.names import listed, printable
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
             raise UnsupportedError(
                 f"whether the second number of {names[0]} counts pipeline stages or expert-parallel ranks is not to be "
                 "told: its model has both ends, but no experts",
-                details=[f"found: {', '.join(names[:8])}"],
+                details=[f"found: {listed(names, 8)}"],
                 hint="pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide; they are "
                 "missing. If the folders are of two saves, move those of the other away",
             )
@@ -104,7 +104,7 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     if missing:
         raise FormatError(
             f"the checkpoint lacks {len(missing)} of the {len(ranks)} folders of a job with tp {tp}, pp {pp}, ep {ep}",
-            details=[", ".join(listed_lines(missing, 12))],
+            details=[listed(missing, 12)],
             hint="copy them from the machine that wrote them; every one holds a part of the model",
         )
     extra = [name for name in names if name not in folders.values()]
@@ -112,7 +112,7 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
         raise FormatError(
             f"{counted(len(extra), 'folder', verb='belongs/belong')} to no rank of a job with tp {tp}, pp {pp}, ep {ep}: "
             "two saves are mixed",
-            details=[", ".join(extra[:12])],
+            details=[listed(extra, 12)],
             hint="move the folders of the other save away",
         )
     return Grid(tp, pp, ep, folders, tuple(notes))
@@ -121,7 +121,7 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
 def _contradiction(names: list[str], tp: int, pp: int, ep: int) -> FormatError:
     return FormatError(
         f"the folders are not those of the job in the arguments (tp {tp}, pp {pp}, ep {ep})",
-        details=[f"found: {', '.join(names[:8])}"],
+        details=[f"found: {listed(names, 8)}"],
         hint="mp_rank_TT_NNN alone does not say whether NNN counts pipeline stages or expert-parallel ranks; "
         "pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide",
     )

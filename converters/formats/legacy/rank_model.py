@@ -10,7 +10,7 @@ from converters.errors import FormatError
 from converters.formats.containers.archive import FileTensor
 from converters.formats.legacy.names import plain_name
 from converters.formats.legacy.optimizer import DEEPEST
-from converters.names import natural_key, printable
+from converters.names import listed, natural_key
 from converters.pickles import PickleFormatError, pairs
 from converters.torchzip.records import tensor_ref
 
@@ -70,7 +70,7 @@ class RankModel:
             raise FormatError(f"{file.name} does not hold a dictionary")
         names = [k for k in tree if isinstance(k, str) and CHUNK.fullmatch(k)]
         if not names:
-            raise FormatError(f"{file.name} has no model: found {', '.join(printable(str(k)) for k in list(tree)[:8])}")
+            raise FormatError(f"{file.name} has no model: found {listed([str(k) for k in tree], 8)}")
         chunks = {name: dict(flattened(tree[name], file)) for name in names}
         return cls.of(file.name, chunks, tree.get("checkpoint_version", 0))
 

@@ -43,7 +43,7 @@ from converters.formats.legacy.rank_model import CHUNK, RankModel
 from converters.formats.megatron import common_facts, find_framework
 from converters.megatron.buffers import Misfit
 from converters.megatron.flat_index import Collected
-from converters.names import MASTER, StateName, natural_key, printable, state_names
+from converters.names import MASTER, StateName, listed, natural_key, printable, state_names
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class LegacyReader(StorageReader):
     def _named_optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
         collected = Collected()
         if lacking := self._lost_files():
-            raise Misfit(f"{counted(len(lacking), 'file', verb='is/are')} missing: {', '.join(lacking[:8])}")
+            raise Misfit(f"{counted(len(lacking), 'file', verb='is/are')} missing: {listed(lacking, 8)}")
         numel = sum(p.local.numel for p in model.owned[0, 0, 0])
         for rank, file in self._model_files.items():
             if self._flat_files:
