@@ -107,7 +107,7 @@ class JobRanks:
             self._all = dist.new_group(list(range(self.world)), timeout=limit, backend="gloo")
         hosts = self.gathered(socket.gethostname())
         self.local, self.neighbours = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
-        self._key = self.told(secrets.token_hex(8))
+        self._key = self.broadcast(secrets.token_hex(8))
 
     def group(self, members: Sequence[int], backend: str) -> Any:
         """What collectives of some ranks are asked of, torch's `Backend`; made by its members alone.
