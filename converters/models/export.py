@@ -10,6 +10,7 @@ from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
 from converters.megatron.vocabulary import end_of_documents
 from converters.models.config import KEYS
+from converters.models.predictions import has_place
 from converters.models.rules import Emit
 from converters.planning.plan import Drop, pieces_of
 
@@ -135,8 +136,9 @@ def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterato
         yield rule, "", ""
     for depth in range(mtp_layers):
         source, target = f"mtp.layers.{depth}.", model.layers.format(len(experts) + depth)
+        around, target = (prefix.format(depth) for prefix in model.predictions) if model.predictions else (target,) * 2
         for rule in model.mtp:
-            yield rule, source, target
+            yield rule, source, around
         inner = f"{source}transformer_layer."
         # built from the spec of the last decoder layer: multi_token_prediction.py, get_mtp_layer_spec
         for rule in (*model.layer, *(model.moe if experts[-1] else model.dense)):
@@ -148,11 +150,11 @@ def _keeps_mtp(args: ModelArgs, model: Model, mtp: str) -> bool:
         raise RequestError(f"unknown choice {mtp!r} for multi-token prediction", hint="keep, drop or auto")
     if mtp == "keep" and not args.mtp_num_layers:
         raise RequestError("the model has no multi-token prediction layers to keep", hint="leave out --mtp")
-    if mtp == "keep" and not model.mtp:
+    if mtp == "keep" and not has_place(model, args):
         raise RequestError(
             f"{model.architecture} has no place for multi-token prediction layers", hint="leave them out: --mtp drop"
         )
-    return mtp != "drop" and bool(args.mtp_num_layers) and bool(model.mtp)
+    return mtp != "drop" and bool(args.mtp_num_layers) and has_place(model, args)
 
 
 def _vocabulary(args: ModelArgs, vocab_size: int | None) -> tuple[int, list[str]]:

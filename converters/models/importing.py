@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from converters.errors import IntegrityError, RequestError
 from converters.models.described import COMPUTED, HEADS, Described, own_names
 from converters.models.export import emit_all
+from converters.models.predictions import has_place, prediction_tensors
 from converters.names import fold, printable
 from converters.planning.plan import Drop, Op, Target, pieces_of, prove, reversed_copy
 from converters.words import counted
@@ -70,8 +71,9 @@ def map_from_hf(
     """
     names = own_names(model, tensors)
     present = {expected: tensors[name] for expected, name in names.items()}
-    behind = _behind(model, args, present)
-    keep = bool(args.mtp_num_layers) and mtp != "drop" and bool(model.mtp) and (mtp == "keep" or bool(behind))
+    behind = prediction_tensors(model, args, present)
+    wanted = bool(args.mtp_num_layers) and mtp != "drop"
+    keep = wanted and has_place(model, args) and (mtp == "keep" or bool(behind))
     notes = []
     if args.mtp_num_layers and not keep:
         why = "are left out" if behind else "are not in the folder; transformers leaves them out when it saves"
@@ -94,15 +96,6 @@ def map_from_hf(
     stored = {info.name: matrices.get(info.name, info.shape) for info in present.values()}
     prove(pieces_of(targets, copies).values(), stored, drops)
     return MegatronMapping(targets, copies, drops, shown, notes, matrices)
-
-
-def _behind(model: Model, args: ModelArgs, present: Mapping[str, TensorInfo]) -> list[str]:
-    """The tensors of the layers behind the last: those of multi-token prediction."""
-    first, last = map(re.escape, model.layers.split("{}"))
-    layer = re.compile(rf"{first}(\d{{1,5}}){last}")
-    count, more = args.num_layers or 0, args.mtp_num_layers or 0
-    numbered = ((name, layer.match(name)) for name in present)
-    return [name for name, hit in numbered if hit and count <= int(hit[1]) < count + more]
 
 
 def _check(out: Described, present: Mapping[str, TensorInfo]) -> None:

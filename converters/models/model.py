@@ -56,6 +56,7 @@ class Model:
         after: Rules for what follows the layers.
         mtp: Rules for a multi-token prediction layer, beside those of a layer; empty if there is no place for one.
         layers: Prefix of a layer's names.
+        predictions: Prefixes of what surrounds a prediction layer, and of the layer; None if those follow `layers`.
         misfits: More that it cannot express, as sentences.
         remarks: What a person should know about an export, as sentences.
         zero_centered: Whether its norm weights are stored as gamma - 1, as Megatron may.
@@ -79,6 +80,7 @@ class Model:
     hybrid: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
     blocks: int = 1
     layers: str = "model.layers.{}."
+    predictions: tuple[str, str] | None = None
     misfits: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])
     remarks: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])
     zero_centered: bool = False

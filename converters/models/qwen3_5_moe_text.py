@@ -13,7 +13,8 @@ from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.qwen3_5_text import FLAT_DELTA_NET
 from converters.models.qwen3_next import (
     DELTA_NET_NEEDS,
-    SKIPPED,
+    PREDICTION,
+    PREDICTIONS,
     delta_net_facts,
     delta_net_settings,
     shared_expert_settings,
@@ -47,5 +48,6 @@ MODEL = LlamaModel(
     misfits=every_layer_mixed,
     zero_centered=True,
     facts=delta_net_facts,
-    skipped=SKIPPED,
+    mtp=PREDICTION,
+    predictions=PREDICTIONS,
 )

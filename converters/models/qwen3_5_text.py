@@ -7,7 +7,8 @@ from converters.models.llama import LlamaModel
 from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.qwen3_next import (
     DELTA_NET_NEEDS,
-    SKIPPED,
+    PREDICTION,
+    PREDICTIONS,
     delta_net,
     delta_net_facts,
     delta_net_settings,
@@ -29,5 +30,6 @@ MODEL = LlamaModel(
     linear=FLAT_DELTA_NET,
     zero_centered=True,
     facts=delta_net_facts,
-    skipped=SKIPPED,
+    mtp=PREDICTION,
+    predictions=PREDICTIONS,
 )

@@ -58,7 +58,14 @@ DELTA_NET_NEEDS: dict[str, tuple[Any, ...]] = {
     "linear_value_head_dim": (SET,),
     "linear_conv_kernel_dim": (SET,),
 }
-SKIPPED = {"mtp.": "multi-token prediction layers are not imported"}
+PREDICTIONS = ("mtp.", "mtp.layers.{}.")
+# Qwen's own code and Megatron feed (embedding, hidden) to it in this order: vLLM, qwen3_next_mtp.py; Bridge moves no halves
+PREDICTION = (
+    Rename("pre_fc_norm_embedding.weight", ("enorm.weight",), norm=True),
+    Rename("pre_fc_norm_hidden.weight", ("hnorm.weight",), norm=True),
+    Rename("fc.weight", ("eh_proj.weight",)),
+    Rename("norm.weight", ("final_layernorm.weight",), norm=True),
+)
 
 
 def delta_net_settings(args: ModelArgs) -> dict[str, Any]:
@@ -128,5 +135,6 @@ MODEL = LlamaModel(
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),
     zero_centered=True,
     facts=delta_net_facts,
-    skipped=SKIPPED,
+    mtp=PREDICTION,
+    predictions=PREDICTIONS,
 )

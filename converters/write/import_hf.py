@@ -30,6 +30,7 @@ from converters.megatron.megatron_flags import VERSIONS, inexpressible, lost_fac
 from converters.models import ARCHITECTURES, of_type
 from converters.models.importing import map_from_hf
 from converters.models.left_out import LEFT_OUT
+from converters.models.predictions import with_predictions
 from converters.models.stated import departures, stated
 from converters.models.text_part import has_text_part
 from converters.models.transformers_config import CODE_KEYS, completed
@@ -106,6 +107,7 @@ def plan_import(
     catalog = reader.catalog
     config = completed(model.name, catalog.config)
     args = stated(model, config, biased=any(name.endswith("proj.bias") for name in catalog.weights))
+    args = with_predictions(model, args, catalog.weights)
     mapping = map_from_hf(model, args, catalog.weights, mtp=options.mtp)
     refuse_damage(catalog, {copy.source for copy in mapping.copies})
     _refuse_model(model, args, mapping.args, config, options)

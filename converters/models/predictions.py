@@ -1,0 +1,52 @@
+"""Multi-token prediction layers: which a folder holds, which a table has places for.
+
+    model.layers.61.enorm.weight  model.layers.61.self_attn.*          behind the others        DeepSeek-V3, GLM-4.5
+    mtp.fc.weight  mtp.norm.weight  mtp.layers.0.self_attn.*           by themselves            Qwen3-Next, Qwen3.5
+
+No key of Qwen's config.json says that there is one, so its tensors do.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from converters.megatron.model_args import ModelArgs
+    from converters.models.model import Model
+
+__all__ = ["has_place", "prediction_tensors", "with_predictions"]
+
+
+def has_place(model: Model, args: ModelArgs) -> bool:
+    """Whether the architecture has names for the prediction layers of a model."""
+    # gpt_builders.py, core_v0.19.0: Megatron's are like the last decoder layer, Qwen's have attention in any case
+    linear = bool(args.linear_layers) and args.linear_layers is not None and args.linear_layers[-1]
+    return bool(model.mtp) and not linear and (model.predictions is None or args.mtp_num_layers == 1)
+
+
+def with_predictions(model: Model, args: ModelArgs, names: Collection[str]) -> ModelArgs:
+    """The facts of a model with the prediction layers that a folder holds, if its config.json does not speak of them.
+
+    Args:
+        names: The tensors of the folder.
+    """
+    if model.predictions is None or args.mtp_num_layers is not None:
+        return args
+    first, last = map(re.escape, model.predictions[1].split("{}"))
+    layer = re.compile(rf"{first}(\d{{1,5}}){last}")
+    return replace(args, mtp_num_layers=len({hit[1] for name in names if (hit := layer.match(name))}) or None)
+
+
+def prediction_tensors(model: Model, args: ModelArgs, names: Collection[str]) -> list[str]:
+    """The tensors of prediction layers among those of a folder."""
+    if model.predictions is not None:
+        return [name for name in names if name.startswith(model.predictions[0].partition("{}")[0])]
+    first, last = map(re.escape, model.layers.split("{}"))
+    layer = re.compile(rf"{first}(\d{{1,5}}){last}")
+    count, more = args.num_layers or 0, args.mtp_num_layers or 0
+    numbered = ((name, layer.match(name)) for name in names)
+    return [name for name, hit in numbered if hit and count <= int(hit[1]) < count + more]
