@@ -102,6 +102,8 @@ def test_a_living_run_is_not_touched(stopped, capsys):
         with pytest.raises(DestinationError, match="ranks of its run are alive"):
             clear_leftover(item)
     assert sorted(staging.rglob("*")) == before
+    assert main(["cache", str(stopped)]) == 0
+    assert "where the processes of a run met" in capsys.readouterr().out
     assert main(["cache", str(stopped), "--clear", "-q"]) == 0
     assert not list((stopped / "a b").iterdir())
 

@@ -238,7 +238,7 @@ def _described(path: Path) -> Iterator[Leftover]:
     about = (journal.first_line(path / _journal_name(kind)) or {}).get("about")
     about = about if isinstance(about, dict) else {}
     match = _NAMES[kind].fullmatch(path.resolve().name)
-    beside = str(path.with_name(match[1])) if match and kind != "upload" else None
+    beside = str(path.with_name(match[1])) if match and kind in ("staging", "replaced") else None
     destination = about.get("destination") if isinstance(about.get("destination"), str) else beside
     yield Leftover(path, kind, state, reason, nbytes, modified, destination, _continuation(about))
 

@@ -15,7 +15,7 @@ from converters.box import Box
 from converters.catalog import TensorInfo
 from converters.chunks import Part, StoredArray
 from converters.dtypes import dtype
-from converters.formats.base import ReaderView
+from converters.formats.base import ReaderPair, ReaderView
 from converters.formats.folder import status
 from converters.planning.plan import Copy, Drop, Piece
 from converters.planning.routes import CopyRoutes, Location
@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["ByteCopies", "byte_copies"]
 
 _BYTE = dtype("uint8")
+_BEHIND = 1 << 40  # no checkpoint has so many records
 
 
 class _FileBytes(ReaderView):
-    """The same checkpoint, of which each record is a whole file."""
+    """Files of a checkpoint, each of them one record."""
 
     def __init__(self, reader: Reader, files: Sequence[Path], sizes: Sequence[int]) -> None:
         super().__init__(reader, reader.catalog)
@@ -49,8 +50,8 @@ class _FileBytes(ReaderView):
         return Payload(0, self._sizes[record], None, 0, self._sizes[record])
 
     def fingerprint(self) -> str:
-        """See `Reader`; also of files that are no part of the tensors."""
-        digest = hashlib.sha256(super().fingerprint().encode())
+        """See `Reader`."""
+        digest = hashlib.sha256()
         for path in self.files:
             state = status(path)
             digest.update(f"{path}:{(state.size, state.mtime_ns) if state else None};".encode())
@@ -62,7 +63,7 @@ class ByteCopies:
     """Files to be written, and what copies parts of others into them.
 
     Attributes:
-        reader: What the job reads.
+        reader: What the job reads: the records of the checkpoint, and behind them its files.
         sources: The files that are copied from, as arrays of bytes.
         routes: Where their bytes go.
         files: The files to be written, without the slices that are copied.
@@ -110,11 +111,12 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
         for (path, ranges), size in zip(taken.items(), sizes, strict=True)
         for start, end in _between(ranges, size)
     ]
-    return ByteCopies(_FileBytes(reader, list(taken), sizes), sources, CopyRoutes.of(located), rest, drops)
+    both = ReaderPair(reader, _FileBytes(reader, list(taken), sizes), _BEHIND, reader.catalog)
+    return ByteCopies(both, sources, CopyRoutes.of(located), rest, drops)
 
 
 def _array(name: str, size: int, record: int) -> TensorInfo:
-    stored = StoredArray(name, (size,), np.array([[0]]), np.array([[size]]), np.array([record]))
+    stored = StoredArray(name, (size,), np.array([[0]]), np.array([[size]]), np.array([_BEHIND + record]))
     return TensorInfo(name, _BYTE, (size,), "other", (Part(stored),))
 
 

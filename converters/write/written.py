@@ -97,7 +97,7 @@ class WriteReport:
         # what the real run would refuse
         choose_device(plan.options.device, computes=job.computes, buffers=job.peak_memory)
         free = plan.free_bytes
-        yield "read", f"{format_size(job.bytes_read)} from {counted(len(plan.reader.files), 'file')}"
+        yield "read", f"{format_size(job.bytes_read)} from {counted(len(set(plan.reader.files)), 'file')}"
         size = f"{format_size(job.bytes_written)} to {counted(len(job.files), 'file')} in {self.path}"
         yield "write", f"{size}  (free: {format_size(free)})"
         yield "workers", f"{job.threads}, {format_size(job.peak_memory)} of buffers"

@@ -89,7 +89,8 @@ def _show(console: Console, items: list[Leftover]) -> None:
     for item in items:
         if item.state == "running":
             continue
-        console.fact(f"{item.path}  ", item.reason or f"makes {item.destination}", style=_STYLES[item.state])
+        made = f"makes {item.destination}" if item.destination else "where the processes of a run met, which have ended"
+        console.fact(f"{item.path}  ", item.reason or made, style=_STYLES[item.state])
         if item.command:
             console.fact("", f"continue: {item.command}")
     unfinished = [str(item.path) for item in items if not item.reason]
