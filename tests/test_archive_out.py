@@ -262,7 +262,9 @@ def test_a_hundred_thousand_tensors_are_planned_in_seconds(count):
         for n in range(count)
     }
     output = ArchiveOutput([file])
-    assert time.process_time() - begin < count / 5000  # measured: 5 s for the hundred thousand
+    assert (
+        time.process_time() - begin < count / 1000
+    )  # 5 s for the hundred thousand; looking through all for each: hours
     assert output.files[0].size > count * 64 * 64 * 2
 
 

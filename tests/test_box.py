@@ -123,7 +123,7 @@ def test_many_long_boxes_are_no_hard_case():
     assert fault_of((n, 2 * n), boxes[:-1]) == (boxes[-1], [])
     assert fault_of((n, 2 * n), [*boxes, boxes[7]])[1] == [7, 2 * n]
     assert not fault_of((2 * n, n), steps)[1]
-    assert time.process_time() - begin < 4
+    assert time.process_time() - begin < 30  # less than one; looking at every row for every column takes minutes
 
 
 def test_a_scalar_is_one_tile_without_axes():

