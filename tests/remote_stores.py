@@ -95,8 +95,9 @@ class Proxy:
     """Runs a proxy before a server in a process of its own: it counts requests, fails some, and cuts the bodies of others.
 
     `set(...)` takes `fail` (every so many-th request is answered `status`), `cut` (every so many-th body ends in the
-    middle), `seconds` (each request waits so long), `rate` (bytes per second of each body), and `rules`: a list of
-    `[method, pattern of the path, status, body, times]` answered instead.
+    middle), `seconds` (each request waits so long), `rate` (bytes per second of each body), `whole` (ranges are not
+    understood: a body is all of the object), and `rules`: a list of `[method, pattern of the path, status, body, times]`
+    answered instead.
     """
 
     def __init__(self, port):
@@ -122,7 +123,7 @@ class Proxy:
         return self._ask("DELETE")
 
 
-DEFAULTS = {"fail": 0, "cut": 0, "status": 503, "seconds": 0.0, "rate": 0, "rules": []}
+DEFAULTS = {"fail": 0, "cut": 0, "status": 503, "seconds": 0.0, "rate": 0, "rules": [], "whole": False}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -156,7 +157,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.reply(instead[0], [("Content-Length", str(len(data)))], data, len(data))
             return
         connection = http.client.HTTPConnection("127.0.0.1", self.target, timeout=200)
-        headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
+        dropped = ("connection", "range") if self.values["whole"] else ("connection",)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in dropped}
         connection.request(self.command, self.path, body=body, headers=headers)
         response = connection.getresponse()
         data = response.read()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -126,6 +128,24 @@ def test_every_golden(kind, case, proxy, uploaded, monkeypatch):
     monkeypatch.setattr(conformance, "GOLDEN", named_path(f"s3://{remote_stores.BUCKET}/golden"))
     kind().test_what_it_is(case)
     kind().test_every_tensor_is_the_truth(case)
+
+
+@pytest.mark.parametrize("damage", ["a_missing_file", "a_short_file", "a_flipped_byte"])
+@pytest.mark.parametrize(
+    "kind", [FORMATS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in FORMATS[1:])], ids=lambda k: k.FORMAT
+)
+def test_damage(damage, kind, proxy, server, tmp_path, capsys):
+    """As on a disk: every command refuses it by the file's name, and publishes nothing."""
+
+    class There(kind):
+        def source(self, copy):
+            return named_path(remote_stores.upload(server, copy, f"damaged/{tmp_path.name}"))
+
+    deep = kind.CASES[0]
+    copy = tmp_path / "src"
+    shutil.copytree(GOLDEN / deep.golden, copy)
+    more = ["half of a weight"] if damage == "a_short_file" else []
+    getattr(There(), f"test_{damage}")(*more, copy, deep, tmp_path, capsys)
 
 
 # ---------------------------------------------------------------------- every command
@@ -263,11 +283,34 @@ def test_a_long_object_in_pieces(proxy, server):
 # ---------------------------------------------------------------------- faults
 
 
-def test_a_bad_network_changes_nothing(url, proxy, tmp_path):
+@pytest.mark.parametrize("command", [*WRITING, "import-hf"])
+def test_a_bad_network_changes_nothing(command, url, uploaded, proxy, tmp_path):
+    """Every fifth request fails, every seventh body is cut: the bytes are those of a disk."""
+    golden = "hf_llama_safetensors" if command == "import-hf" else LLAMA
+    source = uploaded(golden)
+    head, more = WRITING.get(command, (["import-hf", "SRC"], []))
     proxy.set(fail=5, cut=7)
-    assert run(["reshard", url, "--tp", "1"], tmp_path / "remote") == run(
-        ["reshard", str(GOLDEN / LLAMA), "--tp", "1"], tmp_path / "disk"
+    there, here = (
+        run([{"SRC": where}.get(word, word) for word in head] + more, tmp_path / name)
+        for name, where in (("remote", source), ("disk", str(GOLDEN / golden)))
     )
+    assert there == here
+
+
+def test_what_is_said_on_a_bad_network(url, proxy, capsys):
+    """Of the commands that read, the answers do not change, either."""
+    lines = (
+        ["inspect", url, "--json"], ["inspect", url, "--files"], ["verify", url], ["ls", url.rpartition("/")[0]],
+        ["show", url, "output_layer.weight", "--json"], ["diff", url, str(GOLDEN / LLAMA)],
+    )  # fmt: skip
+    answers = []
+    for faults in ({}, {"fail": 4, "cut": 5}):
+        proxy.set(**faults)
+        forget()
+        for line in lines:
+            assert main(line) == 0, line
+        answers.append(re.sub(r"[\d.]+ s\b|[\d.]+ .iB/s", "", capsys.readouterr().out))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -308,6 +351,56 @@ def test_sentences(status, code, says, url, proxy, capsys):
     assert "secret" not in said
     assert "Traceback" not in said
     assert len(said.splitlines()) <= 2
+
+
+def test_a_server_without_ranges(url, proxy, capsys):
+    """It is said at once, not tried for two minutes, and nothing is read from the wrong place."""
+    proxy.set(whole=True)
+    assert main(["verify", url]) == 3
+    said = capsys.readouterr()
+    assert "does not give ranges of files" in said.err
+    assert "copy the checkpoint to a disk" in said.err
+    assert "damaged" not in said.out
+
+
+NO_CREDENTIALS = {
+    "az://container/run": "AZURE_STORAGE_ACCOUNT_NAME",
+    "gs://bucket/run": "GOOGLE_APPLICATION_CREDENTIALS",
+    "s3://bucket/run": "AWS_ACCESS_KEY_ID",
+}
+
+
+@pytest.mark.parametrize("address", NO_CREDENTIALS)
+def test_no_credentials(address, monkeypatch, capsys):
+    """What a store finds out when it asks the machine it runs on, as obstore says it."""
+    from converters.remote.store import ObjectStore
+
+    class Handle:
+        pass
+
+    def fail(*_, **__):
+        raise RuntimeError(
+            "token request: Error performing GET http://169.254.169.254/token - 403 Forbidden, secret=hush"
+        )
+
+    monkeypatch.setattr(ObjectStore, "_open", lambda self: Handle())
+    monkeypatch.setattr(ObjectStore, "list", fail)
+    monkeypatch.setattr(ObjectStore, "head", fail)
+    forget()
+    assert main(["inspect", address]) == 3
+    said = capsys.readouterr().err
+    assert f"no credentials for {address.rpartition('/')[0]}" in said
+    assert NO_CREDENTIALS[address] in said
+    assert "hush" not in said
+    forget()
+
+
+def test_no_account_is_named(monkeypatch, capsys):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    forget()
+    assert main(["inspect", "az://container/run"]) == 3
+    assert "set AZURE_STORAGE_ACCOUNT_NAME" in capsys.readouterr().err
+    forget()
 
 
 def test_nobody_listens(url, monkeypatch, capsys):

@@ -27,6 +27,15 @@ _REGION = (
     "IllegalLocationConstraintException",
     "TemporaryRedirect",
 )
+_NO_CREDENTIALS = ("169.254.169.254", "169.254.170.2", "metadata.google.internal", "MissingAccount")
+"""Marks of a store that has asked the machine itself, for want of anything else, or does not know the account."""
+_WAYS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; AWS_SKIP_SIGNATURE=true of a public bucket",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login; GOOGLE_SKIP_SIGNATURE=true of a "
+    "public bucket",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN; "
+    "AZURE_SKIP_SIGNATURE=true of a public container",
+}
 _NETWORK = {
     "connection refused": "connection refused",
     "dns error": "its name is not known",
@@ -95,6 +104,9 @@ def trouble_of(error: BaseException, root: Root) -> Trouble | None:
         return None
     if isinstance(error, CutError):
         return Trouble(f"{bucket} cuts its answers short: {text}", passing=True)
+    if any(mark in text for mark in _NO_CREDENTIALS):
+        where = "were found in the environment or in the cloud's configuration files"
+        return Trouble(f"no credentials for {bucket} {where}: {_WAYS.get(root.scheme, 'log in')}", number=errno.EACCES)
     if code in _EXPIRED:
         return Trouble(
             f"the credentials for {bucket} have expired ({code}): renew them and run the same command again",
@@ -112,11 +124,6 @@ def trouble_of(error: BaseException, root: Root) -> Trouble | None:
         return Trouble(f"{bucket} does not accept the credentials ({shown or 401})", number=errno.EACCES)
     if status == 403 or type(error).__name__ == "PermissionDeniedError" or code == "AccessDenied":
         return Trouble(f"no permission in {bucket} ({shown or 403})", number=errno.EACCES)
-    if "169.254.169.254" in text or "no credentials" in text.lower() or "metadata.google.internal" in text:
-        return Trouble(
-            f"no credentials for {bucket} were found in the environment or in the cloud's configuration files",
-            number=errno.EACCES,
-        )
     if "NotPartial" in text or "non-partial response" in text or type(error).__name__ == "NotSupportedError":
         return Trouble(f"{bucket} does not give ranges of files, which reading needs: copy the checkpoint to a disk")
     if status in _PASSING or code in ("SlowDown", "ServerBusy", "InternalError", "RequestTimeout"):
