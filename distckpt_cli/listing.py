@@ -219,8 +219,8 @@ def print_files(console: Console, reader: Reader, layout: SavedLayout, selection
     """A table of files: which rank and writer wrote each, what it holds, and what is wrong with it."""
     catalog = reader.catalog
     holds = _holdings(reader)
-    placed = layout.coordinates(0) is not None
-    columns = [">RANK", ">WRITER", *([">TP", ">PP", ">DP"] if placed else []), ">RECORDS", ">SIZE", "HOLDS", "FILE"]
+    with_ranks = layout.coordinates(0) is not None
+    columns = [">RANK", ">WRITER", *([">TP", ">PP", ">DP"] if with_ranks else []), ">RECORDS", ">SIZE", "HOLDS", "FILE"]
     rows = []
     files = sorted(catalog.files, key=lambda f: (f.role not in ("data", "unreferenced"), natural_key(f.name)))
     for info in sorted(files, key=lambda f: -(f.size or 0)) if selection.by_size else files:
@@ -230,7 +230,7 @@ def print_files(console: Console, reader: Reader, layout: SavedLayout, selection
         rows.append(
             [
                 *(map(str, writer) if writer else ("-", "-")),
-                *(at if placed else ()),
+                *(at if with_ranks else ()),
                 f"{info.records:,}" if info.role == "data" else "-",
                 "-" if info.size is None else format_size(info.size),
                 _holds(info, holds.get(info.name, ())),

@@ -47,14 +47,14 @@ class HubUpload(Upload):
         self._hub.create()
         return False
 
-    def _run(self, crew: Crew, tell: Listener) -> None:
+    def _run(self, crew: Crew, notify: Listener) -> None:
         if not crew.leads:
             crew.agree(None)
             return
         crew.assemble()
         files = self._files()
-        tell(Phase("uploading"))
-        tell(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        notify(Phase("uploading"))
+        notify(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
         here = self._hub.files()
         card = here and _CARD in here and not self._overwrite
         additions = [self._put(name, path, crew) for name, path in files.items() if name != _CARD or not card]

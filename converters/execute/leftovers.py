@@ -154,7 +154,7 @@ def clear_leftover(leftover: Leftover) -> str:
         DestinationError: It is in use meanwhile, is not ours to remove, or the disk failed.
     """
     path = leftover.path
-    shown, said = printable(str(path)), ""
+    shown, answer = printable(str(path)), ""
     if leftover.reason:
         raise DestinationError(f"{shown} is not removed: {leftover.reason}")
     try:
@@ -165,7 +165,7 @@ def clear_leftover(leftover: Leftover) -> str:
             if state != "unfinished" or not os.path.samestat(os.fstat(fd), path.lstat()):
                 raise DestinationError(f"{shown} is not removed: {reason or 'it has just been replaced'}")
             if leftover.kind == "upload":
-                said = _abort_uploads(path)
+                answer = _abort_uploads(path)
             _remove(path, leftover.kind)
         finally:
             os.close(fd)
@@ -175,7 +175,7 @@ def clear_leftover(leftover: Leftover) -> str:
         return ""  # its run went on and has ended
     except OSError as error:
         raise os_trouble(error, path, "removing") from error
-    return said
+    return answer
 
 
 def _abort_uploads(path: Path) -> str:

@@ -130,8 +130,8 @@ def serial_of(properties: Any) -> str:
     """
     if " MIG " in properties.name:
         return ""
-    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    return str(properties.uuid) if None in place else ":".join(map(str, place))
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return str(properties.uuid) if None in address else ":".join(map(str, address))
 
 
 def gpu_of(local_rank: int) -> str | None:

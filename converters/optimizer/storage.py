@@ -72,7 +72,7 @@ def complete_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> dict[
         ]
         wide = wide if wide and _are_remainders(reader, tensors, wide) else []
     out = dict(tensors) | {name: _completed(reader.catalog, tensors[name]) for name in (*narrow, *wide)}
-    if _held_in_fp16(reader.catalog):
+    if _are_fp16(reader.catalog):
         out |= {name: replace(out[name], coarse=True) for name in masters if out[name].remainders is None}
     return out
 
@@ -127,7 +127,7 @@ def as_remainders(catalog: Catalog, tensors: Mapping[str, TensorInfo], optimizer
     return out
 
 
-def _held_in_fp16(catalog: Catalog) -> bool:
+def _are_fp16(catalog: Catalog) -> bool:
     """Whether the job had --main-params-dtype fp16, whose values are rounded after the weights were made of them.
 
     FusedAdam gives the weights what it has computed in fp32, and then keeps that as fp16 with a scale for each parameter

@@ -99,8 +99,8 @@ def vocabulary_answers(
         return
     (wanted,) = rows.counts
     if wanted < stored and (stated is None or wanted < stated):
-        known = "" if stated is None else f", {stated - wanted:,} of them of real words"
-        lost = f"{text}: the last {stored - wanted:,} would be left out{known}"
+        words = "" if stated is None else f", {stated - wanted:,} of them of real words"
+        lost = f"{text}: the last {stored - wanted:,} would be left out{words}"
         yield VocabularyAnswer(None if stated is None else False, lost, fixed=False)
     elif exact:
         text += ": a legacy job loads exactly its rows"
@@ -172,7 +172,7 @@ def _tokenizer_size(folder: Path) -> int:
             return 0
         document = json.loads(read_small(path, _TOKENIZER_LIMIT))
         words = document["model"]["vocab"]
-        known = set(words) if isinstance(words, dict) else {word for word, _ in words}
-        return len(known | {token["content"] for token in document.get("added_tokens") or ()})
+        vocabulary = set(words) if isinstance(words, dict) else {word for word, _ in words}
+        return len(vocabulary | {token["content"] for token in document.get("added_tokens") or ()})
     except (OSError, ValueError, KeyError, TypeError, FormatError):
         return 0

@@ -119,12 +119,12 @@ class CopyRoutes:
     copies: Mapping[str, Sequence[tuple[int, Copy]]]
 
     @classmethod
-    def of(cls, placed: Iterable[tuple[Piece, Location]]) -> CopyRoutes:
+    def of(cls, located: Iterable[tuple[Piece, Location]]) -> CopyRoutes:
         """Groups copies by source and orders the sources by where their first element lands."""
         pieces, locations = list[Piece](), list[Location]()
         copies: dict[str, list[tuple[int, Copy]]] = defaultdict(list)
         first: dict[str, tuple[int, int]] = {}
-        for number, (piece, location) in enumerate(placed):
+        for number, (piece, location) in enumerate(located):
             pieces.append(piece)
             locations.append(location)
             position = (location.file, location.offset)

@@ -12,7 +12,7 @@ from converters.dtypes import dtype
 from converters.errors import RequestError, UnsupportedError
 from converters.names import printable
 from converters.pickles import Global, Obj
-from converters.write.target_state import shown_argument
+from converters.write.job_arguments import shown_argument
 
 __all__ = ["LiteralText", "argument_value"]
 

@@ -31,15 +31,9 @@ from converters.planning.job import OutputFile, Slice
 from converters.torchzip.records import read_directory, read_pickle
 from converters.torchzip.records_out import with_pickle
 from converters.write.argument_values import argument_value
+from converters.write.job_arguments import LAYOUT_ARGUMENTS, shown_argument
 from converters.write.side_files import LEFT_OUT, copied_file, files_beside
-from converters.write.target_state import (
-    LAYOUT_ARGUMENTS,
-    TRACKER,
-    iteration_folder,
-    open_common,
-    shown_argument,
-    tracker,
-)
+from converters.write.target_state import TRACKER, iteration_folder, open_common, tracker
 from converters.write.write_plan import Conversion, WriteOptions
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from converters.megatron.split import padded_vocab
 from converters.names import quoted
 from converters.pickles import Global
 from converters.write.bridge_files import bridge_files
-from converters.write.target_state import job_flags
+from converters.write.job_arguments import job_flags
 from converters.write.write_plan import WriteOptions
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def for_bridge(
         "make_vocab_size_divisible_by": divisible,
         "should_pad_vocab": rows % (divisible * layout.tp) != 0,
     }
-    place = destination.expanduser().absolute() / folder / TOKENIZER
+    tokenizer_path = destination.expanduser().absolute() / folder / TOKENIZER
     only = "" if args.extras.get("bridge_family") is None else ": Megatron-LM's arguments cannot express it"
     return Start(
         job="Megatron-Bridge",
@@ -146,7 +146,7 @@ def for_bridge(
         rows=padded_vocab(rows, divisible, layout.tp),
         section=section,
         files=bridge_files(
-            section, layout, folder, options.iteration or 0, tokenizer=str(place) if tokenized else None
+            section, layout, folder, options.iteration or 0, tokenizer=str(tokenizer_path) if tokenized else None
         ),
         notes=(f"written as Megatron-Bridge stores it, with {folder}/run_config.yaml{only}",),
     )

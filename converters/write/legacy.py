@@ -47,20 +47,22 @@ from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
 from converters.pickles import Obj, fields, set_field
 from converters.words import counted
+from converters.write.job_arguments import (
+    change_arguments,
+    job_flags,
+    layout_arguments,
+    optimizer_flags,
+    plain_master_arguments,
+)
 from converters.write.side_files import files_beside
 from converters.write.target_state import (
     TRACKER,
     JobOptions,
     as_megatron_lm,
-    change_arguments,
     chosen_optimizer,
     describe,
     iteration_folder,
-    job_flags,
-    layout_arguments,
     open_common,
-    optimizer_flags,
-    plain_master_arguments,
     rng_fits,
     tracker,
 )

@@ -23,10 +23,11 @@ from converters.optimizer.proof import Masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.storage import as_remainders, keeps_remainders
 from converters.write.framework_files import companions, keeps_framework
+from converters.write.job_arguments import job_flags, optimizer_flags
 from converters.write.reshard_state import ReshardOptions, State, TargetState
 from converters.write.reshard_targets import Targets
 from converters.write.side_files import files_beside
-from converters.write.target_state import TRACKER, chosen_optimizer, describe, job_flags, optimizer_flags, tracker
+from converters.write.target_state import TRACKER, chosen_optimizer, describe, tracker
 from converters.write.write_plan import Conversion, run_conversion
 
 if TYPE_CHECKING:

@@ -27,16 +27,13 @@ from converters.names import parse_key, split_wrapper, stored_key
 from converters.optimizer.groups import common_optimizer
 from converters.pickles import Obj, fields
 from converters.torchzip.records_out import empty_object
-from converters.write.target_state import (
-    JobOptions,
-    as_megatron_lm,
+from converters.write.job_arguments import (
     change_arguments,
     layout_arguments,
-    open_common,
     optimizer_arguments,
     plain_master_arguments,
-    rng_fits,
 )
+from converters.write.target_state import JobOptions, as_megatron_lm, open_common, rng_fits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

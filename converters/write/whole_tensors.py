@@ -25,7 +25,7 @@ from converters.pickles import Global
 from converters.planning.plan import Copy, Drop, Piece
 from converters.words import counted
 from converters.write.export import ExportOptions, choose_mapping
-from converters.write.target_state import layout_arguments, plain_master_arguments
+from converters.write.job_arguments import layout_arguments, plain_master_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -135,12 +135,12 @@ def _hf_names(catalog: Catalog, vocab_size: int | None) -> Content:
 
 def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
     refuse_contradictions(ModelArgs.from_catalog(catalog), catalog)
-    placed = {name: t for name, t in catalog.tensors.items() if t.kind != "weight" or Pipeline.recognises(name)}
-    model = LocalModel.of(replace(catalog, tensors=placed), Layout(), vocab_size=vocab_size).chunk()
+    recognised = {name: t for name, t in catalog.tensors.items() if t.kind != "weight" or Pipeline.recognises(name)}
+    model = LocalModel.of(replace(catalog, tensors=recognised), Layout(), vocab_size=vocab_size).chunk()
     # as they are stored: Megatron-FSDP keeps a bf16 model's weights in fp32, and nothing is rounded without a request
     tensors: list[Piece] = [replace(t, dtype=catalog.weights[t.sources[0]].dtype) for t in model]
     # what no rule knows has no place on a rank of a job, but it is a whole tensor with a name
-    unknown = {name: t for name, t in catalog.weights.items() if name not in placed}
+    unknown = {name: t for name, t in catalog.weights.items() if name not in recognised}
     tensors += [_same(t) for name, t in unknown.items()]
     drops = []
     for copy in (copy for tensor in tensors for copy in tensor.copies):

@@ -50,10 +50,10 @@ def cache(
 
         for item in items:
             if not item.reason:
-                said = clear_leftover(item)
+                answer = clear_leftover(item)
                 removed.append(item)
-                if said:
-                    console.note(said)
+                if answer:
+                    console.note(answer)
     if console.json_requested:
         console.document("distckpt.cache/1", {"kept": [_document(item, removed) for item in items]})
     elif clear:

@@ -104,8 +104,8 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
         console.fact("" if number else "unchecked", text)
     if len(left) < len(report.unchecked):
         console.fact("", f"and {len(report.unchecked) - len(left):,} more (-v)")
-    told = f"  (not checked: {len(report.unchecked):,})" if report.unchecked else ""
-    console.fact("good" if report.good else "damaged", ckpt + told, style="ok" if report.good else "error")
+    unchecked = f"  (not checked: {len(report.unchecked):,})" if report.unchecked else ""
+    console.fact("good" if report.good else "damaged", ckpt + unchecked, style="ok" if report.good else "error")
     if not report.good:
         hints = [f.hint for check in report.checks for f in check.findings if f.severity == "error" and f.hint]
         for hint in dict.fromkeys(hints):
@@ -116,8 +116,10 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
 
 def _show_check(console: Console, check: Check) -> None:
     word, style = _WORDS[check.status]
-    told = [finding for finding in check.findings if finding.severity != "unchecked"]  # those have lines of their own
-    shown = told if console.verbose else told[:_SHOWN]
+    findings = [
+        finding for finding in check.findings if finding.severity != "unchecked"
+    ]  # those have lines of their own
+    shown = findings if console.verbose else findings[:_SHOWN]
     lines = [finding.message for finding in shown] if check.status in ("bad", "warning") else [check.summary]
     if check.status == "bad":
         lines = [("look: " if f.severity == "warning" else "") + f.message for f in shown]
