@@ -10,7 +10,7 @@ from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
 from converters.megatron.vocabulary import end_of_documents
 from converters.models.config import KEYS
-from converters.models.predictions import has_place
+from converters.models.predictions import keeps_predictions
 from converters.models.rules import Emit
 from converters.planning.plan import Drop, pieces_of
 
@@ -82,7 +82,7 @@ def map_to_hf(
     if wrong:
         raise RequestError("the checkpoint's arguments do not fit its tensors", details=wrong)
     model.requires(args)
-    keep = _keeps_mtp(args, model, mtp)
+    keep = keeps_predictions(args, model, mtp)
     vocab, notes = _vocabulary(args, vocab_size)
     add_one = bool(args.zero_centered_norm) and not model.zero_centered
     if dtype is None and (dtype := catalog.computing_type) is not None:
@@ -143,18 +143,6 @@ def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterato
         # built from the spec of the last decoder layer: multi_token_prediction.py, get_mtp_layer_spec
         for rule in (*model.layer, *(model.moe if experts[-1] else model.dense)):
             yield rule, inner, target
-
-
-def _keeps_mtp(args: ModelArgs, model: Model, mtp: str) -> bool:
-    if mtp not in ("keep", "drop", "auto"):
-        raise RequestError(f"unknown choice {mtp!r} for multi-token prediction", hint="keep, drop or auto")
-    if mtp == "keep" and not args.mtp_num_layers:
-        raise RequestError("the model has no multi-token prediction layers to keep", hint="leave out --mtp")
-    if mtp == "keep" and not has_place(model, args):
-        raise RequestError(
-            f"{model.architecture} has no place for multi-token prediction layers", hint="leave them out: --mtp drop"
-        )
-    return mtp != "drop" and bool(args.mtp_num_layers) and has_place(model, args)
 
 
 def _vocabulary(args: ModelArgs, vocab_size: int | None) -> tuple[int, list[str]]:

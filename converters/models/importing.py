@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from converters.errors import IntegrityError, RequestError
 from converters.models.described import COMPUTED, HEADS, Described, own_names
 from converters.models.export import emit_all
-from converters.models.predictions import has_place, prediction_tensors
+from converters.models.predictions import keeps_predictions, prediction_tensors
 from converters.names import fold, printable
 from converters.planning.plan import Drop, Op, Target, pieces_of, prove, reversed_copy
 from converters.words import counted
@@ -72,8 +72,7 @@ def map_from_hf(
     names = own_names(model, tensors)
     present = {expected: tensors[name] for expected, name in names.items()}
     behind = prediction_tensors(model, args, present)
-    wanted = bool(args.mtp_num_layers) and mtp != "drop"
-    keep = wanted and has_place(model, args) and (mtp == "keep" or bool(behind))
+    keep = keeps_predictions(args, model, mtp) and (mtp == "keep" or bool(behind))
     notes = []
     if args.mtp_num_layers and not keep:
         why = "are left out" if behind else "are not in the folder; transformers leaves them out when it saves"

@@ -12,13 +12,15 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from converters.errors import RequestError
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from converters.megatron.model_args import ModelArgs
     from converters.models.model import Model
 
-__all__ = ["has_place", "prediction_tensors", "with_predictions"]
+__all__ = ["has_place", "keeps_predictions", "prediction_tensors", "with_predictions"]
 
 
 def has_place(model: Model, args: ModelArgs) -> bool:
@@ -50,3 +52,20 @@ def prediction_tensors(model: Model, args: ModelArgs, names: Collection[str]) ->
     count, more = args.num_layers or 0, args.mtp_num_layers or 0
     numbered = ((name, layer.match(name)) for name in names)
     return [name for name, hit in numbered if hit and count <= int(hit[1]) < count + more]
+
+
+def keeps_predictions(args: ModelArgs, model: Model, mtp: str) -> bool:
+    """Whether prediction layers are carried, as asked for with `--mtp`: "keep", "drop" or "auto".
+
+    Raises:
+        RequestError: They are to be kept, and there are none or no place for them.
+    """
+    if mtp not in ("keep", "drop", "auto"):
+        raise RequestError(f"unknown choice {mtp!r} for multi-token prediction", hint="keep, drop or auto")
+    if mtp == "keep" and not args.mtp_num_layers:
+        raise RequestError("the model has no multi-token prediction layers to keep", hint="leave out --mtp")
+    if mtp == "keep" and not has_place(model, args):
+        raise RequestError(
+            f"{model.architecture} has no place for multi-token prediction layers", hint="leave them out: --mtp drop"
+        )
+    return mtp != "drop" and bool(args.mtp_num_layers) and has_place(model, args)
