@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import pickle
 import random
+import tracemalloc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import bench_metadata
 import numpy as np
 import pytest
 import torch
@@ -311,3 +313,16 @@ def test_truncated_file():
     plans = (GOLDEN / "pickles" / "v019_fullyreshardable.metadata").read_bytes()
     with pytest.raises(FormatError):
         read_metadata(plans[:-100])
+
+
+def test_memory_of_a_chunk(tmp_path):
+    """What a million chunks behind 125,000 keys take is 1 GiB with the file: 800 bytes each; they were 1,160."""
+    bench_metadata.write(tmp_path / ".metadata", 40_000, "keys", 4)
+    data = (tmp_path / ".metadata").read_bytes()
+    read_metadata(data)
+    tracemalloc.start()
+    try:
+        read_metadata(data)
+        assert tracemalloc.get_traced_memory()[1] < 900 * 40_000
+    finally:
+        tracemalloc.stop()

@@ -30,7 +30,7 @@ import numpy as np
 
 from converters.pickles.nodes import Node, Obj, Run, Slot
 from converters.pickles.stack import MISSING, Stack
-from converters.pickles.templates import Ints, Template, find, make_template, tokenize
+from converters.pickles.templates import Ints, Template, find, make_template, narrowed, tokenize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,6 +117,7 @@ class Columns:
         self._scans = _SCANS
         self._codes: dict[bytes, int] = {}
         self._written: list[tuple[Ints, Ints]] = []
+        self._sorted: tuple[Ints, Ints, list[str]] | None = None
 
     # -- called by the machine --------------------------------------------------------------------------
 
@@ -165,9 +166,9 @@ class Columns:
         left = index - int(ends[at] - run.memos[at])
         row = int(run.row[at])
         for block in template.blocks:
-            if row < len(block.starts):
+            if row < block.count:
                 break
-            row -= len(block.starts)
+            row -= block.count
         for event in template.events:
             writes = isinstance(event, tuple) or block.values[event][row] < 0
             if writes and left == 0:
@@ -209,7 +210,8 @@ class Columns:
         index = self.index[kind]
         index.stop = pos + _WINDOW
         index.starts, index.breaks = [], []
-        index.ends = index.template = index.row = index.memos = np.zeros(0, np.int64)
+        index.ends = np.zeros(0, np.int64)
+        index.template, index.row, index.memos = np.zeros(0, np.int8), np.zeros(0, np.int32), np.zeros(0, np.int32)
         for number in range(len(self.templates[kind])):
             self._add(kind, number, pos)
 
@@ -217,7 +219,7 @@ class Columns:
         """Add one template's candidates to the window, from `pos` on."""
         index, template = self.index[kind], self.templates[kind][number]
         block = find(self.raw, template, pos, index.stop)
-        rows = np.arange(template.rows, template.rows + len(block.starts))
+        rows = np.arange(template.rows, template.rows + len(block.starts), dtype=np.int32)
         template.blocks.append(block)
         template.rows += len(rows)
         every = np.concatenate([np.array(index.starts, np.int64), block.starts])
@@ -228,9 +230,10 @@ class Columns:
         order, starts = order[first], starts[first]
         index.starts = starts.tolist()
         index.ends = np.concatenate([index.ends, block.ends])[order]
-        index.template = np.concatenate([index.template, np.full(len(rows), number, np.int64)])[order]
+        index.template = np.concatenate([index.template, np.full(len(rows), number, np.int8)])[order]
         index.row = np.concatenate([index.row, rows])[order]
         index.memos = np.concatenate([index.memos, block.memos])[order]
+        block.forget_places()
         last = np.ones(len(starts), bool)
         last[:-1] = index.ends[:-1] != starts[1:]
         index.breaks = np.flatnonzero(last).tolist()
@@ -265,7 +268,8 @@ class Columns:
         sizes = np.array([len(run.row) for run in runs])
         before = np.cumsum(memos) - memos
         shift = np.array([run.first for run in runs]) - before[np.cumsum(sizes) - sizes]
-        base, run_of = before + np.repeat(shift, sizes), np.repeat(np.array(numbers), sizes)
+        base = narrowed(before + np.repeat(shift, sizes))
+        run_of = narrowed(np.repeat(np.array(numbers), sizes))
         batches = []
         for number, shape in enumerate(self.templates[kind]):
             mine = np.flatnonzero(template == number)
@@ -290,9 +294,7 @@ class Columns:
                 raise Bail
             new = values[event] < 0
             if new.any():
-                texts = np.concatenate([block.texts[event] for block in template.blocks if len(block.starts)])[
-                    rows[new]
-                ]
+                texts = np.concatenate([block.texts[event] for block in template.blocks if block.count])[rows[new]]
                 self._write(at[new], texts)
                 values[event] = np.where(new, at, values[event])
                 at = at + new
@@ -303,7 +305,7 @@ class Columns:
         """Note the strings that items wrote to the memo."""
         data, codes = self.data, self._codes
         numbers = [codes.setdefault(data[pos : pos + size], len(codes)) for pos, size in texts.tolist()]
-        self._written.append((indexes, np.array(numbers, np.int64)))
+        self._written.append((indexes, np.array(numbers, np.int32)))
 
     def texts(self, machine: Stack, indexes: Ints) -> tuple[Ints, list[str]]:
         """The strings that memo indexes refer to.
@@ -318,15 +320,7 @@ class Columns:
         Raises:
             Bail: One of them is not a string.
         """
-        try:
-            strings = [raw.decode("utf-8", "surrogatepass") for raw in self._codes]
-        except UnicodeDecodeError:
-            raise Bail from None
-        empty = np.zeros(0, np.int64)
-        keys = np.concatenate([empty, *(pair[0] for pair in self._written)])
-        codes = np.concatenate([empty, *(pair[1] for pair in self._written)])
-        order = np.argsort(keys)
-        keys, codes = keys[order], codes[order]
+        keys, codes, strings = self._sorted_texts()
         unique, inverse = np.unique(indexes, return_inverse=True)
         positions = np.full(len(unique), -1, np.int64)
         if len(keys):
@@ -339,6 +333,21 @@ class Columns:
             positions[position] = len(strings)
             strings.append(value)
         return positions[inverse], strings
+
+    def _sorted_texts(self) -> tuple[Ints, Ints, list[str]]:
+        """Memo indexes of the strings that items wrote, in order; which string each is; the different strings."""
+        if self._sorted is None:
+            try:
+                strings = [raw.decode("utf-8", "surrogatepass") for raw in self._codes]
+            except UnicodeDecodeError:
+                raise Bail from None
+            keys, codes = (
+                np.concatenate([np.zeros(0, np.int32), *(pair[n] for pair in self._written)]) for n in (0, 1)
+            )
+            order = np.argsort(keys)
+            self._sorted = keys[order], codes[order], strings
+            self._codes, self._written = {}, []
+        return self._sorted
 
     @staticmethod
     def referred(batches: list[Batch], indexes: Ints) -> Iterator[tuple[Batch, Node, Ints, Ints]]:

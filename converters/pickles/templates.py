@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
     from converters.pickles.stack import Stack
 
-__all__ = ["Block", "Ints", "Template", "find", "make_template", "tokenize"]
+__all__ = ["Block", "Ints", "Template", "find", "make_template", "narrowed", "tokenize"]
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Token = tuple[int, int, int]
 """Opcode, its position, the position after its argument (and after the MEMOIZE of a string)."""
 
@@ -67,6 +67,9 @@ class Block:
         memos: (n,) how many memo entries each writes.
         values: By slot, (n,): the integer, the memo index, or -1 for a new string.
         texts: By slot, (n, 2): first byte and length of a new string; empty for integers.
+
+    Attributes:
+        count: n.
     """
 
     starts: Ints
@@ -74,6 +77,14 @@ class Block:
     memos: Ints
     values: list[Ints]
     texts: list[Ints]
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        self.count = len(self.starts)
+
+    def forget_places(self) -> None:
+        """Gives up what only the index of the window needs."""
+        self.starts = self.ends = self.memos = self.starts[:0].copy()
 
 
 class _Overlay:
@@ -231,10 +242,16 @@ def find(raw: NDArray[np.uint8], template: Template, start: int, stop: int) -> B
     return Block(
         starts[live],
         search.at,
-        memos,
-        [column[live] for column in search.values],
-        [text[live] if len(text) else text for text in search.texts],
+        memos.astype(np.int32),
+        [narrowed(column[live]) for column in search.values],
+        [narrowed(text[live]) if len(text) else text for text in search.texts],
     )
+
+
+def narrowed(numbers: Ints) -> Ints:
+    """In 32 bits, if all fit: most offsets and memo indexes do, and there are millions of them."""
+    fits = not numbers.size or (numbers.min() >= -(1 << 31) and numbers.max() < 1 << 31)
+    return numbers.astype(np.int32) if fits else numbers
 
 
 def _occurrences(raw: NDArray[np.uint8], head: bytes) -> Ints:

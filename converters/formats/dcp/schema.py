@@ -76,9 +76,15 @@ class Schema:
         mcore, plans = top.pop("mcore_data", None), top.pop("all_local_plans", None)
         planner_data = top.pop("planner_data", None)
         shapes = self._state(state)
-        chunks, records = self._chunks(state), self._records(stored)
+        # a million chunks take hundreds of MB as objects: they go as soon as they are arrays
+        chunks = self._chunks(state)
+        state.clear()
+        records = self._records(stored)
+        stored.clear()
         if self.columns is not None and self.runs_met != len(self.columns.runs_taken):
             raise Bail
+        self.lists, self.entries, self.columns = [], [], None
+        self.machine.memo.clear()
         files = self._sort_files(records)
         stray: list[str] = []
         objects = self._objects(shapes, records, stray)
@@ -136,7 +142,7 @@ class Schema:
         owners: list[int] = []
         starts: list[tuple[int, ...]] = []
         sizes: list[tuple[int, ...]] = []
-        owner_of_run = np.full(len(self.columns.runs_taken) if self.columns else 0, -1, np.int64)
+        owner_of_run = np.full(len(self.columns.runs_taken) if self.columns else 0, -1, np.int32)
         for number, (key, node) in enumerate(state.items()):
             if node.func.name == "BytesStorageMetadata":
                 continue
@@ -154,7 +160,7 @@ class Schema:
                 owners.append(number)
                 starts.append(self.ints(part.get("offsets"), key))
                 sizes.append(self.ints(part.get("sizes"), key))
-        owner, start, size = [np.array(owners, np.int64)], [Points.of(starts)], [Points.of(sizes)]
+        owner, start, size = [np.array(owners, np.int32)], [Points.of(starts)], [Points.of(sizes)]
         for batch in self.lists:
             part = _fields_of(batch.tree)
             owner.append(owner_of_run[batch.run])
@@ -184,7 +190,7 @@ class Schema:
             owners.append(self._number(key))
             starts.append(None if where is None else self.ints(where, key))
             locations.append(self._location_of(info, key))
-        owner, start = [np.array(owners, np.int64)], [Points.of(starts)]
+        owner, start = [np.array(owners, np.int32)], [Points.of(starts)]
         location = [np.array(locations, np.int64).reshape(-1, 3)]
         for batch in self.entries:
             index, info = (_fields_of(part) for part in batch.tree)
@@ -231,7 +237,7 @@ class Schema:
     # -- columns ---------------------------------------------------------------------------------------
 
     def _nowhere(self, batch: Batch) -> Points:
-        return Points(np.zeros((len(batch.run), 0), np.int64), np.full(len(batch.run), OBJECT, np.int64))
+        return Points(np.zeros((len(batch.run), 0), np.int64), np.full(len(batch.run), OBJECT, np.int8))
 
     def _points(self, node: Node, batch: Batch, rows: Ints | None = None) -> Points:
         """The shapes or offsets at one place of each item (of some of them)."""
@@ -246,7 +252,7 @@ class Schema:
         for dim, item in enumerate(node):
             values = self._ints_of(item, batch)
             at[:, dim] = values if rows is None else values[rows]
-        return Points(at, np.full(count, len(node), np.int64))
+        return Points(at, np.full(count, len(node), np.int8))
 
     def _referred(self, indexes: Ints) -> Points:
         """The shapes or offsets that memo indexes refer to: in items taken as columns, or made."""
@@ -284,12 +290,12 @@ class Schema:
 
     def _texts(self, node: Node, batch: Batch, number: Callable[[str], int]) -> Ints:
         if type(node) is str:
-            return np.full(len(batch.run), number(node), np.int64)
+            return np.full(len(batch.run), number(node), np.int32)
         if type(node) is not Slot or not node.is_ref or self.columns is None:
             raise Bail
         codes, strings = self.columns.texts(self.machine, batch.values[node.index])
         used, inverse = np.unique(codes, return_inverse=True)
-        return np.array([number(strings[code]) for code in used.tolist()], np.int64)[inverse]
+        return np.array([number(strings[code]) for code in used.tolist()], np.int32)[inverse]
 
     # -- bringing together -----------------------------------------------------------------------------
 
@@ -336,7 +342,9 @@ class Schema:
         fits = records.starts.ndim == ndim[records.owner]
         stray += self._describe(records, np.flatnonzero(~fits & (records.starts.ndim != OBJECT)))
         rows = np.flatnonzero(fits)
-        mine = Records(records.owner[rows], records.starts.take(rows), records.location[rows])
+        mine = records
+        if len(rows) < len(fits):
+            mine = Records(records.owner[rows], records.starts.take(rows), records.location[rows])
         matched = match(chunks, mine)
         if len(matched.twice):
             raise self.fail("two records for one chunk", self.keys[mine.owner[matched.twice[0]]])

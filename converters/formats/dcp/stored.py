@@ -27,7 +27,7 @@ __all__ = [
     "match",
 ]
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
+Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 OBJECT: Final = -1
 """In place of a number of dimensions: the record of an object, which has no offset in a tensor."""
@@ -120,9 +120,9 @@ class Points:
     @staticmethod
     def of(points: Sequence[tuple[int, ...] | None]) -> Points:
         """From Python values; None for no point."""
-        ndim = np.array([OBJECT if point is None else len(point) for point in points], np.int64)
+        ndim = np.array([OBJECT if point is None else len(point) for point in points], np.int8)
         at = np.zeros((len(points), max(0, int(ndim.max(initial=0)))), np.int64)
-        for dims in np.unique(ndim[ndim > 0]).tolist():
+        for dims in sorted(set(ndim[ndim > 0].tolist())):  # np.unique would import numpy.ma
             rows = np.flatnonzero(ndim == dims)
             at[rows, :dims] = np.array([points[row] for row in rows.tolist()], np.int64)
         return Points(at, ndim)
@@ -131,11 +131,11 @@ class Points:
     def joined(parts: Sequence[Points]) -> Points:
         """One after the other, all as wide as the widest."""
         width = max((part.at.shape[1] for part in parts), default=0)
-        at = [np.pad(part.at, ((0, 0), (0, width - part.at.shape[1]))) for part in parts]
-        return Points(
-            np.concatenate([np.zeros((0, width), np.int64), *at]),
-            np.concatenate([np.zeros(0, np.int64), *(part.ndim for part in parts)]),
-        )
+        at, first = np.zeros((sum(len(part.at) for part in parts), width), np.int64), 0
+        for part in parts:
+            at[first : first + len(part.at), : part.at.shape[1]] = part.at
+            first += len(part.at)
+        return Points(at, np.concatenate([np.zeros(0, np.int8), *(part.ndim for part in parts)]))
 
     def take(self, rows: Ints) -> Points:
         """Some of them."""
