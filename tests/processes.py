@@ -44,13 +44,14 @@ def finish(processes: Iterable[subprocess.Popen[str]]) -> list[tuple[str, str]]:
 
 def end_all() -> None:
     """Kills what tests have started and not waited for, and closes its pipes."""
-    while _started:
-        process = _started.pop()
+    for process in (*_started, *subprocess._active):  # type: ignore[attr-defined]  # whose objects are gone, not they
         process.kill()
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()
         process.wait()
+    _started.clear()
+    subprocess._active.clear()  # type: ignore[attr-defined]
 
 
 def forget_failure(error: BaseException | None) -> None:
@@ -59,8 +60,11 @@ def forget_failure(error: BaseException | None) -> None:
         warnings.simplefilter("ignore", ResourceWarning)
         while error is not None:
             traceback.clear_frames(error.__traceback__)
+            for frame, _ in traceback.walk_tb(error.__traceback__):
+                frame.f_locals  # noqa: B018 - pytest has looked at them: what it saw is kept until somebody looks again
             error = error.__cause__ or error.__context__
         gc.collect()
+        end_all()
 
 
 def wait_until(condition: Callable[[], Any], *watched: subprocess.Popen[str]) -> Any:
