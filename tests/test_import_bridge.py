@@ -25,6 +25,8 @@ from converters.models import gemma, gemma2, rules
 from converters.write.export import plan_export
 from converters.write.import_hf import plan_import
 from converters.write.import_start import ImportOptions
+from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.write_plan import run_conversion
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BRIDGE = json.loads((GOLDEN / "bridge_imports.json").read_text())
@@ -160,6 +162,23 @@ def test_what_is_not_written_for_bridge(name, options, text, hf, tmp_path):
     with pytest.raises(RequestError) as error:
         plan_import(hf(name), tmp_path / "job", Layout(), ImportOptions(**options))
     assert text in f"{error.value.message} {error.value.details}"
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "olmoe", "exaone4"])
+def test_arguments_of_megatron_lm_say_which_model_it_is(name, hf, tmp_path):
+    """Megatron-LM cannot build it; what is made of the folder for it is still known for what it is."""
+    imported(hf(name), tmp_path / "job")
+    plan = plan_reshard(
+        open_checkpoint(tmp_path / "job"), tmp_path / "lm", Layout(), ReshardOptions(framework="megatron-lm")
+    )
+    assert any("Megatron-LM has no arguments for this model" in note for note in plan.notes)
+    run_conversion(plan)
+    (tmp_path / "lm" / "iter_0000000" / "run_config.yaml").unlink()
+    if name == "gemma3_text":  # no argument says gated tanh GELU
+        with pytest.raises(RequestError, match="no known architecture"):
+            exported(tmp_path / "lm", tmp_path / "back")
+        return
+    assert same(exported(tmp_path / "lm", tmp_path / "back"), tensors(hf(name))) == []
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ def megatron_arguments(model: ModelArgs, options: Mapping[str, Any]) -> tuple[di
             values[name] = options[name]
     plain = {name: v for name, v in model.extras.items() if isinstance(v, bool | int | float | str | list | tuple)}
     notes: list[str] = []
+    if (family := model.extras.get("bridge_family")) is not None:
+        notes.append(f"Megatron-LM has no arguments for this model ({family}); Megatron-Bridge builds it")
     values |= _activation(model, notes) | _rope(model, notes) | plain
     return {name: value for name, value in values.items() if value is not None}, notes
 

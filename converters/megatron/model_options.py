@@ -109,6 +109,7 @@ _EXTRAS: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "attn_logit_softcapping": 0,
+    "bridge_family": "",  # these three: `read_provider`, in arguments that were made of its facts
     "enable_hyper_connections": False,
     "experimental_attention_variant": "",
     "final_logit_softcapping": 0,
@@ -117,6 +118,7 @@ _EXTRAS: dict[str, Any] = {
     "heterogeneous_block_specs": False,
     "heterogeneous_layers_config_encoded_json": "",
     "hybrid_layer_pattern": "",
+    "interleaved_attn_pattern": [],
     "hybrid_override_pattern": "",
     "is_hybrid_model": False,
     "linear_attention_freq": 0,
@@ -131,6 +133,7 @@ _EXTRAS: dict[str, Any] = {
     "no_rope_freq": 0,
     "qk_l2_norm": False,
     "query_pre_attn_scalar": 0,
+    "rotary_base_local": 0,
     "scale_embeddings": False,
     "softmax_scale": 0,
     "softmax_type": "vanilla",
