@@ -126,6 +126,13 @@ def interleaved(todo, rounds, prepare, look=None):
     return results
 
 
+def parsed(parser):
+    """The arguments, and the words behind `--`, which argparse takes for positionals only beside the others."""
+    words = [*sys.argv[1:], "--"]
+    at = words.index("--")
+    return parser.parse_args(words[:at]), words[at + 1 : -1]
+
+
 def digest(made):
     total = hashlib.sha256()
     for path in sorted(made.rglob("*")) if made.is_dir() else [made]:
@@ -200,15 +207,15 @@ def main():
     parser.add_argument("--dir", type=Path, default=None, help="where to write; by default beside the checkpoint")
     parser.add_argument("--route", action="append", choices=["cp", "ours", "dcp"], help="only these")
     parser.add_argument("--json", type=Path, help="also write every run here")
-    parser.add_argument("extra", nargs="*", help="after --: options for export-hf")
-    asked = parser.parse_args()
+    parser.epilog = "What follows -- are options for export-hf."
+    asked, extra = parsed(parser)
     weights, source = needed(asked.checkpoint)
     size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     print(f"{source.name}: {size / GIB:.2f} GiB, of which weights {weights / GIB:.2f} GiB")
     print(f"{machine()}; n = {asked.runs}, interleaved, cold cache")
     digests = set()
     with tempfile.TemporaryDirectory(dir=asked.dir or source.parent.parent, prefix="bench-") as name:
-        todo = routes(source, Path(name), asked.extra)
+        todo = routes(source, Path(name), extra)
         chosen = {route: it for route, it in todo.items() if not asked.route or route in asked.route}
 
         def prepare():

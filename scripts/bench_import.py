@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_export import GIB, digest, forget, interleaved, machine, sync, table
+from bench_export import GIB, digest, forget, interleaved, machine, parsed, sync, table
 
 EMPTY = """
 import json, sys
@@ -99,8 +99,8 @@ def main():
     parser.add_argument("--dir", type=Path, default=None, help="where to write; by default beside the folder")
     parser.add_argument("--route", action="append", choices=["cp", "ours", "empty", "load"], help="only these")
     parser.add_argument("--json", type=Path, help="also write every run here")
-    parser.add_argument("extra", nargs="*", help="after --: options for import-hf")
-    asked = parser.parse_args()
+    parser.epilog = "What follows -- are options for import-hf."
+    asked, extra = parsed(parser)
     source = asked.folder.resolve()
     if asked.make and not source.exists():
         make(source, asked.make)
@@ -108,7 +108,7 @@ def main():
     print(f"{source.name}: {size / GIB:.2f} GiB\n{machine()}; n = {asked.runs}, interleaved, cold cache")
     digests = set()
     with tempfile.TemporaryDirectory(dir=asked.dir or source.parent, prefix="bench-") as name:
-        todo = routes(source, Path(name), asked.extra)
+        todo = routes(source, Path(name), extra)
         chosen = {route: it for route, it in todo.items() if not asked.route or route in asked.route}
         results = interleaved(
             chosen,

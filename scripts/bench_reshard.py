@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench_export import GIB, MIB, REPOSITORY, digest, forget, interleaved, machine, sync
+from bench_export import GIB, MIB, REPOSITORY, digest, forget, interleaved, machine, parsed, sync
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -93,8 +93,8 @@ def main():
     parser.add_argument("--tp", type=int, action="append", required=True, help="a target; may be repeated")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where to write; by default beside the checkpoint")
-    parser.add_argument("extra", nargs="*", help="after --: options for reshard")
-    asked = parser.parse_args()
+    parser.epilog = "What follows -- are options for reshard."
+    asked, extra = parsed(parser)
     floor, source = needed(asked.checkpoint)
     size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     print(f"{source.name}: {size / GIB:.2f} GiB")
@@ -105,7 +105,7 @@ def main():
     failed = False
     with tempfile.TemporaryDirectory(dir=asked.dir or source.parent.parent, prefix="bench-") as name:
         for tp in asked.tp:
-            results, same, amplified = run(source, Path(name), tp, asked.runs, asked.extra)
+            results, same, amplified = run(source, Path(name), tp, asked.runs, extra)
             row(tp, results, floor, same, amplified)
             failed = failed or not same
     return 1 if failed else 0
