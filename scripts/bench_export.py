@@ -99,7 +99,8 @@ def measure(command, then=None):
             break
         peak = max(peak, sum(field(pid, "status", "RssAnon") * 1024 for pid in children(child.pid)))
         time.sleep(0.01)
-    noise = child.stderr.read().decode(errors="replace")
+    with child.stderr:
+        noise = child.stderr.read().decode(errors="replace")
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)
     if child.returncode:
