@@ -42,7 +42,7 @@ from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, end_of_documents, padding_rows
-from converters.names import fold, parse_key, quoted
+from converters.names import fold, listed_lines, parse_key, quoted
 from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
 from converters.pickles import Obj, fields, set_field
@@ -345,9 +345,8 @@ class _Writer:
         lost = sorted(n for n in self._catalog.weights if self._model.trains(n) and n not in trained)
         if lost and self._chains and self._options.optimizer == "distributed":
             raise RequestError(
-                f"{counted(len(lost), 'parameter', verb='has/have')} no optimizer state, "
-                "so no distributed optimizer can be written",
-                details=[text for text, _ in fold(lost)][:8],
+                f"a distributed optimizer needs state that {counted(len(lost), 'parameter', verb='lacks/lack')}",
+                details=listed_lines([text for text, _ in fold(lost)], 8),
                 hint="--optimizer none",
             )
         drops = list(padding_rows(sources, lambda name, _: self._model.tensors[name].shape[0]))
