@@ -65,6 +65,7 @@ from converters.write.target_state import (
     open_common,
     rng_fits,
     tracker,
+    unwanted_state,
 )
 from converters.write.write_plan import Conversion
 
@@ -168,9 +169,7 @@ def _refuse_layout(catalog: Catalog, layout: Layout) -> None:
     if layout.expert_tp != layout.tp and any(".mlp.experts." in name for name in catalog.weights):
         raise RequestError(
             f"the legacy format cannot hold experts divided over --etp {layout.expert_tp} beside --tp {layout.tp}",
-            details=[
-                "its folders are numbered by tp: two ranks with other parts of the experts would write to one file"
-            ],
+            details=["its folders are numbered by tp: ranks with other parts of the experts would share a file"],
             hint="leave --etp out, or --to torch_dist",
         )
 
@@ -333,7 +332,7 @@ class _Writer:
         value = self._adopted(file, self._objects[f"rng_state {(at.pp, at.tp, at.dp_cp)[: len(grid)]}"])
         return value if isinstance(value, list) else [value]
 
-    # ------------------------------------------------------------------ what is said of it
+    # ------------------------------------------------------------------ what is left out, and what is reported
 
     def drops(self, sources: Mapping[str, TensorInfo]) -> list[Drop]:
         """Rows of the vocabulary that the source has and the target does not; notes what is left out.
@@ -352,8 +351,7 @@ class _Writer:
         drops = list(padding_rows(sources, lambda name, _: self._model.tensors[name].shape[0]))
         self.dropped += [(drop.source, drop.reason) for drop in drops if drop.source in self._catalog.weights]
         if not self._chains:
-            optimizer = (name for name, tensor in self._catalog.tensors.items() if tensor.kind == "optimizer")
-            self.dropped += [(name, "optimizer state is not wanted") for name in optimizer]
+            self.dropped += unwanted_state(self._catalog)
         return drops
 
     def notes(self) -> list[str]:

@@ -27,7 +27,7 @@ from converters.write.job_arguments import job_flags, optimizer_flags
 from converters.write.reshard_state import ReshardOptions, State, TargetState
 from converters.write.reshard_targets import Targets
 from converters.write.side_files import files_beside
-from converters.write.target_state import TRACKER, chosen_optimizer, describe, tracker
+from converters.write.target_state import TRACKER, chosen_optimizer, describe, tracker, unwanted_state
 from converters.write.write_plan import Conversion, run_conversion
 
 if TYPE_CHECKING:
@@ -124,7 +124,12 @@ def plan_reshard(
         job=job,
         folder=folder,
         extra_files=extra,
-        dropped=(*_unused(catalog, options), *state.dropped, *around.dropped, *beside.dropped),
+        dropped=(
+            *(unwanted_state(catalog) if options.optimizer == "none" else []),
+            *state.dropped,
+            *around.dropped,
+            *beside.dropped,
+        ),
         notes=(
             *draft.notes,
             *end_of_documents(drops, catalog.args),
@@ -240,9 +245,3 @@ def _kept(state: OptimizerState, form: str) -> str:
     if not any(part.distributed for part in state.recognised.parts):
         return "plain"
     return "fully_reshardable" if state.candidate is None or form == "auto" else "dp_reshardable"
-
-
-def _unused(catalog: Catalog, options: ReshardOptions) -> list[tuple[str, str]]:
-    if options.optimizer != "none":
-        return []
-    return [(name, "optimizer state is not wanted") for name, t in catalog.tensors.items() if t.kind == "optimizer"]

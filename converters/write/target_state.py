@@ -35,6 +35,7 @@ __all__ = [
     "open_common",
     "rng_fits",
     "tracker",
+    "unwanted_state",
 ]
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,6 +91,11 @@ def chosen_optimizer(
     state = optimizer_state(reader)
     open_choice = options.optimizer in ("keep", "auto")
     return state, replace(options, optimizer=kept(state, options.optimizer)) if open_choice else options
+
+
+def unwanted_state(catalog: Catalog) -> list[tuple[str, str]]:
+    """The optimizer's tensors, left out as requested: names and the reason."""
+    return [(name, "optimizer state is not wanted") for name, t in catalog.tensors.items() if t.kind == "optimizer"]
 
 
 def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
