@@ -81,6 +81,7 @@ class RemoteContent:
         self._store, self._key, self._properties, self._address = store, key, properties, address
         self._front = 0  # how far it was read
         self._expected = 0  # end of the range that is being read from front to back
+        self._next = 0  # the first byte of it that has not been asked for
         self._ahead: deque[tuple[int, Future[memoryview]]] = deque()  # what is fetched of it already, in order
 
     def expect(self, offset: int, length: int) -> None:
@@ -186,6 +187,7 @@ class RemoteContent:
         filled = 0
         while self._ahead and filled < len(view):
             begin, future = self._ahead.popleft()
+            self._fill_ahead()  # before this one is waited for: else all are waited for at the same time
             skipped = offset + filled - begin  # read from a remembered block meanwhile
             if skipped < 0:  # not read from front to back after all
                 self._ahead.clear()
@@ -203,13 +205,16 @@ class RemoteContent:
     def _look_ahead(self, offset: int) -> None:
         if offset < self._front:  # what is read again is not expected
             return
-        self._front = end = offset
-        for begin, future in self._ahead:
-            end = begin + len(future.result()) if future.done() else min(begin + _PIECE_AHEAD, self._expected)
-        while len(self._ahead) < _PIECES_AHEAD and end < self._expected:
-            stop = min(end + _PIECE_AHEAD, self._expected)
-            self._ahead.append((end, background().submit(self._fetch, end, stop)))
-            end = stop
+        self._front = offset
+        if not self._ahead:
+            self._next = offset
+        self._fill_ahead()
+
+    def _fill_ahead(self) -> None:
+        while len(self._ahead) < _PIECES_AHEAD and self._next < self._expected:
+            stop = min(self._next + _PIECE_AHEAD, self._expected)
+            self._ahead.append((self._next, background().submit(self._fetch, self._next, stop)))
+            self._next = stop
 
     def _fetch(self, begin: int, end: int) -> memoryview:
         def get() -> memoryview:
