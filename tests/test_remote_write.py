@@ -150,12 +150,18 @@ def test_an_upload_that_fails_is_continued(bucket, proxy, capsys, tmp_path):
     assert main(["verify", bucket.url()]) == 0
 
 
+KILLS = [("reshard", after) for after in range(1, 40, 4)]
+KILLS += [(command, after) for command in ("export-hf", "convert") for after in range(3, 40, 9)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("after", range(1, 24, 3))
-def test_killed_at_any_request(after, bucket, proxy, tmp_path):
+@pytest.mark.parametrize(("command", "after"), KILLS)
+def test_killed_at_any_request(command, after, bucket, proxy, uploaded, tmp_path):
+    """From a store into a store: killed while it reads, or while it uploads, the same command completes it."""
+    source = uploaded("llama_adam_tp2pp2")
+    line = [source if word == LLAMA else word for word in argv(command, bucket.url())]
     proxy.set(seconds=0.1)
-    command = [sys.executable, "-m", "distckpt_cli", *argv("reshard", bucket.url())]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[1]) as process:
+    with subprocess.Popen([sys.executable, "-m", "distckpt_cli", *line], cwd=Path(__file__).parents[1]) as process:
         count = 0
         while process.poll() is None and count < after:
             count += len(proxy.taken())
@@ -163,8 +169,8 @@ def test_killed_at_any_request(after, bucket, proxy, tmp_path):
         if process.poll() is None:
             os.kill(process.pid, signal.SIGKILL)
     proxy.set()
-    assert main(argv("reshard", bucket.url())) in (0, 5)  # 5: it had ended
-    assert main(argv("reshard", tmp_path / "disk")) == 0
+    assert main(line) in (0, 5)  # 5: it had ended
+    assert main(argv(command, tmp_path / "disk")) == 0
     assert without_report(bucket.tree("out")) == without_report(tree(tmp_path / "disk"))
 
 
