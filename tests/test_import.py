@@ -293,6 +293,36 @@ def test_padding_rows_are_the_mean(name, dtype, hf, tmp_path, monkeypatch):
     assert not [key for key in mean if not np.array_equal(again[key], mean[key])]
 
 
+def with_head(source, folder, change):
+    """A tied model that stores its output layer too."""
+    shutil.copytree(source, folder)
+    (file,) = folder.glob("*.safetensors")
+    own = load_file(file)
+    save_file(own | {"lm_head.weight": change(own["model.embed_tokens.weight"].clone())}, file, {"format": "pt"})
+    return folder
+
+
+def one_bit_off(value):
+    value.view(torch.uint16)[250, 3] ^= 1
+    return value
+
+
+def test_a_tied_output_layer_that_is_stored_is_the_embedding(hf, tmp_path):
+    plan = imported(with_head(hf("qwen2"), tmp_path / "equal", lambda value: value), tmp_path / "out")
+    assert ("lm_head.weight", "config.json ties it to the embedding") in plan.dropped
+    imported(hf("qwen2"), tmp_path / "plain")
+    assert megatron_bits(tmp_path / "out").keys() == megatron_bits(tmp_path / "plain").keys()
+
+
+@pytest.mark.parametrize("change", [one_bit_off, torch.Tensor.float, lambda value: value[1:]])
+def test_a_tied_output_layer_of_its_own_is_refused(change, hf, tmp_path):
+    """transformers 5 computes with it, others with the embedding."""
+    folder = with_head(hf("qwen2"), tmp_path / "folder", change)
+    with pytest.raises(RequestError, match=r"ties lm_head.weight to model.embed_tokens.weight, but the two differ"):
+        imported(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def open_type(name):
     from converters.dtypes import dtype
 

@@ -23,12 +23,12 @@ from converters.names import MASTER, fold, listed_lines, master_name, state_name
 from converters.optimizer.storage import first_elements, spread
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
 
-__all__ = ["Masters", "mismatches", "prove_masters", "proved_when_read", "refusal"]
+__all__ = ["Masters", "RoundingProof", "mismatches", "prove_masters", "proved_when_read", "refusal"]
 
 _TIED = re.compile(r"embedding\.word_embeddings\.weight \(copy of pp \d+(?:, chunk \d+)?\)")
 _TILE = 1 << 18  # elements
@@ -51,42 +51,29 @@ class MasterTask:
     other: str
 
 
-class Masters:
-    """The proof as a list of tasks, for a `Crew` to do: every master weight rounds to the weight stored beside it.
-
-    Master weights that are the weights, or are computed from them, prove nothing and are not looked at. Copies of a tied
-    embedding that later pipeline stages keep must equal the first stage's, too: only that is read.
+class RoundingProof:
+    """The proof, as a list of tasks for a `Crew` to do, that tensors rounded to the types of others are these others.
 
     Args:
         reader: The checkpoint.
-        tensors: Canonical optimizer tensors; only `optimizer.state.param.*` are looked at.
+        tensors: All that are named by `pairs`.
+        pairs: What a tensor must round to, and the tensor; of one type they must be equal.
+        claim: What is proved.
 
     Attributes:
-        tasks: One for each parameter that has a master weight, and for each copy of the embedding.
-        claim: What is proved.
+        tasks: One for each pair.
     """
 
-    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
-        weights = reader.catalog.weights
+    def __init__(
+        self, reader: Reader, tensors: Mapping[str, TensorInfo], pairs: Sequence[tuple[str, str]], claim: str
+    ) -> None:
         self._reader = reader
-        names = [weight.name for weight in _provable(reader.catalog, tensors).values()]
-        self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
-        pairs = [(name, master_name(name)) for name in names]
-        self.tensors = {master: tensors[master] for _, master in pairs} | {n: weights[n] for n in names}
-        for label, copy in self._copies.items():
-            self.tensors |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
-        pairs += [(copy.name, label) for label, copy in self._copies.items()]
+        self.tensors = tensors
         self.tasks = [
-            MasterTask(number, name, self.tensors[other].nbytes + weights[name].nbytes, other)
+            MasterTask(number, name, tensors[other].nbytes + tensors[name].nbytes, other)
             for number, (name, other) in enumerate(pairs)
         ]
-        self.claim = "that master weights round to the weights" if names else "that copies of the embedding are equal"
-
-    @classmethod
-    def needed(cls, reader: Reader, tensors: Mapping[str, TensorInfo]) -> Masters | None:
-        """The proof, or None if there is nothing to prove."""
-        proof = cls(reader, tensors)
-        return proof if proof.tasks else None
+        self.claim = claim
 
     @property
     def nbytes(self) -> int:
@@ -101,6 +88,39 @@ class Masters:
     def worker(self) -> MasterWorker:
         """What one thread compares with."""
         return MasterWorker(self.sources)
+
+
+class Masters(RoundingProof):
+    """The proof that every master weight rounds to the weight stored beside it.
+
+    Master weights that are the weights, or are computed from them, prove nothing and are not looked at. Copies of a tied
+    embedding that later pipeline stages keep must equal the first stage's, too: only that is read.
+
+    Args:
+        reader: The checkpoint.
+        tensors: Canonical optimizer tensors; only `optimizer.state.param.*` are looked at.
+
+    Attributes:
+        tasks: One for each parameter that has a master weight, and for each copy of the embedding.
+    """
+
+    def __init__(self, reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
+        weights = reader.catalog.weights
+        names = [weight.name for weight in _provable(reader.catalog, tensors).values()]
+        self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
+        pairs = [(name, master_name(name)) for name in names]
+        both = {master: tensors[master] for _, master in pairs} | {n: weights[n] for n in names}
+        for label, copy in self._copies.items():
+            both |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
+        pairs += [(copy.name, label) for label, copy in self._copies.items()]
+        claim = "that master weights round to the weights" if names else "that copies of the embedding are equal"
+        super().__init__(reader, both, pairs, claim)
+
+    @classmethod
+    def needed(cls, reader: Reader, tensors: Mapping[str, TensorInfo]) -> Masters | None:
+        """The proof, or None if there is nothing to prove."""
+        proof = cls(reader, tensors)
+        return proof if proof.tasks else None
 
     def judge(self, results: Mapping[int, bool]) -> None:
         """Draws the conclusion.

@@ -54,6 +54,7 @@ from converters.write.import_start import (
 from converters.write.imported import ImportedReader, dequantized_folder, text_folder
 from converters.write.legacy import LegacyOptions, plan_legacy
 from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.tied_head import TiedHead
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -138,6 +139,7 @@ def plan_import(
     return replace(
         plan,
         command="import-hf",
+        proof=TiedHead.needed(reader, mapping),
         extra_files={**tokenizer, **start.files, REPORT: _json(report), **plan.extra_files},
         dropped=(
             *((drop["tensor"], drop["reason"]) for drop in report["dropped"]),
