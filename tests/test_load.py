@@ -618,7 +618,7 @@ def test_refused_before_anything_is_read(layout, options, message, monkeypatch):
     [
         ({"layout": 2}, "load needs a Layout, such as Layout(tp=2, dp=4), in place of 2"),
         ({"rank": "0"}, "rank is '0', not a whole number"),
-        ({"max_memory": None}, "max_memory is None, not a whole number"),
+        ({"max_memory": "64MiB"}, "max_memory is '64MiB', not a whole number"),
         ({"threads": "2"}, "threads is '2', not a whole number"),
         ({"modules": "te"}, "modules is 'te', not a converters.param_order.Order"),
     ],
