@@ -76,13 +76,16 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
     Returns:
         The exit code.
     """
+    from converters.io.memory import workers_and_memory
     from converters.write.write_plan import run_conversion
     from converters.write.written import WriteReport
 
     console = writing.console
     conversion = plan(console)
     if writing.threads is not None and conversion.job.threads < writing.threads:
-        text = f"--max-memory {writing.max_memory} is enough for {counted(conversion.job.threads, 'worker')}"
+        memory = workers_and_memory(None, None, conversion.reader.catalog.path)[1]
+        text = f"--max-memory {writing.max_memory or f'{memory >> 20}MiB'} is enough"
+        text += f" for {counted(conversion.job.threads, 'worker')}"
         console.note(f"{text}, not for the {writing.threads} of --threads")
     if writing.dry_run:
         report = WriteReport(conversion, None)

@@ -38,7 +38,7 @@ def refused(capsys, code, sentence, *args, hint=True, facts=()):
     """Runs an export that must fail as the design says; returns its complaint."""
     got, text = export(capsys, *args)
     assert got == code, text
-    first = text.splitlines()[0]
+    first = next(line for line in text.splitlines() if not line.startswith("note: "))
     assert first.startswith("error: "), text
     assert re.search(sentence, first), text
     assert "Traceback" not in text

@@ -20,7 +20,6 @@ MIXTRAL = GOLDEN / "mixtral_adam_ep2tp2"
 ASK = """<script>
 addEventListener("load", () => {
   const answer = { ready: document.body.dataset.ready, tiles: document.querySelectorAll("#map button").length };
-  const begin = performance.now();
   document.getElementById("search").value = "ROUTER layers.1.";
   const light = text => {
     const linear = n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4;
@@ -37,7 +36,7 @@ addEventListener("load", () => {
   const names = [...document.querySelectorAll(".row .name")];
   answer.cut = names.filter(node => node.scrollWidth > node.clientWidth || node.scrollHeight > node.clientHeight + 2).length;
   document.getElementById("search").dispatchEvent(new Event("input"));
-  answer.milliseconds = performance.now() - begin;
+  answer.nodes = document.querySelectorAll("*").length;
   answer.rows = document.querySelectorAll(".row").length;
   answer.count = document.getElementById("count").textContent;
   document.querySelector("[data-sort='3']").click();
@@ -58,7 +57,8 @@ def opened(page, tmp_path, width=1200, *, dark=False):
     """What the browser's own script says of the page, and its console's lines."""
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", f"{ASK}</body>"))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--window-size={width},900"]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
+    flags.append(f"--window-size={width},900")
     flags.append(f"--blink-settings=preferredColorScheme={0 if dark else 1}")
     flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=10000", "--dump-dom"]
     done = subprocess.run([CHROMIUM, *flags, path.as_uri()], capture_output=True, text=True, check=True)
@@ -93,8 +93,8 @@ def test_100_000_tensors_do_not_freeze_it(tmp_path):
     data["tensors"] = [[f"{t[0]}.{n}", *t[1:]] for n in range(1000) for t in data["tensors"]][:100_000]
     answer, console = opened(head + json.dumps(data).replace("<", "\\u003c") + tail, tmp_path)
     assert console == []
-    assert answer["milliseconds"] < 2000
-    assert 0 < answer["rows"] < 100
+    assert 0 < answer["rows"] < 100  # rows that are in sight, not all
+    assert answer["nodes"] < 5000  # nor all tiles: what a browser has to lay out does not grow with the tensors
 
 
 def test_a_page_needs_no_network_and_no_text_of_a_checkpoint_is_markup(tmp_path, capsys):

@@ -120,7 +120,7 @@ def test_commands_for_megatrons_models_say_what_else_there_is(command, options, 
         assert main([command, str(GOLDEN / name), str(tmp_path / "out"), *options]) == 4
         text = capsys.readouterr().err
         assert whose in text
-        assert "convert --to safetensors" in text
+        assert "DST --to safetensors keeps the names" in text
     assert not (tmp_path / "out").exists()
 
 

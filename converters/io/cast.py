@@ -17,7 +17,7 @@ from converters.io.platforms import find_device, gpu_of
 from converters.planning.plan import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import torch
     from numpy.typing import NDArray
@@ -75,13 +75,16 @@ def overflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> i
     Args:
         elements: The bits that were cast, of bf16 or fp32; those of other types are not looked at.
         source: Their type.
-        result: The bits of fp16 that they became.
+        result: The bits of fp16 that they became, in the same shape.
     """
-    infinite = (result & 0x7FFF) == 0x7C00
-    if source.name not in _EXPONENTS or not infinite.any():
+    if source.name not in _EXPONENTS:
         return 0
-    mask = _EXPONENTS[source.name]
-    return int(np.count_nonzero(infinite & ((elements & mask) != mask)))
+    count, mask = 0, _EXPONENTS[source.name]
+    for before, after in _blocks(elements, result):
+        infinite = (after & 0x7FFF) == 0x7C00
+        if infinite.any():
+            count += int(np.count_nonzero(infinite & ((before & mask) != mask)))
+    return count
 
 
 def underflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> int:
@@ -90,12 +93,22 @@ def underflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> 
     Args:
         elements: The bits that were cast, of bf16 or fp32; those of other types are not looked at.
         source: Their type.
-        result: The bits of fp16 that they became.
+        result: The bits of fp16 that they became, in the same shape.
     """
-    zero = (result & 0x7FFF) == 0
-    if source.name not in _EXPONENTS or not zero.any():
+    if source.name not in _EXPONENTS:
         return 0
-    return int(np.count_nonzero(zero & ((elements & (0x7FFF if source.itemsize == 2 else 0x7FFFFFFF)) != 0)))
+    count, magnitude = 0, 0x7FFF if source.itemsize == 2 else 0x7FFFFFFF
+    for before, after in _blocks(elements, result):
+        zero = (after & 0x7FFF) == 0
+        if zero.any():
+            count += int(np.count_nonzero(zero & ((before & magnitude) != 0)))
+    return count
+
+
+def _blocks(*arrays: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
+    """The same elements of arrays of one shape, so many at a time; not copied unless they are strided."""
+    with np.nditer(arrays, ["buffered", "external_loop", "zerosize_ok"], buffersize=_BLOCK) as blocks:
+        yield from blocks
 
 
 class Caster:

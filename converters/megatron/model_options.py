@@ -328,11 +328,12 @@ def _read_spec(facts: Facts, options: Mapping[str, Any]) -> None:
         spec = options.get(name)
         if isinstance(spec, dict):
             spec = spec.get("_target_")
-        text = ".".join(map(str, spec)) if isinstance(spec, list | tuple) else spec
-        if not isinstance(text, str) or not text or text == "local" or text.startswith("megatron.core."):
+        if isinstance(spec, list | tuple):  # of names; anything else is somebody's own and may be endless as text
+            spec = ".".join(part if isinstance(part, str) else "?" for part in spec)
+        if not isinstance(spec, str) or not spec or spec == "local" or spec.startswith("megatron.core."):
             continue
-        if text.rpartition(".")[2] not in _PLAIN_SPECS:
-            facts.extras.setdefault(name, text)
+        if spec.rpartition(".")[2] not in _PLAIN_SPECS:
+            facts.extras.setdefault(name, spec)
 
 
 # functions of Bridge's providers and NeMo's model classes that choose among Megatron-Core's own layers
