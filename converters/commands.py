@@ -107,7 +107,7 @@ def _kept_sizes_named(saved: Layout, sizes: Mapping[str, Any]) -> Iterator[None]
         for name in LAYOUT_OPTIONS:
             option, size = f"--{name.replace('_', '-')}", getattr(saved, name)
             if sizes.get(name) is None and size is not None and (f"{option} " in text or f"{option}:" in text):
-                error.details.append(f"{option} {size} is what the source was saved with, as {option} was not given")
+                error.details.append(f"{option} {size} is the source's value, as {option} was not given")
         raise
 
 
@@ -162,7 +162,7 @@ def _plan_strip(reader: Reader, into: Path, options: Mapping[str, Any]) -> Conve
     if catalog.format == "legacy":
         return replace(plan_convert(reader, into, "legacy", layout=layout, options=less), command="strip")
     raise RequestError(
-        f"strip keeps the format, and {catalog.format} is not written so",
+        f"strip keeps the format, and distckpt does not write {catalog.format}",
         hint="distckpt convert CKPT DST --to safetensors keeps the weights",
     )
 
@@ -242,7 +242,7 @@ def _refuse_no_change(options: Mapping[str, Any]) -> None:
     carried = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(ExportOptions)} | {"vocab_size"}
     if not any(options.get(name) is not None for name in (*LAYOUT_OPTIONS, *carried)):
         raise RequestError(
-            "reshard was not told what shall change", hint=f"give at least one of {', '.join(LAYOUT_OPTIONS)}"
+            "reshard needs at least one change", hint=f"give at least one of {', '.join(LAYOUT_OPTIONS)}"
         )
 
 
@@ -304,7 +304,7 @@ def strip(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
         What was done; `path` is the new checkpoint.
 
     Raises:
-        RequestError: The format is not written so.
+        RequestError: distckpt does not write this format.
         FormatError: The source cannot be read.
         IntegrityError: It is damaged.
         DestinationError: The destination cannot be written.

@@ -149,7 +149,7 @@ class Order:
             return number, *(self._tower(inner) if part == "vision_model." else self._model(inner))
         except ValueError:
             raise RequestError(
-                f"it is not known where {name} stands in the order of parameters",
+                f"distckpt does not know the position of {name} among the parameters",
                 hint="re-save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out",
                 tensor=name,
             ) from None

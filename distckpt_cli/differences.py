@@ -33,7 +33,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
 
     Args:
         names: A and B as they were typed, quoted for a shell.
-        flat: One row for each tensor.
+        flat: One row per tensor.
     """
     plan = report.plan
     for side, name in zip(plan.sides, names, strict=True):
@@ -52,7 +52,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
             else "in everything"
         )
         if plan.options.quick:
-            how = "as far as can be said without values"
+            how = "in everything but values, which were not compared"
         console.fact("identical", how, style="ok")
         return
     console.fact("different", report.verdict, style="error")

@@ -26,12 +26,12 @@ __all__ = ["CONTEXT", "LazyGroup", "PlainCommand"]
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _SYNONYMS = {"info": "inspect", "list": "ls", "cat": "show", "compare": "diff", "check": "verify", "help": "--help"}
 _ENVIRONMENT = [
-    ("DISTCKPT_PROGRESS", "auto, bar, log or off; what --progress says otherwise"),
-    ("DISTCKPT_SCRATCH", "folder where ranks of verify and diff meet, and results for stores are made; see --scratch"),
-    ("DISTCKPT_RETRY_FOR", "seconds for which a failing request of an object store is made again; see --retry-for"),
-    ("DISTCKPT_RANK_TIMEOUT", "seconds after which a silent rank counts as lost; see --rank-timeout"),
+    ("DISTCKPT_PROGRESS", "auto, bar, log or off; default of --progress"),
+    ("DISTCKPT_SCRATCH", "default of --scratch"),
+    ("DISTCKPT_RETRY_FOR", "default of --retry-for, in seconds"),
+    ("DISTCKPT_RANK_TIMEOUT", "default of --rank-timeout, in seconds"),
     ("DISTCKPT_DEBUG", "1 shows the traceback of an internal error"),
-    ("NO_COLOR, FORCE_COLOR", "never colours; always colours"),
+    ("NO_COLOR, FORCE_COLOR", "no colours; always colours"),
 ]
 
 

@@ -54,7 +54,7 @@ class Selection:
 
     Attributes:
         regex: Patterns are regular expressions, searched in the names; else globs of whole names.
-        ignore_case: Upper and lower case are the same.
+        ignore_case: Ignore case.
         by_size: The largest rows come first; else the order of the model, weights before optimizer state.
     """
 

@@ -56,7 +56,7 @@ FollowLinks = Annotated[
 ]
 Quiet = Annotated[bool, output("-q", "--quiet", help="Answer and errors only: no progress, notes or next steps.")]
 Silent = Annotated[bool, output("--silent", help="Errors only; the exit code is the answer.")]
-Verbose = Annotated[int, output("-v", "--verbose", count=True, help="Say more; twice: tracebacks.")]
+Verbose = Annotated[int, output("-v", "--verbose", count=True, help="Print more; twice: tracebacks.")]
 ProgressMode = Annotated[
     str,
     output(
@@ -80,7 +80,7 @@ RankTimeout = Annotated[
         metavar="SECONDS",
         envvar="DISTCKPT_RANK_TIMEOUT",
         min=0.1,
-        help="Of several ranks one that is silent for so long is lost; at the start, for five times as long.",
+        help="With several ranks: one that is silent for this time counts as lost; at the start, five times as long.",
     ),
 ]
 
@@ -90,7 +90,7 @@ RetryFor = Annotated[
         metavar="SEC",
         envvar="DISTCKPT_RETRY_FOR",
         min=0,
-        help="Object stores: for how long a request that fails is made again.",
+        help="Object stores: how long a failing request is retried.",
     ),
 ]
 

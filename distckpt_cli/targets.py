@@ -18,9 +18,7 @@ _layout, content = panel("Target layout"), panel("What to carry over")
 class TargetLayout:
     """The layout of the job that will load the result; None keeps the size that the source was saved with."""
 
-    tp: Annotated[int | None, _layout(metavar="T", help="Tensor-parallel size. Sizes not given stay the source's.")] = (
-        None
-    )
+    tp: Annotated[int | None, _layout(metavar="T", help="Tensor-parallel size.")] = None
     pp: Annotated[int | None, _layout(metavar="P", help="Pipeline stages.")] = None
     vpp: Annotated[int | None, _layout(metavar="V", help="Model chunks of each pipeline rank.")] = None
     ep: Annotated[int | None, _layout(metavar="E", help="Expert-parallel size.")] = None
@@ -29,7 +27,8 @@ class TargetLayout:
     ] = None
     cp: Annotated[int | None, _layout(metavar="C", help="Context-parallel size.")] = None
     dp: Annotated[
-        int | None, _layout(metavar="D", help="Data-parallel size; the source's, or the least that experts allow.")
+        int | None,
+        _layout(metavar="D", help="Data-parallel size; by default the source's, or the smallest that fits --ep."),
     ] = None
     first_layers: Annotated[int | None, _layout(metavar="N", help="Layers of the first pipeline stage.")] = None
     last_layers: Annotated[int | None, _layout(metavar="N", help="Layers of the last pipeline stage.")] = None
@@ -71,7 +70,7 @@ class Carried:
         str | None,
         content(
             metavar="STYLE",
-            help="Keys: stacked, per-layer or keep (the default).",
+            help="Keys of layers: stacked, per-layer or keep (the default).",
             autocompletion=choice_of("layers").complete,
         ),
     ] = None
@@ -87,14 +86,14 @@ class Carried:
         str | None,
         content(
             metavar="WHAT",
-            help="keep, drop or fill (keep, and make missing ones; the default).",
+            help="_extra_state objects: keep, drop or fill (keep, add missing ones; the default).",
             autocompletion=choice_of("extra_state").complete,
         ),
     ] = None
-    vocab_size: Annotated[int | None, content(metavar="N", help="True rows of the vocabulary.")] = None
-    fully_parallel: Annotated[bool, content("--fully-parallel", help="Spread replicas over data-parallel ranks.")] = (
-        False
-    )
+    vocab_size: Annotated[int | None, content(metavar="N", help="Rows of the vocabulary without padding.")] = None
+    fully_parallel: Annotated[
+        bool, content("--fully-parallel", help="Spread the files over data-parallel ranks, as a fully parallel save.")
+    ] = False
     mcore: Annotated[
         str | None,
         content(

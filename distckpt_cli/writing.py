@@ -31,7 +31,7 @@ class Writing(Running):
     """The options of every command that writes."""
 
     overwrite: Annotated[bool, output("--overwrite", help="Replace DST after success.")] = False
-    dry_run: Annotated[bool, output("-n", "--dry-run", help="Print the plan, write nothing.")] = False
+    dry_run: Annotated[bool, output("-n", "--dry-run", help="Print the plan; write nothing.")] = False
     max_memory: MaxMemory = None
     scratch: Annotated[
         str | None,
@@ -39,14 +39,14 @@ class Writing(Running):
             metavar="DIR",
             envvar="DISTCKPT_SCRATCH",
             help="DST in an object store: a disk on which the result is made before it is uploaded; by default the "
-            "temporary folder, for several ranks one that all share.",
+            "temporary folder, for several ranks a folder that all share.",
         ),
     ] = None
     device: Annotated[
         str,
         resources(
             metavar="WHERE",
-            help="Where types are changed: cpu, cuda, cuda:N or auto (a GPU, if there is one).",
+            help="Where tensors are cast: cpu (the default), cuda, cuda:N or auto (a GPU if there is one).",
             autocompletion=DEVICES.complete,
         ),
     ] = "cpu"

@@ -296,12 +296,12 @@ def edited(*pairs):
 
 
 SPOILED = {
-    "another kind": (edited(("peft.lora.LoRA", "peft.dora.DoRA")), RequestError, "kind that is not known"),
+    "another kind": (edited(("peft.lora.LoRA", "peft.dora.DoRA")), RequestError, "unknown kind"),
     "another rank": (edited(("  dim: 8", "  dim: 4")), RequestError, "dim 4, but the adapters have rank 8"),
     "half a rank": (edited(("  dim: 8", "  dim: 7.5")), RequestError, "dim 7.5"),
     "negative alpha": (edited(("  alpha: 8", "  alpha: -8")), FormatError, "alpha -8"),
     "alpha in words": (edited(("  alpha: 8", "  alpha: much")), FormatError, "alpha much"),
-    "alpha not there": (edited(("  alpha: 8\n", "")), RequestError, "nothing says the adapters' alpha"),
+    "alpha not there": (edited(("  alpha: 8\n", "")), RequestError, "the adapters' alpha is not stated"),
     "endless alpha": (edited(("  alpha: 8", "  alpha: .inf")), FormatError, "alpha inf"),
     "dropout in words": (edited(("  dropout: 0.0", "  dropout: [1]")), FormatError, "dropout"),
 }
@@ -325,7 +325,7 @@ REQUESTS = {
     "nothing says alpha": (BOTH, {"peft": True}, "alpha"),
     "another alpha": (ALONE[0], {"lora_alpha": 3.0}, "contradicts"),
     "no number": (BOTH, {"peft": True, "lora_alpha": math.inf}, "positive"),
-    "alpha of nothing": ("mb_qwen3", {"lora_alpha": 3.0}, "there are none here"),
+    "alpha of nothing": ("mb_qwen3", {"lora_alpha": 3.0}, "needs adapters, and the checkpoint has none"),
     "both at once": (BOTH, {"peft": True, "merge_adapter": GOLDEN / BOTH}, "choose one"),
     "a check of a whole model": (ALONE[0], {"check": True}, "whole models"),
 }

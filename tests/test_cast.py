@@ -137,7 +137,7 @@ def test_an_export_has_the_same_bytes(gpu, tmp_path):
 def test_what_needs_no_device_or_does_not_fit(gpu, monkeypatch):
     name, said = choose_device(gpu, computes=False)
     assert name == "cpu"
-    assert "nothing to do" in said
+    assert "has no effect" in said
     monkeypatch.setattr(Simulated if gpu.startswith("sim") else Cuda, "room", lambda self: 100 << 20)
     assert choose_device(gpu, computes=True, buffers=25 << 20)[0] == gpu
     with pytest.raises(RequestError, match="has 100 MiB free, 104 MiB are needed"):

@@ -369,7 +369,7 @@ def test_no_tensor_is_forgotten(tmp_path):
     reader = catalog_of(tmp_path, state)
     check(reader, {"a": torch.ones(2), "3": torch.ones(4), "ema.a": torch.zeros(2), "list.0": torch.ones(1)})
     assert reader.catalog.tensors["ema.a"].kind == "other"
-    with pytest.raises(FormatError, match="which is no name"):
+    with pytest.raises(FormatError, match="which is not a name"):
         catalog_of(tmp_path, {"model": {("a", 1): torch.ones(2)}})
 
 

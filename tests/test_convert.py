@@ -285,7 +285,7 @@ def test_an_option_is_taken_or_refused_by_name(to, name, tmp_path, capsys):
         assert (code, "does not exist" in text) == (3, True), text
     else:
         assert code == 2
-        assert f"{words_of(name)[0]} has no meaning with --to {to}" in text
+        assert f"{words_of(name)[0]} has no effect with --to {to}" in text
         assert "hint:" in text
 
 

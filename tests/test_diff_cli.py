@@ -162,7 +162,7 @@ def test_arguments_alone(capsys, monkeypatch):
         ((A, "nowhere"), ExitCode.SOURCE, "nowhere"),
         ((A, B, "--rtol", "-1"), ExitCode.USAGE, "rtol"),
         ((A, B, "--rtol", "inf"), ExitCode.USAGE, "--rtol and --atol are numbers"),
-        ((A, B, "--quick", "--atol", "1"), ExitCode.USAGE, "--quick looks at no values"),
+        ((A, B, "--quick", "--atol", "1"), ExitCode.USAGE, "--quick compares no values"),
         ((A, B, "--args", "--quick"), ExitCode.USAGE, "--args compares arguments only"),
         ((A, B, "--args", "--vocab-size", "9"), ExitCode.USAGE, "--args compares arguments only"),
         ((A, "hf_llama_safetensors", "--args"), ExitCode.REQUEST, "config.json with config.json"),

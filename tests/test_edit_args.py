@@ -128,7 +128,7 @@ def _record(path, place):
         (["--set", "iteration=11"], 4, "which is of iteration 10"),
         (["--set", "lr=0.01"], 4, "nothing would change"),
         (["--set", "lr"], 2, "not KEY=VALUE"),
-        ([], 2, "what shall change"),
+        ([], 2, "needs at least one change"),
     ],
 )
 @pytest.mark.parametrize("name", [COMMON, LEGACY])

@@ -154,5 +154,5 @@ def test_interleaved_gates_keep_their_tensor_parallel_size():
     catalog = changed("mixtral_adam_ep2tp2", moe_mlp_glu_interleave_size=8, expert_tensor_parallel_size=2)
     args, shapes = ModelArgs.from_catalog(catalog), {name: info.shape for name, info in catalog.weights.items()}
     check(args, Layout(tp=2, ep=2, dp=2), shapes)
-    with pytest.raises(RequestError, match="the rows of gate and up lie in turn"):
+    with pytest.raises(RequestError, match="the rows of gate and up alternate"):
         check(args, Layout(tp=1, ep=2, dp=2), shapes)

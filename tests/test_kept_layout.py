@@ -70,7 +70,7 @@ def test_where_no_argument_says_it_the_stored_pieces_do():
 def test_nothing_asked_is_misuse_and_names_the_options(words, capsys, tmp_path):
     code, out, err = run(capsys, "reshard", "llama_adam_tp2pp2", tmp_path / "out", *words)
     assert (code, out) == (2, "")
-    assert "reshard was not told what shall change" in err
+    assert "reshard needs at least one change" in err
     for option in ("--tp", "--pp", "--vpp", "--ep", "--etp", "--cp", "--dp", "--pp-layout"):
         assert option in err
 
@@ -80,16 +80,16 @@ def test_nothing_asked_is_misuse_and_names_the_options(words, capsys, tmp_path):
     [
         (
             ["llama4_dpreshardable_pp4dp2", "--vpp", "2"],
-            "--pp 4 is what the source was saved with, as --pp was not given",
+            "--pp 4 is the source's value, as --pp was not given",
         ),
-        (["mixtral_adam_ep2tp2", "--tp", "1", "--dp", "3"], "--ep 2 is what the source was saved with"),
-        (["llama_adam_tp2pp2", "--first-layers", "2"], "--pp 2 is what the source was saved with"),
+        (["mixtral_adam_ep2tp2", "--tp", "1", "--dp", "3"], "--ep 2 is the source's value"),
+        (["llama_adam_tp2pp2", "--first-layers", "2"], "--pp 2 is the source's value"),
     ],
 )
 def test_a_kept_size_that_does_not_fit_is_named(words, kept, capsys, tmp_path):
     code, _, err = run(capsys, "reshard", words[0], tmp_path / "out", *words[1:])
     assert code == 4
     assert kept in err
-    assert err.count("is what the source was saved with") == 1
+    assert err.count("is the source's value") == 1
     code, _, err = run(capsys, "reshard", words[0], tmp_path / "out", *words[1:], *kept.split()[:2])
-    assert (code, "saved with" in err) == (4, False)
+    assert (code, "source's value" in err) == (4, False)

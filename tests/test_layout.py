@@ -320,7 +320,7 @@ def test_groups():
         (LLAMA, {"pp": 2, "pp_layout": "Ett|xttL"}, MODEL, "has 'x' at position 4", "E (embedding)"),
         (LLAMA, {"pp": 4, "pp_layout": "Ett|ttL"}, MODEL, "has 2 stages, not a multiple of --pp 4", "try 1 or 2"),
         (LLAMA, {"pp": 2, "pp_layout": "Ett|ttmL"}, MODEL, "has 1 'm', the model has 0 MTP layers", None),
-        (LLAMA, {"pp": 2, "pp_layout": "Ett|ttL", "first_layers": 2}, MODEL, "--pp-layout says everything", None),
+        (LLAMA, {"pp": 2, "pp_layout": "Ett|ttL", "first_layers": 2}, MODEL, "--pp-layout sets every pipeline stage", None),
         (ModelArgs(), {"pp": 2}, {"encoder.layers.0.x": (1,), "decoder.layers.0.x": (1,)}, "encoder and decoder", "--pp 1"),
     ],
 )  # fmt: skip

@@ -266,7 +266,7 @@ def test_experts_over_another_tensor_parallel_size_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"optimizer": "dp_reshardable"}, "no meaning in this format"),
+        ({"optimizer": "dp_reshardable"}, "no effect in this format"),
         ({"spec": "apex"}, "--spec apex"),
         ({"rng": "keep"}, "random state was saved for a grid of 2 x 2"),
         ({"vocab_size": 4}, "would cut trained rows"),
@@ -284,7 +284,10 @@ def test_weights_alone(tmp_path):
     assert not {"optimizer", "rng_state"} & found.keys()
     assert found["args"].no_save_optim is found["args"].no_save_rng is True
     assert "--no-load-optim --no-load-rng" in plan.advice[0]
-    assert {reason for _, reason in plan.dropped} == {"optimizer state is not wanted", "random state: not wanted"}
+    assert {reason for _, reason in plan.dropped} == {
+        "optimizer state is left out by option",
+        "random state: not wanted",
+    }
 
 
 def test_steps_counted_by_parameter_stay_so(tmp_path):

@@ -237,7 +237,7 @@ def test_an_unknown_state_is_named(tmp_path):
     info = reader.catalog.tensors[f"optimizer.state.momentum_buffer.{MATRIX}"]
     more = f"optimizer.state.row_moment.{MATRIX}"
     reader = changed("muon16p_tp2", {more: TensorInfo(more, info.dtype, info.shape, "optimizer", info.parts)})
-    with pytest.raises(RequestError, match="momentum_buffer, row_moment: no optimizer that is known"):
+    with pytest.raises(RequestError, match="momentum_buffer, row_moment: no known optimizer"):
         plan_reshard(reader, tmp_path / "out", Layout())
 
 

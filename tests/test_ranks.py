@@ -299,7 +299,7 @@ def test_ranks_must_plan_the_same(late_rank, llama, tmp_path):
 def test_a_rank_that_never_comes(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("converters.execute.rank_sync._ARRIVAL", 0.01)  # of a timeout that who has come keeps
     outcome = together(llama[0], tmp_path / "out", 4, ranks=(0, 2), timeout=60.0)
-    assert "ranks 1, 3 did not come within 0.6 s" in str(outcome.errors[0])
+    assert "ranks 1, 3 did not start within 0.6 s" in str(outcome.errors[0])
     assert isinstance(outcome.errors[2], Interrupted)
     assert not (tmp_path / "out").exists()
 
@@ -307,7 +307,7 @@ def test_a_rank_that_never_comes(llama, tmp_path, monkeypatch):
 def test_rank_0_that_never_comes(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("converters.execute.rank_sync._ARRIVAL", 0.01)
     outcome = together(llama[0], tmp_path / "out", 4, ranks=(1, 2), timeout=60.0)
-    assert all("rank 0 did not come within 0.6 s" in str(error) for error in outcome.errors.values())
+    assert all("rank 0 did not start within 0.6 s" in str(error) for error in outcome.errors.values())
     assert len(outcome.errors) == 2
     assert not (tmp_path / "out").exists()
 

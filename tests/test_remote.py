@@ -76,8 +76,8 @@ def test_a_file_address_is_a_disk():
         ("https://host/model.tar?X-Amz-Signature=hush", "credentials"),
         ("ftp://host/x", "no address"),
         ("s3a://bucket/x", "no address"),
-        ("s3:///x", "names no place"),
-        ("hf://org", "names no place"),
+        ("s3:///x", "names no bucket or path"),
+        ("hf://org", "names no bucket or path"),
         ("s3://bucket/a/../b", "without them"),
         ("file://host/x", "three slashes"),
     ],
@@ -362,7 +362,7 @@ def test_a_server_without_ranges(url, proxy, capsys):
     proxy.set(whole=True)
     assert main(["verify", url]) == 3
     said = capsys.readouterr()
-    assert "does not give ranges of files" in said.err
+    assert "does not serve byte ranges" in said.err
     assert "copy the checkpoint to a disk" in said.err
     assert "damaged" not in said.out
 

@@ -123,7 +123,7 @@ def test_optimizer_can_be_left_out(tmp_path):
     found = by_parameter(read_with_torch(folder_of(tmp_path / "out")))
     compare(found, expected("llama", optimizer=False))
     assert not any("optimizer" in key for key in open_checkpoint(tmp_path / "out").catalog.objects)
-    assert {reason for what, reason in plan.dropped if "optimizer" in what} == {"optimizer state is not wanted"}
+    assert {reason for what, reason in plan.dropped if "optimizer" in what} == {"optimizer state is left out by option"}
 
 
 def test_keep_means_the_kind_that_the_source_has(tmp_path):

@@ -12,7 +12,7 @@ from distckpt_cli.app import main
 )
 def test_weights_stay_and_the_rest_goes(name, tmp_path, capsys):
     assert main(["strip", str(GOLDEN / name), str(tmp_path / "out")]) == 0
-    assert "optimizer state is not wanted" in capsys.readouterr().out
+    assert "optimizer state is left out by option" in capsys.readouterr().out
     with converters.open(GOLDEN / name) as before, converters.open(tmp_path / "out") as after:
         assert after.format == before.format
         assert list(after.catalog.weights) == list(before.catalog.weights)

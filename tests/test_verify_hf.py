@@ -83,7 +83,7 @@ def test_models_without_an_output_layer(head, tmp_path):
     assert report.good, text_of(report)
     assert described(report)
     warnings = [f.message for f in report.check("structure").findings]
-    assert warnings == ([] if head == "AutoModel" else ["score.weight has no place in a qwen2"])
+    assert warnings == ([] if head == "AutoModel" else ["score.weight does not belong to a qwen2"])
 
 
 def test_files_of_torch_too(tmp_path):
@@ -184,7 +184,7 @@ LAYER = "model.layers.{0..1}."
 CONFIGS = [
     (LLAMA, {"num_hidden_layers": 3}, "config.json says num_hidden_layers 3, the tensors are those of 2 layers"),
     (LLAMA, {"num_hidden_layers": 1}, "config.json says num_hidden_layers 1, the tensors are those of 2 layers"),
-    (LLAMA, {"num_hidden_layers": 10**9}, "config.json says num_hidden_layers 1,000,000,000, which no model has"),
+    (LLAMA, {"num_hidden_layers": 10**9}, "config.json says num_hidden_layers 1,000,000,000, which is too large"),
     (LLAMA, {"hidden_size": 64}, "config.json says hidden_size 64, the shapes are those of 32: "),
     (LLAMA, {"vocab_size": 128}, "config.json says vocab_size 128, the shapes are those of 120: "),
     (LLAMA, {"intermediate_size": 64}, "config.json says intermediate_size 64, the shapes are those of 48: "),
@@ -195,19 +195,19 @@ CONFIGS = [
     (LLAMA, {"attention_bias": True, "mlp_bias": True}, f"{LAYER}self_attn.o_proj.bias are missing"),
     (LLAMA, {"model_type": "qwen2"}, f"{LAYER}self_attn.q_proj.bias are missing: config.json needs them"),
     (LLAMA, {"model_type": "qwen3"}, f"{LAYER}self_attn.q_norm.weight are missing"),
-    (LLAMA, {"hidden_size": "32"}, "config.json says hidden_size '32', which is no size"),
+    (LLAMA, {"hidden_size": "32"}, "config.json says hidden_size '32', which is not a size"),
     (LLAMA, {"hidden_size": None}, "config.json does not say hidden_size"),
-    (LLAMA, {"num_attention_heads": 1 << 30}, "which no model has"),
+    (LLAMA, {"num_attention_heads": 1 << 30}, "which is too large"),
     (LLAMA, {"tie_word_embeddings": True}, "lm_head.weight: "),
-    (QWEN3, {"model_type": "qwen2"}, f"{LAYER}self_attn.q_norm.weight have no place in what config.json describes"),
+    (QWEN3, {"model_type": "qwen2"}, f"{LAYER}self_attn.q_norm.weight do not belong to config.json's model"),
     (MIXTRAL, {"num_local_experts": 8}, "config.json says num_local_experts 8, the tensors are those of 4 experts"),
     (MIXTRAL, {"num_local_experts": 2}, "config.json says num_local_experts 2, the tensors are those of 4 experts"),
-    (MIXTRAL, {"num_local_experts": 10**6}, "which no model has"),
+    (MIXTRAL, {"num_local_experts": 10**6}, "which is too large"),
     (MIXTRAL, {"intermediate_size": 96}, "config.json says intermediate_size 96, the shapes are those of 24: "),
     (DEEPSEEK, {"kv_lora_rank": 20}, "by config.json"),
     (DEEPSEEK, {"first_k_dense_replace": 0}, "model.layers.0.mlp.gate.weight is missing"),
     (DEEPSEEK, {"n_shared_experts": 3}, "mlp.shared_experts.down_proj.weight is"),
-    (DEEPSEEK, {"model_type": "deepseek_v2"}, "e_score_correction_bias has no place"),
+    (DEEPSEEK, {"model_type": "deepseek_v2"}, "e_score_correction_bias does not belong"),
     (GPT, {"n_positions": 16}, "config.json says n_positions 16, the shapes are those of "),
     (GPT, {"n_embd": 16}, "config.json says n_embd 16, the shapes are those of 32: "),
 ]
@@ -236,7 +236,7 @@ TENSORS = [
     (
         LLAMA,
         beside("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias", torch.ones(32)),
-        "model.layers.0.self_attn.q_proj.bias has no place in what config.json describes",
+        "model.layers.0.self_attn.q_proj.bias does not belong to config.json's model",
     ),
     (
         LLAMA,
@@ -256,7 +256,7 @@ TENSORS = [
     (
         QWEN3,
         beside("model.norm.weight", "model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 32)),
-        "model.layers.0.self_attn.q_proj.lora_A.weight has no place",
+        "model.layers.0.self_attn.q_proj.lora_A.weight does not belong",
     ),
 ]
 
@@ -277,7 +277,7 @@ def test_a_tensor_outside_of_the_layers_is_worth_a_look(exported, tmp_path):
     edit_tensors(copy, beside("model.norm.weight", "value_head.weight", torch.ones(1, 32)))
     report = found(copy)
     assert report.good
-    assert [f.message for f in report.check("structure").findings] == ["value_head.weight has no place in a llama"]
+    assert [f.message for f in report.check("structure").findings] == ["value_head.weight does not belong to a llama"]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -338,7 +338,7 @@ def test_a_variant_is_compared_with_what_transformers_builds(exported, tmp_path)
     config.mlp_bias = True
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "variant")
     summary = clean(tmp_path / "variant").check("structure").summary
-    assert "a variant of llama that is not known here" in summary
+    assert "an unknown variant of llama" in summary
     assert "transformers builds the same model of it" in summary
     copy = tmp_path / "hf"
     shutil.copytree(exported(LLAMA), copy)

@@ -450,7 +450,7 @@ def test_a_lost_page_among_many_layers(pages, tmp_path):
     write(folder, name, values)
     found, text = checks(folder, values=True)
     assert found == ({"values"} if pages else set())
-    assert not pages or f"{name}: 1,024 of 65,536 elements are zero, elsewhere none is" in text
+    assert not pages or f"{name}: 1,024 of 65,536 elements are zero, no other element is" in text
 
 
 def test_two_ranks_files_exchanged_in_legacy(copy):
@@ -462,7 +462,7 @@ def test_two_ranks_files_exchanged_in_legacy(copy):
     (place / "x").rename(place / names[2])
     found, text = checks(place)
     assert found == {"structure"}
-    assert f"{names[0]}/model_optim_rng.pt is of tensor-parallel rank 1, not 0: files were exchanged" in text
+    assert f"{names[0]}/model_optim_rng.pt is of tensor-parallel rank 1, not 0: files were swapped" in text
     words = ["convert", str(place), str(place.parent / "out"), "--to", "torch_dist", "--progress", "off"]
     assert main(words) == 1
     assert not (place.parent / "out").exists()
@@ -478,7 +478,7 @@ def test_two_expert_ranks_files_exchanged_in_legacy(copy):
     (place / "x").rename(other)
     found, text = checks(place)
     assert "structure" in found
-    assert f"{one.name}/model_optim_rng.pt is of expert-parallel rank 1, not 0: files were exchanged" in text
+    assert f"{one.name}/model_optim_rng.pt is of expert-parallel rank 1, not 0: files were swapped" in text
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch.load imports megatron-core's classes

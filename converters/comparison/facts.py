@@ -116,7 +116,9 @@ def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
         megatron = b if a.is_hf else a
         strange = sorted({i.name for i in _by_kind(megatron.catalog, keep)["object"].values()})
         if strange:
-            out.notes.append(f"{megatron.label} has objects for which Hugging Face has no place: {listed(strange, 8)}")
+            out.notes.append(
+                f"{megatron.label} has objects that a Hugging Face folder cannot hold: {listed(strange, 8)}"
+            )
         return out
     one, other = a.catalog.iteration, b.catalog.iteration
     if one is not None and other is not None:
@@ -329,7 +331,7 @@ def _object(
 ) -> None:
     if max(one[1].length, other[1].length) > _LARGE:
         sizes = f"{one[1].length:,} bytes in A, {other[1].length:,} in B"
-        out.notes.append(f"{name} is not compared, being an object of {sizes}")
+        out.notes.append(f"{name} is not compared: it is an object of {sizes}")
         return
     sides: list[tuple[Any, Archive | None]] = []
     shown: list[str] = []

@@ -18,7 +18,7 @@ def comparable(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
     """Two checkpoints as they are compared, with a note of each that is seen as something else than is stored.
 
     Raises:
-        RequestError: The weights of one are quantized by a method that is not known here.
+        RequestError: The weights of one are quantized by an unknown method.
         IntegrityError: Quantized weights have no scales, or not those of their shapes.
     """
     a, b, parts = _text_parts(a, b)

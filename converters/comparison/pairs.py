@@ -236,7 +236,7 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
     used, dropped = {c.source for c in mapping.copies}, {d.source: d.reason for d in mapping.drops}
     for name, tensor in megatron.tensors.items():
         if tensor.kind == "optimizer":
-            out.skipped[name] = "optimizer state, for which Hugging Face has no place"
+            out.skipped[name] = "optimizer state, which a Hugging Face folder cannot hold"
         elif name not in used and name in dropped and not name.startswith("mtp."):
             out.skipped[name] = dropped[name]
         elif name not in used and keep(name):

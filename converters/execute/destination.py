@@ -89,7 +89,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
         raise DestinationError(
             f"{printable(str(real.parent))} does not exist, nor does the directory above it",
             details=[f"there is {printable(str(ancestor))}"],
-            hint=f"if it is meant: mkdir -p {printable(shlex.quote(str(real.parent)))}",
+            hint=f"to create it: mkdir -p {printable(shlex.quote(str(real.parent)))}",
         )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")

@@ -36,7 +36,7 @@ def disk_trouble(error: BaseException) -> FormatError | None:
         return None
     what = printable(str(error.filename)) if error.filename else "a file"
     trouble = FormatError(
-        f"looking at {what} failed: {error.strerror}", hint="check the disk, then run the same command again"
+        f"access to {what} failed: {error.strerror}", hint="check the disk, then run the same command again"
     )
     trouble.__cause__ = error
     return trouble

@@ -69,7 +69,7 @@ class Leftover:
     Attributes:
         kind: "staging", "upload", "ranks" or "replaced": see the module.
         state: "running": a living process has it; "unfinished": its run has ended early, and it may be removed;
-            "unknown": it has no journal of ours, belongs to another user, or nothing tells whether its run is alive.
+            "unknown": it has no journal of ours, belongs to another user, or nothing tells whether its run is still going.
         reason: Why it is not removed; empty if it may be.
         nbytes: Bytes that it takes on the disk.
         modified: When its journal, or itself, last changed, in seconds since 1970.
@@ -129,9 +129,7 @@ def _marks(paths: Sequence[Path]) -> Iterator[Leftover]:
         about = document.get("about") if isinstance(document, dict) else None
         about = about if isinstance(about, dict) else {}
         modified = state.mtime_ns / 1e9 if state else 0.0
-        reason = (
-            "a store has no locks: the same command continues it, with --overwrite a new one discards what it uploaded"
-        )
+        reason = "object stores have no locks: the same command continues it, another one with --overwrite discards it"
         beside = str(path.with_name(match[1]))
         yield Leftover(path, "mark", "unknown", reason, 0, modified, beside, _continuation(about))
 
@@ -233,7 +231,7 @@ def _described(path: Path) -> Iterator[Leftover]:
     except FileNotFoundError:
         return  # its run has just ended
     except OSError as error:
-        yield Leftover(path, kind, "unknown", f"it cannot be looked at: {error.strerror or error}", 0, 0.0)
+        yield Leftover(path, kind, "unknown", f"it cannot be read: {error.strerror or error}", 0, 0.0)
         return
     about = (journal.first_line(path / _journal_name(kind)) or {}).get("about")
     about = about if isinstance(about, dict) else {}
@@ -261,9 +259,9 @@ def _probed(path: Path, kind: str) -> tuple[str, str]:
         fcntl.flock(fd, fcntl.LOCK_UN)  # at once: a run that begins just now shall find it free
         return _judged(path, kind, fd)
     except BlockingIOError:
-        return "running", "its run is alive"
+        return "running", "its run is still going"
     except OSError:
-        return "unknown", "this file system has no locks, so nothing tells whether its run is alive"
+        return "unknown", "this file system has no locks, so distckpt cannot tell whether its run is still going"
     finally:
         os.close(fd)
 
@@ -280,16 +278,16 @@ def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:
     if kind == "ranks":
         locks = list(path.glob("lock-*"))
         if any(map(is_locked, locks)):
-            return "running", "its run is alive"
+            return "running", "its run is still going"
         return ("unfinished", "") if locks else ("unknown", "it has no files of ranks")
     if journal.first_line(path / _journal_name(kind)) is None:
-        return "unknown", "it has no journal that distckpt wrote: remove it yourself if you know it"
+        return "unknown", "it has no journal of distckpt: remove it yourself if you know what it is"
     for meeting in _meetings(path, kind):
         if any(map(is_locked, meeting.glob("lock-*"))):
-            return "running", "ranks of its run are alive"
+            return "running", "ranks of its run are still going"
     for inner in path.glob(".*.distckpt-partial") if kind == "upload" else ():
         if _probed(inner, "staging")[0] == "running":
-            return "running", "its run is alive"
+            return "running", "its run is still going"
     return "unfinished", ""
 
 

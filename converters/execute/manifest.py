@@ -68,7 +68,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raise FormatError(f"{name} does not list any files")
     algorithm = document.get("algorithm", "sha256")
     if algorithm != "sha256":
-        raise FormatError(f"{name} has sums of the kind {printable(str(algorithm))[:40]!r}, not sha256")
+        raise FormatError(f"{name} has checksums of the kind {printable(str(algorithm))[:40]!r}, not sha256")
     kept, trouble = {}, []
     for path, digest in files.items():
         if not _stays_inside(path):

@@ -123,7 +123,7 @@ class Staging:
                 hint="wait for it, or choose another directory",
             ) from None
         except OSError:  # some NFS and Lustre mounts; the final rename still lets only one win
-            self.notes.append("this file system has no locks: see to it that only one distckpt writes here")
+            self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
 
     def _put_back(self) -> None:
         """Ends an exchange of folders that a kill has cut short."""
@@ -139,7 +139,8 @@ class Staging:
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # only if nothing is in it
         raise DestinationError(
-            f"{printable(str(self.destination))} was filled by someone else meanwhile", hint="choose another directory"
+            f"{printable(str(self.destination))} was changed by another program meanwhile",
+            hint="choose another directory",
         )
 
     def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> list[dict[str, Any]]:
@@ -241,7 +242,7 @@ class Staging:
                 ) from error
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise DestinationError(
-                    f"{shown} was filled by someone else meanwhile",
+                    f"{shown} was changed by another program meanwhile",
                     details=[f"the complete result is in {printable(str(self.folder))}"],
                 ) from error
             raise os_trouble(error, self.destination, "publishing") from error

@@ -232,7 +232,7 @@ class Team:
             self.leads or status.get("heard", {}).get(str(self.ranks.rank)) == self._status["nonce"]
         )
         if nonce is not None and (status is None or not believed or status["nonce"] != nonce):
-            return Interrupted(signal.SIGTERM, "the run ended or began anew without this process", hint=AGAIN)
+            return Interrupted(signal.SIGTERM, "the run ended or restarted without this process", hint=AGAIN)
         if status is None or not believed:
             return None
         if status.get("moved") != peer.status.get("moved") or status["state"] != peer.status.get("state"):
@@ -256,7 +256,7 @@ class Team:
             return unpacked(status["error"], who if self.leads else None)
         if self.leads and status["fingerprint"] != self.fingerprint:
             return RequestError(
-                f"{who} planned something else: do all ranks see the same files?",
+                f"{who} made another plan: do all ranks see the same files?",
                 details=[
                     f"fingerprints {self.fingerprint[:16]} on rank {self.ranks.rank}, {status['fingerprint'][:16]}"
                 ],
@@ -265,11 +265,11 @@ class Team:
         if status["state"] in ("done", "left", "over"):
             return None
         if self._is_gone(rank, peer):
-            return Interrupted(signal.SIGTERM, f"{who} ended without a word: was it killed?", hint=AGAIN)
+            return Interrupted(signal.SIGTERM, f"{who} ended without an error message: was it killed?", hint=AGAIN)
         if now - peer.changed > limit:
             return Interrupted(signal.SIGTERM, f"{who} has not responded for {limit:g} s", hint=AGAIN)
         if status["state"] == "working" and now - peer.moved > _STANDSTILL * limit:
-            return Interrupted(signal.SIGTERM, f"{who} has moved nothing for {_STANDSTILL * limit:g} s", hint=AGAIN)
+            return Interrupted(signal.SIGTERM, f"{who} has made no progress for {_STANDSTILL * limit:g} s", hint=AGAIN)
         return None
 
     def _is_gone(self, rank: int, peer: _Peer) -> bool:
@@ -321,7 +321,7 @@ class Team:
                 self._late = True
                 raise Interrupted(
                     signal.SIGTERM,
-                    f"{listed(missing)} did not come within {limit:g} s",
+                    f"{listed(missing)} did not start within {limit:g} s",
                     hint=AGAIN if on_one_machine() else "is the destination on a file system that all machines share?",
                 )
             return not missing
@@ -350,7 +350,7 @@ class Team:
             if not leader:
                 if time.monotonic() - begin > limit:
                     self._late = True
-                    raise Interrupted(signal.SIGTERM, f"rank 0 did not come within {limit:g} s", hint=AGAIN)
+                    raise Interrupted(signal.SIGTERM, f"rank 0 did not start within {limit:g} s", hint=AGAIN)
                 if not self._board.read(f"rank-{self.ranks.rank}"):
                     self.say()  # rank 0 came after us and took it for something old
                 return False
@@ -386,7 +386,7 @@ class Team:
         for rank in self._peers:
             left = self._board.read(f"left-{rank}")
             if not left:
-                raise DestinationError(f"what rank {rank} handed over cannot be read", hint=AGAIN)
+                raise DestinationError(f"the result of rank {rank} cannot be read", hint=AGAIN)
             documents.append(left)
         return documents
 

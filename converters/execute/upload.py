@@ -305,7 +305,7 @@ class Upload:
         if wrong:
             shown = printable(str(self._object(wrong[0])))
             raise DestinationError(
-                f"{shown} is not what was uploaded: somebody else writes there, or the store's listing is late",
+                f"{shown} is not what was uploaded: another program writes there, or the store's listing lags",
                 hint="run the same command again",
             )
 

@@ -58,7 +58,7 @@ def _refuse_partial(folder: Path) -> None:
     left = next((part for part in folder.parts if part.startswith(".") and part.endswith(".distckpt-partial")), None)
     if left is not None:
         raise UnfinishedError(
-            f"{printable(left)} is what an interrupted run of distckpt left: it is not finished",
+            f"{printable(left)} is the unfinished result of an interrupted run of distckpt",
             hint="run the same command again, which completes it",
         )
 

@@ -98,12 +98,12 @@ def _unstack(tensor: KeyedArray, parsed: ParsedKey) -> Iterable[TensorInfo]:
     if depth > len(shape):
         raise FormatError(f"{printable(key)} should have {depth} leading axes, but has shape {list(shape)}")
     if math.prod(shape[:depth]) > _MOST_TENSORS:
-        raise FormatError(f"{printable(key)} of shape {list(shape)} cannot be that many layers or experts")
+        raise FormatError(f"{printable(key)} has shape {list(shape)}: no model has that many layers or experts")
     sizes = tensor.array.sizes[:, :depth]
     singly = depth and sizes[:, 0].max(initial=0) <= 1  # these are found by bisection
     if sizes.prod(axis=1).sum() > _MOST_PIECES or len(sizes) * math.prod(shape[bool(singly) : depth]) > _MOST_LOOKS:
         text = f"{printable(key)} of shape {list(shape)} is cut into {len(sizes):,} chunks across its layers or experts"
-        raise FormatError(text, details=["writers cut between layers: something else is meant, or nothing good"])
+        raise FormatError(text, details=["frameworks cut between layers: another kind of tensor, or a damaged file"])
     for prefix in np.ndindex(*shape[:depth]):
         name = parsed.template.format(*prefix)
         parts = (Part(tensor.array, prefix, block=block),)

@@ -44,7 +44,7 @@ def parse_json(raw: bytes, what: str) -> Any:
 def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(entries)
     if len(unique) != len(entries):
-        raise ValueError("a name stands there twice")
+        raise ValueError("a key occurs twice")
     return unique
 
 

@@ -44,7 +44,7 @@ class PlainLoader(yaml.SafeLoader):
         anchor = str(getattr(event, "anchor", None) or "")
         is_alias = isinstance(event, yaml.AliasEvent)
         if is_alias and sizes.get(anchor) == 0:
-            raise yaml.YAMLError(f"{anchor} holds itself")
+            raise yaml.YAMLError(f"{anchor} contains itself")
         self._nodes = before + (sizes.get(anchor, 1) if is_alias else 1)
         if self._nodes > _MOST_NODES:  # "billion laughs": a small file that prints as gigabytes
             raise yaml.YAMLError("too many values for a configuration")

@@ -116,7 +116,7 @@ class _Scan:
         """Takes one header; returns where the next one lies."""
         where = f"{self._what} at byte {at:,}"
         if not is_tar(header) or _checksum(header) != _number(header[148:156], f"{where}: the checksum"):
-            raise FormatError(f"{where}: there should be the header of a member, and is not; the file is damaged")
+            raise FormatError(f"{where}: no header of a member where one must be; the file is damaged")
         kind, name = header[156:157], extension.name if extension.name is not None else _short_name(header)
         shown = printable(name.decode("utf-8", "surrogateescape"))
         size = (
@@ -183,7 +183,7 @@ class _Scan:
             last = depth == len(parts) - 1
             entry = inner.get(part, _ABSENT)
             if (entry is not _ABSENT) if last and member is not None else isinstance(entry, Member):
-                raise FormatError(f"{self._what}: {printable(text)} is there twice")
+                raise FormatError(f"{self._what}: {printable(text)} occurs twice")
             inner[part] = member if last else None
             folder = f"{folder}/{part}" if folder else part
         if member is None:

@@ -199,7 +199,7 @@ def choose_device(requested: str, *, computes: bool, local_rank: int = 0, buffer
         requested = gpu
     device = find_device(requested, local_rank)
     if not computes or device.unified:
-        return "cpu", f"--device {option}: no element changes, bytes go from file to file; the device has nothing to do"
+        return "cpu", f"--device {option} has no effect: no element is cast"
     room, needed = device.room(), _BESIDE * buffers
     if needed > room:
         numbers = f"{device.name} has {room >> 20:,} MiB free, {needed >> 20:,} MiB are needed"

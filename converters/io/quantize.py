@@ -100,7 +100,7 @@ def quantized(bits: NDArray[Any], kind: DType, name: str, codes: NDArray[np.uint
             largest = some.abs().amax(1)
             if not bool(torch.isfinite(largest).all()):
                 raise RequestError(
-                    f"{name} has elements that are infinite or no numbers: blocks of FP8 cannot hold them",
+                    f"{name} has infinite or NaN elements: blocks of FP8 cannot hold them",
                     hint="export it without --quantize; distckpt verify --values says where they are",
                     tensor=name,
                 )

@@ -251,7 +251,7 @@ class Exchange:
         rows = self._ranks.gathered((*times, read))
         every, once = (max(row[i] for row in rows) for i in (0, 1))
         rates = f"a rank reads {min(row[2] for row in rows) / 1e9:.2f} GB/s beside all others"
-        reason = f"{rates}: reading everything everywhere takes {every:.1f} s, once with {self.backend} {once:.1f} s"
+        reason = f"{rates}: reading all on every rank takes {every:.1f} s, once with {self.backend} {once:.1f} s"
         return Choice(once < _GAIN * every, reason, nbytes)
 
     def _gathering_rate(self, group: _Group, send: torch.Tensor, receive: torch.Tensor) -> float:

@@ -42,7 +42,7 @@ _MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebi
 _LITTLE = 100  # one row in so many may be read for a checksum alone
 _FP8 = (
     "FP8 scaling factors and their histories are not loaded: TransformerEngine would execute what stands in the file; "
-    "delayed scaling begins anew, other recipes keep none"
+    "delayed scaling starts fresh, other recipes store none"
 )
 
 

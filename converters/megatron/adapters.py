@@ -102,7 +102,7 @@ def read_adapters(catalog: Catalog, alpha: float | None = None) -> Adapters:
         alpha: To be used if the checkpoint does not say it.
 
     Raises:
-        RequestError: It has none, or such as are not known here; or nothing says `alpha`.
+        RequestError: It has none, or such as are not known; or nothing says `alpha`.
         IntegrityError: One half of an adapter is missing, or halves do not fit.
         FormatError: The section `peft:` makes no sense.
     """
@@ -111,7 +111,7 @@ def read_adapters(catalog: Catalog, alpha: float | None = None) -> Adapters:
     kind = stated.get("_target_")
     if stated and kind not in _CLASSES:
         raise RequestError(
-            f"the adapters are of a kind that is not known here: {printable(str(kind))[:80]}",
+            f"the adapters are of an unknown kind: {printable(str(kind))[:80]}",
             hint="convert --to safetensors keeps them under Megatron's names",
         )
     ranks = [one.rank for one in factors.values()]
@@ -131,7 +131,7 @@ def _alpha(stated: Mapping[str, Any], option: float | None) -> float:
     if stated.get("alpha") is None:
         if option is None:
             raise RequestError(
-                "nothing says the adapters' alpha: run_config.yaml has no section peft:",
+                "the adapters' alpha is not stated: run_config.yaml has no section peft:",
                 hint="--lora-alpha N states it; the weights change by alpha / rank * B @ A",
             )
         return option
@@ -164,7 +164,7 @@ def _factors(catalog: Catalog) -> dict[str, Factors]:
         raise RequestError(
             f"{counted(len(strange), 'tensor')} of adapters cannot belong to a LoRA of one linear layer of a decoder",
             details=_listed(strange),
-            hint="experts' adapters, DoRA and canonical LoRA are not known here; convert --to safetensors keeps them",
+            hint="experts' adapters, DoRA and canonical LoRA are not known; convert --to safetensors keeps them",
             tensor=strange[0],
         )
     if not halves:

@@ -207,7 +207,7 @@ def _tp_from_chunks(weights: Mapping[str, TensorInfo]) -> int | None:
 def _sharing(catalog: Catalog, layout: SavedLayout, writers: list[int]) -> Sharing:
     replicas = layout.dp * (layout.cp or 1) if layout.dp is not None else None
     if replicas == 1:
-        return Sharing(None, "one data-parallel rank has nobody to share with")
+        return Sharing(None, "one data-parallel rank has no other rank to share with")
     stated = catalog.args.get("ckpt_fully_parallel_save")
     if isinstance(stated, bool):
         return Sharing(stated, "ckpt_fully_parallel_save in the training arguments")

@@ -126,7 +126,7 @@ class _Layer:
 
 
 def missing_tensors(names: Collection[str]) -> list[str]:
-    """What a model lacks, as sentences; empty if it is whole, or of a kind that is not known here.
+    """What a model lacks, as sentences; empty if it is whole, or of a kind that is not known.
 
     Args:
         names: Canonical names of its weights.

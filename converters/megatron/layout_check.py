@@ -107,8 +107,8 @@ def check(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) 
     ):
         if args.extras.get(option) and saved not in (None, wanted):
             raise RequestError(
-                f"with {option} {printable(str(args.extras[option]))} the rows of gate and up lie in turn within each "
-                f"tensor-parallel part of the {saved} that saved; no loader of Megatron divides them into {wanted}",
+                f"with {option} {printable(str(args.extras[option]))} the rows of gate and up alternate within each "
+                f"of {saved} tensor-parallel parts; no loader of Megatron divides them into {wanted}",
                 hint=f"--{'etp' if 'mlp' in option else 'tp'} {saved}",
             )
     layout.pipeline(outline.num_layers, outline.mtp_layers)

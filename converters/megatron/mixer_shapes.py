@@ -45,9 +45,9 @@ def _disagreements(
 ) -> list[str]:
     parts = {suffix for suffix in tensors if suffix.startswith(("in_proj.weight.", "conv1d."))}
     if not expected or parts - expected.keys():
-        return []  # a kind of layer that is not known here: nothing is concluded
+        return []  # a kind of layer that is not known: nothing is concluded
     out = [
-        f"{tensors[suffix].name} is {tensors[suffix].shape}, the other tensors of its layer ask for {shape}"
+        f"{tensors[suffix].name} is {tensors[suffix].shape}, the other tensors of its layer imply {shape}"
         for suffix, shape in expected.items()
         if suffix in tensors and tensors[suffix].shape != shape
     ]

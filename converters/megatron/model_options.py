@@ -181,7 +181,7 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
             facts.notes.append(
                 f"trained with an expert capacity factor of {capacity:g}: Megatron drops tokens beyond it"
             )
-        if not hybrid:  # which stores the default of moe_layer_freq and does not look at it
+        if not hybrid:  # which stores the default of moe_layer_freq and ignores it
             facts.put("moe_layers", moe_layers(options.get("moe_layer_freq", 1), layers), f"{label}.moe_layer_freq")
 
 

@@ -58,7 +58,7 @@ class OptimizerLayout:
 
 
 _PERMITS = {
-    "none": "weights load at any layout; the optimizer starts anew",
+    "none": "weights load at any layout; the optimizer starts fresh",
     "not distributed": "Megatron reshards it to any tp, pp, ep",
     "fully_reshardable": "Megatron-Core 0.15 or later reshards it to any tp, pp, ep, dp",
     "fully_sharded_model_space": "Megatron-Core 0.8 to 0.15 reshards it to any tp, pp, ep, dp; later ones cannot read it",

@@ -218,7 +218,7 @@ def optimizer_parts(catalog: Catalog) -> Recognised:
         elif accepted is not None:
             listed = printable(", ".join(sorted(have))) or "no state but the master weight"
             example = printable(fold(sorted(names))[0][0])
-            strange.append(f"{example} has {listed}: no optimizer that is known has these states")
+            strange.append(f"{example} has {listed}: no known optimizer has these states")
     lost += _lost_masters(catalog, by_name)
     lost += _lost_second_moments(entries, [flat, *by_name.values()])
     parts = [OptimizerPart(a, d, _STATES[a], frozenset(names)) for (a, d), names in members.items()]

@@ -110,7 +110,7 @@ def odd_shapes(weights: Mapping[str, TensorInfo], options: Mapping[str, Any]) ->
     for tensor, sizes in terms:
         wanted = tuple(int(size) if size.isdigit() else most.get((scope, size), 0) for scope, size in sizes)
         if tensor.shape != wanted:
-            out.append(f"{tensor.name} is {tensor.shape}, the other tensors ask for {wanted}")
+            out.append(f"{tensor.name} is {tensor.shape}, the other tensors imply {wanted}")
     gate = options.get("attention_output_gate")
     widths = (1, 2) if gate is None else (1 + bool(gate),)  # of a query, with its gate
     return [*out, *_ratios(most, widths), *_vision(most, weights, options), *_adapters(weights)]

@@ -242,7 +242,7 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
 def _stated(layout: Layout, text: str, num_layers: int, mtp_layers: int) -> tuple[list[int], list[int]]:
     """Decoder and MTP layers of each stage of a layout string, checked as Megatron checks it."""
     if layout.first_layers or layout.last_layers or layout.account_for_embedding or layout.account_for_loss:
-        raise RequestError("--pp-layout says everything: leave the other options about pipeline stages out")
+        raise RequestError("--pp-layout sets every pipeline stage: leave the other options for stages out")
     stages = parse_pp_layout(text)
 
     def refuse(what: str, hint: str | None = None) -> RequestError:

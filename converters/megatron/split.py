@@ -163,7 +163,7 @@ def split_rule(name: str) -> Split:
     rule = _part_rule(part, inner) if language_name(part) is None else _stack_rule(inner) or _outer_rule(inner)
     if rule is None:
         raise RequestError(
-            f"it is not known how {printable(name)} is divided over tensor parallelism",
+            f"distckpt does not know how {printable(name)} is divided over tensor parallelism",
             hint="only --tp 1 is safe for a model with parameters that Megatron-Core does not have",
             tensor=name,
         )

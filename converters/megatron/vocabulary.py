@@ -84,13 +84,13 @@ def real_rows(stated: int, stored: int, tp: int, args: Mapping[str, Any]) -> tup
     if _adds_one(args):
         # where both would fit, nobody knows whether the job had the tokenizer or a --padded-vocab-size: `end_of_documents`
         if padded_vocab(stated + 1, divisible, tp) == stored and not fits:
-            return stated + 1, f"row {stated} of the vocabulary ends documents: {tokenizer} has it beside --vocab-size"
+            return stated + 1, f"row {stated} of the vocabulary ends documents: {tokenizer} adds it to --vocab-size"
         return stated, ""
     if tokenizer in ("NullTokenizer", "TikTokenizer") or fits or stated >= stored:
         return stated, ""
     return None, (
         f"the argument vocab_size {stated} is not what the embedding's {stored} rows were padded from, and a {tokenizer} "
-        "does not look at it"
+        "ignores it"
     )
 
 
@@ -115,8 +115,8 @@ def end_of_documents(drops: Iterable[Drop], args: Mapping[str, Any]) -> tuple[st
     if not any(box.start[0] <= row < box.stop[0] for box in boxes):
         return ()
     return (
-        f"row {row} of the embedding is left out as padding; --vocab-size {row + 1} keeps it, should it be the token with "
-        f"which {args['tokenizer_type']} ended documents",
+        f"row {row} of the embedding is left out as padding; if {args['tokenizer_type']} "
+        f"used it to end documents, keep it with --vocab-size {row + 1}",
     )
 
 

@@ -103,7 +103,7 @@ ARCHITECTURES: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
 
 
 def of_type(kind: object) -> Model | None:
-    """The architecture that a config.json of this `model_type` describes; None if it is not known here."""
+    """The architecture that a config.json of this `model_type` describes; None if it is not known."""
     return next((model for model in ARCHITECTURES if kind in (model.name, *model.aliases)), None)
 
 

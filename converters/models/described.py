@@ -60,7 +60,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
         if size is not None and fact not in own_facts:
             facts[fact] = size
         if fact in _COUNTED and (size or 0) > _MOST_OF_ANY:
-            raise FormatError(f"config.json says {names[0]} {size:,}, which no model has")
+            raise FormatError(f"config.json says {names[0]} {size:,}, which is too large")
     for fact in ("num_layers", "hidden_size", "num_attention_heads", "vocab_size"):
         if not facts.get(fact):
             raise FormatError(f"config.json does not say {KEYS[fact][0]}")
@@ -115,7 +115,7 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
         return None
     value = config[name]
     if type(value) is not int or not 0 <= value < _MOST:
-        raise FormatError(f"config.json says {name} {value!r:.80}, which is no size")
+        raise FormatError(f"config.json says {name} {value!r:.80}, which is not a size")
     return value
 
 
@@ -131,7 +131,7 @@ def _biases(model: Model, config: Mapping[str, Any], *, biased: bool) -> tuple[b
     allowed = model.needs.get("add_bias_linear", (True, False))
     if len(stated) > 1 or not stated <= set(allowed):
         shown = ", ".join(f"{name} {config[name]}" for name in names)
-        raise RequestError(f"config.json says {shown}, a variant of {model.name} that is not known here")
+        raise RequestError(f"config.json says {shown}, an unknown variant of {model.name}")
     bias = stated.pop() if stated else bool(allowed[0]) if len(allowed) == 1 else biased
     only = _only(model, "add_qkv_bias")
     if only is not None:

@@ -87,7 +87,7 @@ def map_to_hf(
     add_one = bool(args.zero_centered_norm) and not model.zero_centered
     if dtype is None and (dtype := catalog.computing_type) is not None:
         notes.append(
-            f"stored are fp32 master weights, rounded to {dtype}, in which the job computes "
+            f"the checkpoint stores fp32 master weights; they are rounded to {dtype}, the job's compute type "
             "(export-hf --dtype fp32 keeps them)"
         )
     out = Emit(args, catalog.weights, vocab, dtype, add_one)
@@ -95,7 +95,9 @@ def map_to_hf(
     if args.mtp_num_layers and not keep:
         names = [name for name in catalog.weights if name.startswith("mtp.")]
         out.drops += [Drop(name, None, "multi-token prediction layers are not exported") for name in names]
-        notes.append(f"{args.mtp_num_layers} multi-token prediction layers are left out; the model's logits need none")
+        notes.append(
+            f"{args.mtp_num_layers} multi-token prediction layers are left out; the logits do not depend on them"
+        )
     written = dtype.name if dtype else args.dtype or "float32"
     if add_one and written != "float32":
         notes.append(

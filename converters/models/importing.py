@@ -76,7 +76,7 @@ def map_from_hf(
     notes = []
     if args.mtp_num_layers and not keep:
         why = "are left out" if behind else "are not in the folder; transformers leaves them out when it saves"
-        notes.append(f"{args.mtp_num_layers} multi-token prediction layers {why}; the model's logits need none")
+        notes.append(f"{args.mtp_num_layers} multi-token prediction layers {why}; the logits do not depend on them")
     shown = args if keep else replace(args, mtp_num_layers=None)
     out = Described(shown, {}, shown.vocab_size or 0)
     emit_all(out, model, shown.mtp_num_layers or 0)

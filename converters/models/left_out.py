@@ -23,7 +23,7 @@ LEFT_OUT: dict[str, str] = {
     "cohere2": f"{_BESIDE}; {_NO_BRIDGE}",
     "falcon_h1": (
         "Megatron-LM has no layer with attention beside Mamba, and none of its multipliers; "
-        "that of Megatron-Bridge (falconh1_layer.py) is not known here"
+        "that of Megatron-Bridge (falconh1_layer.py) is not known"
     ),
     "llama4_text": f"Megatron-LM has no argument for attention in chunks and for its temperature; {_NO_BRIDGE}",
     "phimoe": (
@@ -35,7 +35,7 @@ LEFT_OUT: dict[str, str] = {
     ),
     "mimo_v2_flash": (
         "Megatron-LM has no argument for values of another size than keys outside of latent attention; "
-        "the layers of Megatron-Bridge (modeling_mimo_v2_flash.py) are not known here"
+        "the layers of Megatron-Bridge (modeling_mimo_v2_flash.py) are not known"
     ),
     "bailing_moe_v2": _CODE,
     "bailing_moe": _CODE,

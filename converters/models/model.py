@@ -108,7 +108,7 @@ class Model:
             out.append("the length that yarn extends (original_max_position_embeddings) is not known")
         if self.hybrid:
             strange = sorted({*(args.layer_pattern or "")} - self.hybrid.keys())
-            out += [f"there is no place for a layer of the kind {SYMBOLS.get(symbol, symbol)}" for symbol in strange]
+            out += [f"it has no layer of the kind {SYMBOLS.get(symbol, symbol)}" for symbol in strange]
         return out if out else self.misfits(args)
 
     def requires(self, args: ModelArgs) -> None:
@@ -122,7 +122,8 @@ class Model:
             raise RequestError(
                 f"{self.architecture} cannot express this model",
                 details=reasons,
-                hint=not_stated(reasons) or "without --arch and --hf-config, an architecture that fits is looked for",
+                hint=not_stated(reasons)
+                or "without --arch and --hf-config, distckpt looks for an architecture that fits",
             )
 
     def config(self, args: ModelArgs, *, vocab_size: int, dtype: str) -> dict[str, Any]:
@@ -160,7 +161,9 @@ def not_stated(reasons: Sequence[str]) -> str | None:
     """
     if not any(reason.endswith(_UNKNOWN) for reason in reasons):
         return None
-    return "the training job's arguments (common.pt) would say so; convert --to safetensors keeps the weights without"
+    return (
+        "the training job's arguments (common.pt) are missing; convert --to safetensors keeps the weights without them"
+    )
 
 
 def _misfit(name: str, value: Any, allowed: tuple[Any, ...]) -> str | None:

@@ -66,6 +66,6 @@ def keeps_predictions(args: ModelArgs, model: Model, mtp: str) -> bool:
         raise RequestError("the model has no multi-token prediction layers to keep", hint="leave out --mtp")
     if mtp == "keep" and not has_place(model, args):
         raise RequestError(
-            f"{model.architecture} has no place for multi-token prediction layers", hint="leave them out: --mtp drop"
+            f"{model.architecture} cannot hold multi-token prediction layers", hint="leave them out: --mtp drop"
         )
     return mtp != "drop" and bool(args.mtp_num_layers) and has_place(model, args)

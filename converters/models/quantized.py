@@ -70,7 +70,7 @@ def dequantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
     """A folder's tensors as they are multiplied out; None if config.json says nothing of quantization.
 
     Raises:
-        RequestError: A method that is not known here.
+        RequestError: A method that is not known.
         IntegrityError: A quantized weight has no scales, or not those of its shape.
     """
     stated = config.get(KEY)
@@ -206,7 +206,7 @@ def _method(stated: Any) -> _Method:
             return _compressed(kinds[0])
     words = [str(stated.get(key)) for key in ("quant_method", "format", "quant_algo", "fmt") if stated.get(key)]
     raise RequestError(
-        f"the weights are quantized by a method that is not known here: {printable(', '.join(words) or '?')[:80]}",
+        f"the weights are quantized by an unknown method: {printable(', '.join(words) or '?')[:80]}",
         details=["known: fp8 in blocks (weight_scale_inv), compressed-tensors float-quantized (weight_scale), mxfp4"],
         hint="name the folder of the model in bf16",
     )
@@ -233,6 +233,6 @@ def _compressed(weights: Mapping[str, Any]) -> _Method:
     if not wrong and strategy == "block":
         return _blocks("FP8", "weight_scale", weights.get("block_structure"))
     raise RequestError(
-        f"the weights are quantized in a way that is not known here: {', '.join([*wrong, strategy])}",
+        f"the weights are quantized in an unknown way: {', '.join([*wrong, strategy])}",
         hint="name the folder of the model in bf16",
     )

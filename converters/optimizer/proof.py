@@ -137,7 +137,7 @@ class Masters(RoundingProof):
             raise IntegrityError(
                 f"{apart[0]} differs from the one on the first stage, though the model ties them",
                 details=apart[1:8],
-                hint="Megatron trains both alike: one of the files is damaged, or of another save",
+                hint="Megatron keeps both equal: one of the files is damaged, or belongs to another save",
                 tensor=self._copies[apart[0]].name,
             )
         wrong = [task.name for task in failed]

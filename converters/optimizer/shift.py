@@ -70,8 +70,10 @@ def refuse_shifted(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
     if padded is not None:
         raise RequestError(
             "the optimizer state may have been saved shifted by the padding of its buckets, as Megatron-Core 0.15.0 to "
-            "0.19.0 do, and its master weights are remainders, which do not show it",
-            details=[f"the state behind a padded bucket ends with zeros, which would be so: {printable(padded.name)}"],
+            "0.19.0 do, and its master weights are remainders, which do not show whether it was",
+            details=[
+                f"the state behind a padded bucket ends with zeros, as shifted state does: {printable(padded.name)}"
+            ],
             hint=f"--optimizer none leaves the state out; distckpt convert {quoted(catalog.root)} OUT --to safetensors "
             "keeps the weights",
             tensor=padded.name,

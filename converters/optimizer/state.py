@@ -106,7 +106,7 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
     if groups:
         if layout is None and ModelArgs.from_catalog(catalog).tp is None:  # neither arguments nor a run_config.yaml
             raise RequestError(
-                "what lies where in the optimizer's flat buckets follows from the job's arguments, which are missing",
+                "the job's arguments are missing; they say which parameters the optimizer's flat buckets hold",
                 hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
             )
         state = _unflatten(reader, groups, layout or Layout.saved(catalog), recognised, proved=proved)
@@ -260,8 +260,8 @@ def _order_stated(catalog: Catalog) -> bool:
 def _order_unknown(catalog: Catalog, name: str) -> RequestError:
     """Remainders fit any order: without chunks that end where parameters do, nothing proves one."""
     return RequestError(
-        "in which order the optimizer's flat buckets hold the parameters is not known: master weights that are stored as "
-        "remainders do not tell, and chunks do not end where parameters would",
+        "the order of parameters in the optimizer's flat buckets is not known: master weights that are stored as "
+        "remainders do not show it, and chunks do not end where parameters do",
         details=[f"for example {printable(name)}"],
         hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
         tensor=name,

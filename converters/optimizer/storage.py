@@ -181,11 +181,7 @@ def _are_remainders(reader: Reader, tensors: Mapping[str, TensorInfo], names: li
             elif not question.whole:
                 plain.append(name)
     if bool(remainders) == bool(plain):
-        text = (
-            "are whole numbers for some parameters only"
-            if plain
-            else "are what remainders may be, and the weights, too"
-        )
+        text = "are whole numbers for some parameters only" if plain else "and the weights may both be remainders"
         raise _not_understood(reader.catalog, f"{text}: are they remainders?", remainders or chosen)
     return bool(remainders)
 

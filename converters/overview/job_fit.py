@@ -173,12 +173,12 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
     out += _layout(catalog, job)
     out += _vocabulary(catalog, job)
     if catalog.path.name == "release":  # load_checkpoint (megatron/training/checkpointing.py, core_v0.16.1)
-        out.append(Finding("optimizer", True, "a job asks a release for its weights only"))
+        out.append(Finding("optimizer", True, "a job reads only the weights of a release"))
     elif job.loads_optimizer:
         out += _optimizer(catalog, job)
     elif any(t.kind == "optimizer" for t in catalog.tensors.values()):
         out.append(Finding("optimizer", True, "the flags leave it out"))
-    out += [Finding("flags", None, f"what {word} asks of a checkpoint is not known here") for word in job.unread]
+    out += [Finding("flags", None, f"what {word} requires of a checkpoint is not known") for word in job.unread]
     return out
 
 
@@ -205,7 +205,7 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
         fits = True if job.format == "torch" else None if job.format is None else False
         yield Finding("format", fits, "a file for each rank, which a job reads with --ckpt-format torch")
     else:
-        yield Finding("format", None, f"which jobs read {stored} is not known here")
+        yield Finding("format", None, f"which jobs read {stored} is not known")
     if catalog.megatron and not isinstance(_common(catalog).get("args"), Obj):
         yield Finding(
             "arguments", None, f"{catalog.framework} keeps no arguments of Megatron-LM; it has a loader of its own"

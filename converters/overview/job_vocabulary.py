@@ -111,7 +111,7 @@ def vocabulary_answers(
     if buckets and not exact:
         layout = optimizer_layout(catalog).name
         if layout.endswith("fully_sharded_model_space"):
-            yield VocabularyAnswer(None, f"whether {layout} loads with other rows of the vocabulary is not known here")
+            yield VocabularyAnswer(None, f"whether {layout} loads with other rows of the vocabulary is not known")
         else:
             yield VocabularyAnswer(
                 False, f"{layout} has the {stored:,} rows in flat buckets, which other rows do not fit"

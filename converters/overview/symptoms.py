@@ -82,14 +82,14 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _symptom(
         "extra-state-count",
         r"Invalid access pattern: \d+ ShardedObject are missing",
-        "The job has another number of layers or stages than stored _extra_state objects. The tensors are not concerned.",
+        "The job has another number of layers or stages than stored _extra_state objects. The tensors are not affected.",
         "distckpt inspect CKPT --objects shows what is stored",
         f"{_RESHARD} --extra-state fill",
     ),
     _symptom(
         "rerun-state",
         r"Missing key in checkpoint state_dict: rerun_state_machine_state|Missing keys.*rerun_state_machine_state",
-        "The job asks for the state of the rerun machine, which is stored only after a fault. Weights are not concerned.",
+        "The job asks for the state of the rerun machine, which is stored only after a fault. The weights are not affected.",
         "use another --dist-ckpt-strictness than raise_all",
         "distckpt reshard CKPT DST --tp T --pp P writes a checkpoint without it",
         harmless=True,
@@ -268,7 +268,7 @@ SYMPTOMS: tuple[Symptom, ...] = (
     _symptom(
         "manifest-differs",
         r"Checkpoint integrity verification failed for \d+ file",
-        "Files differ from integrity.json: they are damaged, or of another save.",
+        "Files differ from integrity.json: they are damaged, or belong to another save.",
         _VERIFY,
     ),
     _symptom(

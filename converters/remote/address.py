@@ -182,12 +182,12 @@ def named_path(name: str | Path) -> Path:
     _refuse_secrets(scheme, authority, rest)
     if f"{scheme}:" not in _ROOT_PARTS:
         instead = f"write {_OTHER_NAMES[scheme]}://" if scheme in _OTHER_NAMES else f"known: {_SCHEMES}"
-        raise AddressError(f"{printable(scheme)}:// is no address that distckpt knows", hint=instead)
+        raise AddressError(f"{printable(scheme)}:// is not an address that distckpt supports", hint=instead)
     rest = unquote(rest) if scheme in ("http", "https") else rest
     parts = [part for part in rest.split("/") if part]
     if not authority or len(parts) + 2 < _ROOT_PARTS[f"{scheme}:"]:
         example = "hf://org/name" if scheme == "hf" else f"{scheme}://{'host' if 'http' in scheme else 'bucket'}/path"
-        raise AddressError(f"{printable(str(name))} names no place", hint=f"it looks like {example}")
+        raise AddressError(f"{printable(str(name))} names no bucket or path", hint=f"it looks like {example}")
     if {".", ".."}.intersection(parts):
         raise AddressError(f"{printable(str(name))} has '.' or '..' in it", hint="name it without them")
     return RemotePath(f"{scheme}:", authority, *parts)

@@ -38,8 +38,8 @@ _WAYS = {
 }
 _NETWORK = {
     "connection refused": "connection refused",
-    "dns error": "its name is not known",
-    "name or service not known": "its name is not known",
+    "dns error": "its name cannot be resolved",
+    "name or service not known": "its name cannot be resolved",
     "timed out": "no answer in time",
     "timedout": "no answer in time",
     "timeout": "no answer in time",
@@ -125,7 +125,7 @@ def trouble_of(error: BaseException, root: Root) -> Trouble | None:
     if status == 403 or type(error).__name__ == "PermissionDeniedError" or code == "AccessDenied":
         return Trouble(f"no permission in {bucket} ({shown or 403})", number=errno.EACCES)
     if "NotPartial" in text or "non-partial response" in text or type(error).__name__ == "NotSupportedError":
-        return Trouble(f"{bucket} does not give ranges of files, which reading needs: copy the checkpoint to a disk")
+        return Trouble(f"{bucket} does not serve byte ranges, which reading needs: copy the checkpoint to a disk")
     if status in _PASSING or code in ("SlowDown", "ServerBusy", "InternalError", "RequestTimeout"):
         return Trouble(f"{bucket} answers {shown}", passing=True)
     if status:

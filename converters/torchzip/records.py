@@ -285,7 +285,7 @@ def tensor_ref(node: Any, what: str) -> TensorRef | None:
         storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
         tag, kind, key, location, numel = storage.value if isinstance(storage, PersId) else (None,) * 5
     except (TypeError, ValueError, IndexError) as error:
-        raise FormatError(f"{what} describes a tensor that makes no sense") from error
+        raise FormatError(f"{what} describes an invalid tensor") from error
     if tag != "storage" or not isinstance(kind, Global) or not isinstance(key, str) or location == "meta":
         raise FormatError(f"{what} describes a tensor without data")
     kind_type = from_storage(kind.name)

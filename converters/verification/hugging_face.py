@@ -128,9 +128,9 @@ class _Comparison:
         self._list(missing, "is missing: config.json needs it", "are missing: config.json needs them", needed="present")
         extra = [name for name in self._tensors if name not in wanted and not self._allowed(name, args)]
         mine = [name for name in extra if self._layer.match(name) and not name.endswith("_scale")]
-        self._list(mine, "has no place in what config.json describes", "have no place in what config.json describes")
+        self._list(mine, "does not belong to config.json's model", "do not belong to config.json's model")
         for text, names in fold(name for name in extra if name not in mine):
-            self._check.warn(f"{printable(text)} has no place in a {self._model.name}", tensors=tuple(names))
+            self._check.warn(f"{printable(text)} does not belong to a {self._model.name}", tensors=tuple(names))
 
     def _headed(self, args: ModelArgs) -> bool:
         """Whether there must be an output layer: config.json says that it is not the embedding, nor of another class."""

@@ -229,7 +229,7 @@ class _Verification:
             for check in report.checks:
                 check.findings = [replace(f, hint=_RESTORE) if f.hint == SAVE else f for f in check.findings]
         if self._changed(fingerprint):
-            text = "the checkpoint changed while it was read: what was found of it holds for no moment"
+            text = "the checkpoint changed while it was read: so the result is not valid"
             report.check("structure").error(
                 text, hint="wait until nobody writes to it, then run the same command again"
             )
@@ -304,7 +304,7 @@ class _Verification:
         if self.manifest is not None:
             report.manifest = f"{self.manifest.name} is there already"
         elif not report.good:
-            report.manifest = "not written: a list of damaged files would call them right"
+            report.manifest = "not written: a manifest of damaged files would call them right"
         else:
             if listener is not None:
                 listener(Phase("writing the manifest"))

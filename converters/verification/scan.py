@@ -173,7 +173,7 @@ class FileWorker:
             if isinstance(error.__cause__, PermissionError):  # not damage: it is unknown
                 text = f"{printable(str(path))} cannot be read: {error.__cause__.strerror}"
                 raise FormatError(
-                    text, hint="nothing is said of its contents; get permission and run this again"
+                    text, hint="its contents were not checked; get permission and run this again"
                 ) from error
             if not file.piece:
                 out.note("records", error.message)

@@ -216,7 +216,7 @@ def _check_args(check: Check, catalog: Catalog) -> None:
         check.warn(f"the arguments were not compared with the tensors: {printable(error.message)}")
         return
     except DistckptError as error:
-        check.error(f"the arguments make no sense: {printable(error.message)}")
+        check.error(f"the arguments are invalid: {printable(error.message)}")
         return
     for text in args.unknown:
         check.warn(f"not understood, so not compared with the tensors: {printable(text)}")

@@ -233,10 +233,10 @@ def _judge_zeros(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
             continue
         for name, count in zeros.items():
             if _PAGE <= count < stats[name]["numel"]:
-                text = f"{printable(name)}: {count:,} of {stats[name]['numel']:,} elements are zero, elsewhere none is"
-                check.error(
-                    f"{text}: a page that was not written looks so", tensors=(name,), needed="0", found=f"{count}"
+                text = (
+                    f"{printable(name)}: {count:,} of {stats[name]['numel']:,} elements are zero, no other element is"
                 )
+                check.error(f"{text}: an unwritten page looks like this", tensors=(name,), needed="0", found=f"{count}")
 
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

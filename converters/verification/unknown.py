@@ -36,7 +36,7 @@ def note_unknown(check: Check, catalog: Catalog) -> None:
     if not catalog.megatron:
         return
     files = [file.name for file in side_files(catalog) if file.kind in ("unknown", "special")]
-    _leave(check, files, "nobody here knows this file", "nobody here knows these files")
+    _leave(check, files, "distckpt does not know this file", "distckpt does not know these files")
     weights = [name for name in catalog.weights if not _has_rule(name)]
     _leave(check, weights, "no rule knows this weight", "no rule knows these weights")
     strange, homeless = list[str](), list[str]()

@@ -288,7 +288,7 @@ def _judge_weight(
     if storm > STORM:
         text = f"{shown}: {100 * storm:.0f} % of its elements are denormal (below {_LEAST_NORMAL[info.dtype.name]:.2g})"
         note = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
-        note(f"{text}: memory that nothing was written to looks so", tensors=(name,))
+        note(f"{text}: uninitialized memory looks like this", tensors=(name,))
         return
     siblings = siblings or []
     if stats["constant"] and stats["numel"] > 1:

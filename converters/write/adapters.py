@@ -148,7 +148,7 @@ def _check_fit(catalog: Catalog, adapters: Adapters) -> None:
         elif weight.shape != one.shape:
             wrong.append(f"{printable(name)} is {list(weight.shape)}, its adapter is for {list(one.shape)}")
         elif weight.dtype.name not in _MERGEABLE:
-            wrong.append(f"{printable(name)} is {weight.dtype}, which nothing is added to")
+            wrong.append(f"{printable(name)} is {weight.dtype}, to which no adapter is added")
     if wrong:
         raise RequestError(
             f"{counted(len(wrong), 'adapter', verb='does/do')} not fit the model",

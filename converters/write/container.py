@@ -104,12 +104,12 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
     file = ArchiveFile(destination.name)
     file.tree = {piece.name: file.tensor(piece) for piece in content.tensors}
     state, strange = OptimizerState({}), list[tuple[str, str]]()
-    reason = f"a state dict with {content.whose} names has no place for it"
+    reason = f"a state dict with {content.whose} names cannot hold it"
     if content.names == "megatron":
         state = state if options.weights_only else named_optimizer(reader)
         job_state, strange = state_of_job(catalog, content, completed=keeps_remainders(state.tensors))
         file.tree = {"model": file.tree, **job_state}
-        reason = "" if state.tensors else "optimizer state is not wanted"
+        reason = "" if state.tensors else "optimizer state is left out by option"
     sources, drops = dict(content.sources), list(content.drops)
     if state.tensors:
         used = state_tensors(content, state.tensors)
@@ -118,7 +118,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
         file.tree["optimizer"] = _archived_optimizer(file, reader, used)
     output = ArchiveOutput([file])
     code = f"import torch; print(torch.load({json.dumps(str(destination))}, weights_only=True, mmap=True).keys())"
-    hint = "transformers wants it as pytorch_model.bin with a config.json beside it; export-hf makes a whole folder"
+    hint = "transformers needs it as pytorch_model.bin with a config.json beside it; export-hf makes a whole folder"
     return Conversion(
         command="convert",
         reader=reader,

@@ -132,7 +132,7 @@ class _Changes:
         self.shown: dict[str, tuple[Any, Any]] = {}
         self.values: dict[str, Any] = {}
         if not options.values and not options.unset:
-            raise RequestError("edit-args was not told what shall change", hint="--set key=value, --unset key")
+            raise RequestError("edit-args needs at least one change", hint="--set key=value, --unset key")
         both = sorted(options.values.keys() & set(options.unset))
         if both:
             raise RequestError(f"{printable(both[0])} is both set and unset")

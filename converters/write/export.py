@@ -223,7 +223,7 @@ def _content(reader: Reader, destination: Path, options: ExportOptions, referenc
         return _adapters(reader, options, reference)
     if path is None:
         if options.lora_alpha is not None:
-            raise RequestError("--lora-alpha is of adapters, and there are none here", hint="leave it out")
+            raise RequestError("--lora-alpha needs adapters, and the checkpoint has none", hint="leave it out")
         return _Content(reader, *choose_mapping(catalog, options, reference))
     merge = merge_adapters(reader, path, options.lora_alpha)
     check_destination(merge.root, destination, overwrite=options.overwrite, push=options.push)
@@ -357,7 +357,7 @@ def _extra_files(
         own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
         config = {key: value for key, value in reference.items() if key not in _QUANTIZED} | own
         if config.keys() != reference.keys() | own.keys():
-            notes.append("config.json of --hf-config is of quantized weights; what it says of that is left out")
+            notes.append("config.json of --hf-config is of quantized weights; what it says about that is left out")
         files |= hf_companions(options.hf_config, options.copy_code, config, notes)
     if quantized is not None:
         config["quantization_config"] = dict(quantized)

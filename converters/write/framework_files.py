@@ -144,9 +144,7 @@ def _bridge(source: Path, folder: str, wanted: Settings) -> Companions:
 
 def _nemo2(context: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
     if not is_folder(context):  # left out by `ModelCheckpoint(always_save_context=False)`
-        return {}, (
-            "the source has no context folder: the job that loads the result has to be told the model's arguments",
-        )
+        return {}, ("the source has no context folder: give the job that loads the result the model's arguments",)
     files: dict[str, ExtraFile] = {f"context/{name}": path for name, path in _below(context)}
     notes: tuple[str, ...] = ()
     if files.pop("context/model.yaml", None) is not None:

@@ -92,7 +92,7 @@ def plan_import(
 
     Raises:
         FormatError: The folder cannot be read, or is no Hugging Face model.
-        RequestError: The model is not known here, Megatron-LM cannot build it, or a tensor has no place.
+        RequestError: The model is not known, Megatron-LM cannot build it, or a tensor has no place.
         IntegrityError: A tensor that config.json needs is missing.
         DestinationError: The destination cannot be written.
     """

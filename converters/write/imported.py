@@ -155,7 +155,7 @@ def dequantized_folder(reader: Reader) -> tuple[Reader, Dequantized | None]:
     """A Hugging Face folder with its quantized weights multiplied out; any other checkpoint as it is.
 
     Raises:
-        RequestError: The weights are quantized by a method that is not known here.
+        RequestError: The weights are quantized by an unknown method.
         IntegrityError: A quantized weight has no scales, or not those of its shape.
     """
     catalog = reader.catalog

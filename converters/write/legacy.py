@@ -216,7 +216,7 @@ class _Writer:
         if isinstance(args, Obj):  # Megatron-LM's own
             carried += [key for key in self._tree if key not in (*_COMMON, *_REPLACED)]
         left = [key for key in self._tree if key not in (*carried, *_REPLACED)]
-        self.dropped += [(str(key), "Megatron-LM has no place for it") for key in left]
+        self.dropped += [(str(key), "Megatron-LM cannot hold it") for key in left]
         if "rerun_state_machine" in self._tree:
             self.dropped.append(("rerun_state_machine", "belongs to the ranks of the job that saved"))
         return {key: self._tree[key] for key in carried}
@@ -257,7 +257,7 @@ class _Writer:
             elif base == "rerun_state_machine_state":
                 self.dropped.append((info.key, "belongs to one rank of the job that saved"))
             elif info.name != "common_state" and ".dp_group_idx_" not in info.name:
-                self.dropped.append((info.key, "Megatron-LM's legacy format has no place for it"))
+                self.dropped.append((info.key, "Megatron-LM's legacy format cannot hold it"))
         return out
 
     # ------------------------------------------------------------------ files

@@ -162,7 +162,7 @@ class TargetState:
                 self._dropped.append((info.key, "belongs to one rank of the job that saved"))
             elif base.endswith("._extra_state"):
                 if self.options.extra_state == "drop":
-                    self._dropped.append((info.key, "extra state is not wanted"))
+                    self._dropped.append((info.key, "extra state is left out by option"))
                 else:
                     key, layer = self._extra_state_key(info)
                     yield ObjectOut(key, self._home(layer or "output_layer.weight"), _record(self.reader, info))

@@ -131,7 +131,7 @@ def _around(catalog: Catalog) -> Iterator[tuple[str, Path, int, int]]:
 
 def _reason(file: SideFile, catalog: Catalog, target: str, layout: Layout | None) -> str:
     """Why a file is left out; empty if it is carried."""
-    kind, nowhere = file.kind, "the target's format has no place for it"
+    kind, nowhere = file.kind, "the target's format cannot hold it"
     if kind in LEFT_OUT:
         return LEFT_OUT[kind]
     if kind == "tokenizer":
@@ -142,17 +142,17 @@ def _reason(file: SideFile, catalog: Catalog, target: str, layout: Layout | None
     if kind == "dataloader":
         return _loaders(catalog, target, layout)
     if kind == "configuration":
-        return f"configuration of {catalog.framework}, for which the target has no place"
+        return f"configuration of {catalog.framework}, which the target cannot hold"
     if target not in _JOBS:
         return nowhere
     if kind == "unknown" and file.size > _SMALL:
-        return f"{file.size:,} bytes that nobody here knows"
+        return f"{file.size:,} bytes that distckpt does not recognise"
     return ""
 
 
 def _loaders(catalog: Catalog, target: str, layout: Layout | None) -> str:
     if target not in _JOBS or layout is None:
-        return "the state of a job's data loaders, for which the target's format has no place"
+        return "the state of a job's data loaders, which the target's format cannot hold"
     try:
         saved = Layout.saved(catalog).dp
     except RequestError:

@@ -52,7 +52,7 @@ class JobOptions(WriteOptions):
         rng: "keep", "drop", or "auto": keep where the grid of ranks allows it.
         extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
-        weights_only: Neither optimizer nor random state.
+        weights_only: Leave out optimizer and random states.
     """
 
     OPTIMIZERS: ClassVar[tuple[str, ...]]
@@ -81,7 +81,7 @@ def chosen_optimizer(
     """
     if options.optimizer not in options.OPTIMIZERS:
         raise RequestError(
-            f"--optimizer {options.optimizer} has no meaning in this format",
+            f"--optimizer {options.optimizer} has no effect in this format",
             hint=f"it takes {', '.join(options.OPTIMIZERS)}",
         )
     if options.optimizer == "none" or not has_optimizer(reader.catalog):
@@ -95,7 +95,9 @@ def chosen_optimizer(
 
 def unwanted_state(catalog: Catalog) -> list[tuple[str, str]]:
     """The optimizer's tensors, left out as requested: names and the reason."""
-    return [(name, "optimizer state is not wanted") for name, t in catalog.tensors.items() if t.kind == "optimizer"]
+    return [
+        (name, "optimizer state is left out by option") for name, t in catalog.tensors.items() if t.kind == "optimizer"
+    ]
 
 
 def open_common(reader: Reader) -> tuple[Archive, dict[Any, Any]]:
@@ -143,7 +145,7 @@ def as_megatron_lm(
     # Lightning's part of it holds classes that Megatron-LM does not let a common state hold
     kept = {key: value for key, value in tree.items() if key in _KEPT}
     dropped = [
-        (str(key), f"of {catalog.framework}; Megatron-LM has no place for it")
+        (str(key), f"of {catalog.framework}; Megatron-LM cannot hold it")
         for key in tree
         if key not in (*kept, *_OWN_ENTRIES)
     ]

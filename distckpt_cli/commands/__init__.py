@@ -26,7 +26,7 @@ COMMANDS = {
     "inspect": Entry("inspect:inspect", "Inspect", "Show what a checkpoint is: model, layout, components, tensors"),
     "show": Entry("show:show", "Inspect", "Show the values of a tensor and their statistics"),
     "verify": Entry(
-        "verify:verify", "Inspect", "Check structure, records, checksums, optimizer, values; exit 1 if bad"
+        "verify:verify", "Inspect", "Check structure, records, checksums, optimizer, values; exit 1 if damaged"
     ),
     "diff": Entry("diff:diff", "Inspect", "Compare two checkpoints of any format and layout; exit 1 if they differ"),
     "reshard": Entry("reshard:reshard", "Write", "Rewrite for another parallel layout, optimizer state included"),
@@ -38,10 +38,10 @@ COMMANDS = {
     "watch": Entry("watch:watch", "Write", "Convert every new iteration of a training run"),
     "export-hf": Entry("export_hf:export_hf", "Hugging Face", "Write a folder of safetensors that transformers loads"),
     "import-hf": Entry(
-        "import_hf:import_hf", "Hugging Face", "Write a checkpoint that a Megatron-LM job starts from, and its flags"
+        "import_hf:import_hf", "Hugging Face", "Write a checkpoint that a Megatron-LM job starts from, with its flags"
     ),
     "doctor": Entry("doctor:doctor", "About", "Explain errors of training jobs; say whether a job loads a checkpoint"),
-    "cache": Entry("cache:cache", "About", "Show what unfinished runs left on disks, and remove it"),
+    "cache": Entry("cache:cache", "About", "List and remove the unfinished work of interrupted runs"),
     "formats": Entry("about:formats", "About", "List the storage formats that are read and written"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that are exported and imported"),
 }

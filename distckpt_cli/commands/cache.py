@@ -31,14 +31,13 @@ def cache(
         typer.Argument(metavar="[DIR]...", help="Where to search; by default the working and the scratch directory."),
     ] = None,
     *,
-    clear: Annotated[bool, output("--clear", help="Remove what is unfinished below DIR, and print that.")] = False,
+    clear: Annotated[bool, output("--clear", help="Remove unfinished work below DIR, and list it.")] = False,
     speaking: Speaking,
 ) -> int:
-    """Show what runs keep on disks until they end: what is being written, results that wait for an upload, meeting places.
+    """List what runs keep on disks until they end: unfinished results, results that wait for an upload, files of ranks.
 
-    A run that was interrupted is continued by the command that is shown with it. --clear removes what such runs left, if a
-    journal of distckpt is in it and no process is at work there; everything else stays, with the reason. Nothing else is
-    kept anywhere: distckpt has no cache of metadata.
+    The command shown with an interrupted run continues it. --clear removes what such runs left if it has a journal of
+    distckpt and no process uses it; it keeps everything else and says why. distckpt has no cache of metadata.
     """
     if clear and not folders:
         raise UsageProblem("--clear removes what is below DIR, and none was named", hint="distckpt cache . --clear")
@@ -78,7 +77,7 @@ def _find(folders: list[str] | None) -> list[Leftover]:
 
 def _show(console: Console, items: list[Leftover]) -> None:
     if not items:
-        console.out("nothing is kept")
+        console.out("no unfinished runs")
         return
     now = time.time()
     rows = [

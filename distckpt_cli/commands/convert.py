@@ -45,7 +45,7 @@ class Format:
         str | None,
         _format("--from", metavar="FORMAT", help="Read CKPT as this format.", autocompletion=FORMATS.complete),
     ] = None
-    weights_only: Annotated[bool, _format("--weights-only", help="Neither optimizer nor random state.")] = False
+    weights_only: Annotated[bool, _format("--weights-only", help="Leave out optimizer and random states.")] = False
     names: Annotated[
         str | None,
         _format(
@@ -55,7 +55,7 @@ class Format:
         ),
     ] = None
     max_shard_size: Annotated[
-        str | None, _format(metavar="SIZE", help="Largest file of safetensors, 5GB by default.")
+        str | None, _format(metavar="SIZE", help="Size of the largest safetensors file, 5GB by default.")
     ] = None
     spec: Annotated[
         str | None,
@@ -112,9 +112,8 @@ def convert(
 ) -> int:
     """Write a checkpoint in another storage format.
 
-    torch_dist and legacy are what training jobs load, at the layout that is given; sizes that are not given stay those that
-    the source was saved with. torch is one file of torch.save,
-    safetensors a folder, both of whole tensors. Options that have no meaning for a format are refused.
+    Training jobs load torch_dist and legacy, at the given layout; sizes not given stay the source's. torch is one file
+    of torch.save, safetensors a folder; both hold whole tensors. Options without effect on a format are refused.
     """
     from converters.commands import plan_command
     from converters.write.convert import WRITERS
@@ -129,7 +128,7 @@ def convert(
     layout, takes = options_set(target), writer.takes()
     content = options_set(carried) | form.content
     for name in (n for n in (*layout, *content) if n not in takes):
-        raise UsageProblem(f"{_option(name)} has no meaning with --to {form.to}", hint=_instead(name, takes))
+        raise UsageProblem(f"{_option(name)} has no effect with --to {form.to}", hint=_instead(name, takes))
     check_choice("--optimizer", carried.optimizer, writer.optimizers())
     if form.weights_only and content.get("optimizer", "none") != "none":
         raise UsageProblem(f"--weights-only and --optimizer {carried.optimizer} contradict each other")

@@ -19,13 +19,13 @@ _WHAT = "What to compare"
 @spread
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, in any format and layout.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one; also a Hugging Face folder of the same model.")],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="Another checkpoint, or a Hugging Face folder of the same model.")
+    ],
     *,
     tensors: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="GLOB", help="Only tensors that match, nothing else; may be repeated.", rich_help_panel=_WHAT
-        ),
+        typer.Option(metavar="GLOB", help="Compare only tensors that match; may be repeated.", rich_help_panel=_WHAT),
     ] = None,
     ignore: Annotated[
         list[str] | None,
@@ -43,7 +43,10 @@ def diff(
         float | None, typer.Option(metavar="X", min=0, help="Values may differ by X.", rich_help_panel=_WHAT)
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="No values: names, shapes, types, arguments, state.", rich_help_panel=_WHAT)
+        bool,
+        typer.Option(
+            "--quick", help="Compare no values: only names, shapes, types, arguments, state.", rich_help_panel=_WHAT
+        ),
     ] = False,
     args: Annotated[
         str | None,
@@ -53,35 +56,33 @@ def diff(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Architecture of a Hugging Face folder, if not clear.",
+            help="Architecture of the Hugging Face folder, if it is ambiguous.",
             rich_help_panel=_WHAT,
             autocompletion=ARCHITECTURES.complete,
         ),
     ] = None,
     vocab_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="True rows of the vocabulary; the rest is padding.", rich_help_panel=_WHAT
-        ),
+        typer.Option(metavar="N", min=1, help="Rows of the vocabulary without padding.", rich_help_panel=_WHAT),
     ] = None,
-    flat: Annotated[bool, typer.Option("--flat", help="One row for each tensor.", rich_help_panel="Output")] = False,
+    flat: Annotated[bool, typer.Option("--flat", help="One row per tensor.", rich_help_panel="Output")] = False,
     max_memory: MaxMemory = None,
     looking: Looking,
 ) -> int:
     """Compare two checkpoints: tensors, arguments, state, then every value. Exit code 0: the same, 1: different.
 
-    Formats and layouts need not be the same: tensors are compared as the model has them, a Hugging Face folder through
-    the model's table. Without --rtol and --atol bits and types must be equal; with either, values within
-    atol + rtol * max(|a|, |b|) of each other will do. How the jobs were laid out and where they kept files is shown,
-    but does not count.
+    Formats and layouts may differ: tensors are compared in the model's own shapes, those of a Hugging Face folder
+    through the architecture's table. Without --rtol and --atol, bits and types must be equal; with either, values must
+    lie within atol + rtol * max(|a|, |b|) of each other. Parallel layout and paths of the jobs are shown, but do not
+    count.
     """
     if args and (tensors or quick or arch or not (rtol is atol is vocab_size is None)):
         hint = "leave out --tensors, --quick, --rtol, --atol, --arch and --vocab-size"
         raise UsageProblem("--args compares arguments only", hint=hint)
     if not math.isfinite((rtol or 0) + (atol or 0)):
-        raise UsageProblem("--rtol and --atol are numbers", hint="nothing differs by more than infinity")
+        raise UsageProblem("--rtol and --atol are numbers", hint="an infinite tolerance accepts every difference")
     if quick and (rtol is not None or atol is not None):
-        raise UsageProblem("--quick looks at no values, so there is nothing to tolerate")
+        raise UsageProblem("--quick compares no values, so a tolerance has no effect")
     console = looking.console
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
     from converters.comparison.values import Tolerance

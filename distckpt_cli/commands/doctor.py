@@ -28,23 +28,24 @@ What = Annotated[str, typer.Argument(metavar="LOG", help="A log file, - for stan
 def doctor(
     what: What,
     ckpt: Annotated[
-        str | None, typer.Argument(metavar="[CKPT]", help="The checkpoint concerned, to be named in the commands.")
+        str | None,
+        typer.Argument(metavar="[CKPT]", help="The checkpoint that the log is about; the suggested commands name it."),
     ] = None,
     *,
     job: Annotated[
         str | None,
-        output("--for", metavar="FLAGS", help="Flags of a job: LOG is a checkpoint; will the job load it?"),
+        output("--for", metavar="FLAGS", help="Flags of a job: say whether it loads the checkpoint LOG."),
     ] = None,
-    names: Annotated[bool, output("--names", help="Names of the errors only.")] = False,
+    names: Annotated[bool, output("--names", help="Print only names of the errors.")] = False,
     speaking: Speaking,
 ) -> int:
     """Explain errors of Megatron, NeMo, Megatron-Bridge, torch and other converters: what they mean and what to run.
 
     Exit code 0 if an error is recognised, 1 if none is.
 
-    With --for "--tp 4 --pp 2 --mcore 0.16 --use-distributed-optimizer", the first argument is a checkpoint: says whether a
-    job with these flags loads it, and which command makes it so. Exit code 0 if it does, as far as that can be decided,
-    1 if not.
+    With --for "--tp 4 --pp 2 --mcore 0.16 --use-distributed-optimizer", the first argument is a checkpoint: says whether
+    a job with these flags loads it, and if not, which command rewrites it. Exit code 0 if it does, or if that cannot be
+    decided, 1 if not.
     """
     if job is not None:
         if ckpt is not None or names:
@@ -90,7 +91,7 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
         console.document("distckpt.doctor-job/1", {"loads": loads, "reasons": reasons, "remedy": remedy or None})
         return ExitCode.OK if loads else ExitCode.NO
     undecided = any(finding.fits is None for finding in findings)
-    answer = ("yes, as far as this can be decided" if undecided else "yes") if loads else "no"
+    answer = ("yes, as far as the flags and files say" if undecided else "yes") if loads else "no"
     console.fact("loads", answer, style="ok" if loads else "error")
     styles = {True: "ok", False: "error", None: "warning"}
     for finding in findings:
@@ -136,7 +137,7 @@ def _check_exists(ckpt: str) -> None:
 
     path = named_path(ckpt)
     if not exists(path):
-        raise FormatError(f"{path} does not exist", hint="the second word is the checkpoint that the log speaks of")
+        raise FormatError(f"{path} does not exist", hint="the second argument is the checkpoint that the log is about")
 
 
 def _remedies(one: Diagnosis, ckpt: str | None) -> list[str]:

@@ -32,8 +32,8 @@ def edit_args(
 ) -> int:
     """Copy a checkpoint with other training arguments; format, layout and every tensor stay, byte for byte.
 
-    Arguments that describe the layout are changed by `reshard`, which moves the tensors, too. What the stored tensors
-    contradict is refused.
+    Arguments of the layout are refused: `reshard` changes them and moves the tensors. So are values that the stored
+    tensors contradict.
     """
     from converters.commands import plan_command
     from converters.write.argument_values import LiteralText
@@ -47,7 +47,7 @@ def edit_args(
             raise UsageProblem(f"--set {key} is given twice")
         values[key] = LiteralText(text)
     if not values and not unset:
-        raise UsageProblem("edit-args was not told what shall change", hint="--set KEY=VALUE, --unset KEY")
+        raise UsageProblem("edit-args needs at least one change", hint="--set KEY=VALUE, --unset KEY")
     options = {"values": values, "unset": tuple(unset or ()), "new": new, **writing.options}
     return carry_out(
         "distckpt.edit-args/1",

@@ -32,13 +32,13 @@ class ExportRequest:
     ] = None
     copy_code: Annotated[
         bool,
-        _model("--copy-code", help="Take its code, too: .py files, auto_map. It runs only with trust_remote_code."),
+        _model("--copy-code", help="Copy its code, too: .py files, auto_map. It runs only with trust_remote_code."),
     ] = False
     dtype: Annotated[
         str | None,
         _model(
             metavar="TYPE",
-            help="bf16, fp16 or fp32; by default as stored, or of fp32 masters alone what the job computed in.",
+            help="bf16, fp16 or fp32; by default as stored; of fp32 masters without weights, the job's compute type.",
             autocompletion=DTYPES.complete,
         ),
     ] = None
@@ -54,7 +54,10 @@ class ExportRequest:
         ),
     ] = None
     check: Annotated[
-        bool, _model("--check", help="Compare with the model that transformers builds of it, first; takes seconds.")
+        bool,
+        _model(
+            "--check", help="First compare names and shapes with the model that transformers builds; takes seconds."
+        ),
     ] = False
     peft: Annotated[
         bool, _model("--peft", help="Write the model's adapters (LoRA) alone, as a folder that peft loads.")
@@ -62,11 +65,11 @@ class ExportRequest:
     merge_adapter: Annotated[
         str | None,
         _model(
-            metavar="CKPT", help="Merge this checkpoint's adapters into the weights, in fp32; it may be SRC itself."
+            metavar="CKPT", help="Merge this checkpoint's adapters into the weights, in fp32; it may be CKPT itself."
         ),
     ] = None
     lora_alpha: Annotated[
-        float | None, _model(metavar="X", help="Alpha of the adapters, if their checkpoint does not say it.")
+        float | None, _model(metavar="X", help="Alpha of the adapters, if their checkpoint does not state it.")
     ] = None
     quantize: Annotated[
         str | None,
@@ -80,7 +83,9 @@ class ExportRequest:
         bool,
         output("--push", help="DST is a repository of the Hugging Face hub, org/name: upload it, with a model card."),
     ] = False
-    max_shard_size: Annotated[str | None, output(metavar="SIZE", help="Largest file, 5GB by default.")] = None
+    max_shard_size: Annotated[str | None, output(metavar="SIZE", help="Size of the largest file, 5GB by default.")] = (
+        None
+    )
 
     def options(self, writing: Writing) -> dict[str, Any]:
         """What the library calls them."""
@@ -106,8 +111,8 @@ class ExportRequest:
 def export_hf(src: Ckpt, dst: Target, request: ExportRequest, writing: Writing) -> int:
     """Write a checkpoint's weights as a Hugging Face folder: safetensors, index, config.json.
 
-    Needs nothing but the checkpoint. Every source tensor is accounted for; a tensor without a place is an error. An
-    interrupted run continues when the same command is given again; DST appears only when it is complete.
+    Needs nothing but the checkpoint. Every source tensor is accounted for; a tensor that the architecture lacks is an
+    error. An interrupted run continues when the same command is given again; DST appears only when it is complete.
     """
     from converters.commands import plan_command
 

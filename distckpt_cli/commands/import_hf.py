@@ -24,8 +24,8 @@ class ImportRequest:
         str | None,
         _job(
             metavar="FORMAT",
-            help="torch_dist (the default), legacy, or megatron-bridge, which is how families are written that Megatron-LM "
-            "has no arguments for.",
+            help="torch_dist (the default), legacy, or megatron-bridge (the default for families that only Megatron-Bridge "
+            "builds).",
             autocompletion=choice("torch_dist", "legacy", "megatron-bridge").complete,
         ),
     ] = None
@@ -33,7 +33,7 @@ class ImportRequest:
         str | None,
         _job(
             metavar="V",
-            help="Megatron-LM that will start from it: 0.16 (the default) or 0.19.",
+            help="Version of Megatron-LM that starts from it: 0.16 (the default) or 0.19.",
             autocompletion=MCORE_VERSIONS.complete,
         ),
     ] = None
@@ -42,7 +42,7 @@ class ImportRequest:
         _job(metavar="TYPE", help="bf16, fp16 or fp32; by default as stored.", autocompletion=DTYPES.complete),
     ] = None
     iteration: Annotated[
-        int | None, _job(metavar="N", min=0, help="Make it iteration N; by default a release, from which a job starts.")
+        int | None, _job(metavar="N", min=0, help="Store it as iteration N; by default as a release.")
     ] = None
     mtp: Annotated[
         str | None,
@@ -56,7 +56,7 @@ class ImportRequest:
         str | None,
         _job(
             metavar="WHAT",
-            help="Of a model of text and images: text, its language model.",
+            help="text: import the language model of a model of text and images.",
             autocompletion=choice_of("part").complete,
         ),
     ] = None
@@ -64,7 +64,7 @@ class ImportRequest:
         str | None,
         _job(
             metavar="WHAT",
-            help="Rows that pad the vocabulary: zero (the default), or the mean of the others.",
+            help="Rows that pad the vocabulary: zero (the default) or mean (of the other rows).",
             autocompletion=choice_of("pad").complete,
         ),
     ] = None
@@ -98,10 +98,10 @@ def import_hf(
 ) -> int:
     """Write a Hugging Face model as a checkpoint that a Megatron-LM job starts from.
 
-    The result is a training root with weights at the given layout (sizes that are not given are 1), megatron_args.txt (the
-    words that make Megatron-LM build this model) and the tokenizer. Start the job with these words: --use-checkpoint-args
-    leaves out the norm's epsilon, --qk-layernorm, latent attention and more. Every key of config.json that changes what the
-    model computes is carried or refused.
+    The result is a training root with the weights at the given layout (sizes not given are 1), the tokenizer, and
+    megatron_args.txt: the flags with which Megatron-LM builds this model. Start the job with these flags:
+    --use-checkpoint-args leaves out the norm's epsilon, --qk-layernorm, latent attention and more. Every key of
+    config.json that changes what the model computes is carried or refused.
     """
     from converters.commands import plan_command
 

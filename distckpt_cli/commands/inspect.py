@@ -30,7 +30,7 @@ Checkpoints = Annotated[
     list[str],
     typer.Argument(
         metavar="CKPT...",
-        help="A checkpoint: its folder, the training run's folder, or a file inside. Of several: a list, as ls.",
+        help="A checkpoint: its folder, the training run's folder, or a file inside. Several are listed as by ls.",
     ),
 ]
 
@@ -40,19 +40,19 @@ class View:
     """What is shown of a checkpoint."""
 
     tensors: Annotated[str | None, _shown(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
-    flat: Annotated[bool, _shown("--flat", help="One row for each tensor, object or module.")] = False
-    tree: Annotated[bool, _shown("--tree", "--du", help="Sizes by module, with bars.")] = False
+    flat: Annotated[bool, _shown("--flat", help="One row per tensor, object or module.")] = False
+    tree: Annotated[bool, _shown("--tree", "--du", help="Show sizes by module, with bars.")] = False
     depth: Annotated[int, _shown(metavar="N", min=1, help="Levels of --tree, 3 by default.")] = 3
     files: Annotated[bool, _shown("--files", help="List the files: which rank wrote what.")] = False
     args: Annotated[str | None, _shown(metavar="[GLOB]", help="List the training arguments.")] = None
-    objects: Annotated[str | None, _shown(metavar="[GLOB]", help="List what is stored besides tensors.")] = None
-    names: Annotated[bool, _shown("--names", help="Names only, one on each line, of what is listed.")] = False
+    objects: Annotated[str | None, _shown(metavar="[GLOB]", help="List stored objects that are not tensors.")] = None
+    names: Annotated[bool, _shown("--names", help="Print only names, one per line.")] = False
 
     html: Annotated[
-        str | None, _shown(metavar="FILE", help="Write one page with all of it, for a browser; needs no network.")
+        str | None, _shown(metavar="FILE", help="Write all of it as one HTML page that needs no network.")
     ] = None
     verification: Annotated[
-        str | None, _shown(metavar="JSON", help="For --html: what `distckpt verify --json` said, shown on the page.")
+        str | None, _shown(metavar="JSON", help="For --html: show this output of `distckpt verify --json` on the page.")
     ] = None
 
     @property
@@ -65,8 +65,8 @@ class View:
 class Choosing:
     """How rows are chosen and sorted."""
 
-    regex: Annotated[bool, _chosen("--regex", help="GLOB is a regular expression that is searched in names.")] = False
-    ignore_case: Annotated[bool, _chosen("-i", "--ignore-case", help="Upper and lower case are the same.")] = False
+    regex: Annotated[bool, _chosen("--regex", help="GLOB is a regular expression, searched in names.")] = False
+    ignore_case: Annotated[bool, _chosen("-i", "--ignore-case", help="Ignore case.")] = False
     sort: Annotated[
         str,
         _chosen(metavar="KEY", help="model (the default) or size.", autocompletion=choice("model", "size").complete),

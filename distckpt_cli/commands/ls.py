@@ -43,8 +43,10 @@ def ls(
             autocompletion=choice("path", "iteration", "size", "age").complete,
         ),
     ] = "path",
-    incomplete: Annotated[bool, output("--incomplete", help="Only what is not complete, or cannot be read.")] = False,
-    names: Annotated[bool, output("--names", help="Paths only, one on each line.")] = False,
+    incomplete: Annotated[
+        bool, output("--incomplete", help="Only checkpoints that are incomplete or cannot be read.")
+    ] = False,
+    names: Annotated[bool, output("--names", help="Print only paths, one per line.")] = False,
     speaking: Speaking,
     follow_links: FollowLinks = False,
 ) -> int:

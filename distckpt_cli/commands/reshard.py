@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writing: Writing) -> int:
     """Write a checkpoint for another layout: weights, optimizer, scheduler, arguments.
 
-    The result is a training root that Megatron-Core loads at the layout that is given; sizes that are not given stay those
-    that the source was saved with. No GPU, no Megatron and no launch script is needed. An interrupted run continues when the
-    same command is given again; DST appears only when it is complete.
+    The result is a training root that Megatron-Core loads at the given layout; sizes not given stay the source's. It
+    needs no GPU, no Megatron and no launch script. An interrupted run continues when the same command is given again;
+    DST appears only when it is complete.
     """
     from converters.commands import LAYOUT_OPTIONS, plan_command
     from converters.write.reshard import ReshardOptions
@@ -31,7 +31,7 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     if not layout and not options:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in LAYOUT_OPTIONS)
         raise UsageProblem(
-            "reshard was not told what shall change",
+            "reshard needs at least one change",
             hint=f"give at least one of {names}; what is not given stays as it is. `distckpt inspect CKPT` shows what it is",
         )
 

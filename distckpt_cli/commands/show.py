@@ -44,8 +44,8 @@ class View:
     """What is shown of a tensor."""
 
     slice: Annotated[str | None, _shown(metavar="RANGES", help="Values of this part: 0:4,:8 or 17 or :,3.")] = None
-    values: Annotated[bool, _shown("--values", help="Values only, without statistics.")] = False
-    histogram: Annotated[bool, _shown("--histogram", help="Also how the values are distributed.")] = False
+    values: Annotated[bool, _shown("--values", help="Print only values, no statistics.")] = False
+    histogram: Annotated[bool, _shown("--histogram", help="Add a histogram of the values.")] = False
 
 
 @spread
@@ -59,10 +59,9 @@ def show(
 ) -> int:
     """Show the values of a tensor and their statistics: a weight, a master weight or a moment, in any format.
 
-    Optimizer state is named by its parameter: optimizer.state.param.NAME (master weight), .exp_avg.NAME, .exp_avg_sq.NAME.
-    Statistics are exact, of the slice if one is given; the tensor is read in tiles, once for each 16 bits of an element. The
-    quantile q is an element of the tensor: the least one of which at least q of all finite elements are no larger, without
-    interpolation (numpy's method inverted_cdf).
+    Optimizer state is named by its parameter: optimizer.state.param.NAME (master weight), .exp_avg.NAME,
+    .exp_avg_sq.NAME. Statistics are exact, of the slice if one is given. The tensor is read in tiles, once for each 16
+    bits of an element. Quantiles are elements of the tensor, not interpolated (numpy's method inverted_cdf).
     """
     from converters.overview.checkpoint import Checkpoint
 

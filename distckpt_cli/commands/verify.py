@@ -16,7 +16,7 @@ from distckpt_cli.options import Ckpt, Looking, spread, workers
 if TYPE_CHECKING:
     from converters.verification.report import Check, Report
 
-_PANEL = "How much to look at"
+_PANEL = "What to check"
 _SHOWN = 8
 _WORDS = {
     "ok": ("ok", "ok"),
@@ -32,13 +32,13 @@ def verify(
     ckpt: Ckpt,
     *,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Structure only; reads no payload.", rich_help_panel=_PANEL)
+        bool, typer.Option("--quick", help="Check structure only; read no tensor data.", rich_help_panel=_PANEL)
     ] = False,
     values: Annotated[
         bool,
         typer.Option(
             "--values",
-            help="Look at values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.",
+            help="Check values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.",
             rich_help_panel=_PANEL,
         ),
     ] = False,
@@ -46,7 +46,7 @@ def verify(
         bool,
         typer.Option(
             "--write-manifest",
-            help="List the files with their SHA-256 if all is well: integrity.json, as Megatron-Core 0.17.1 and later.",
+            help="If nothing is wrong, write SHA-256 of all files: integrity.json, as Megatron-Core 0.17.1 and later.",
             rich_help_panel=_PANEL,
         ),
     ] = False,
@@ -54,12 +54,12 @@ def verify(
 ) -> int:
     """Check a checkpoint: structure, every record and checksum, optimizer against weights.
 
-    Exit code 0 if nothing is wrong, 1 if something is; what is only worth a look changes nothing. Reads every file once,
-    masters and weights twice; nothing in it is executed. Writes nothing but the manifest that --write-manifest asks for.
+    Exit code 0 if nothing is wrong, 1 if something is; warnings do not change it. Reads every file once, masters and
+    weights twice; executes nothing in them. Writes nothing but the manifest of --write-manifest.
 
-    With --values, wrong are: NaN and Inf; a negative second moment; weights of which more than 1 % are denormal; a matrix
-    that is constant where that of other layers is not; one 1,000 times as large as in other layers, or as small. Worth a
-    look: 10 times.
+    --values reports as errors: NaN and Inf; a negative second moment; weights of which more than 1 % are denormal; a
+    matrix that is constant in one layer only; a matrix 1,000 times as large or as small as in other layers. At 10 times
+    it warns.
     """
     if quick and (values or write_manifest):
         raise UsageProblem(f"--quick reads no payload, {'--values' if values else '--write-manifest'} reads all")

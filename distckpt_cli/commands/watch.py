@@ -33,11 +33,17 @@ _OF_ONE_ITERATION = (ExitCode.NO, ExitCode.SOURCE)  # what fails with these does
 class Watching:
     """When and how the command is started."""
 
-    once: Annotated[bool, _watching("--once", help="Do what there is and end; for cron, CI, Slurm.")] = False
-    every: Annotated[int, _watching(metavar="SECONDS", min=1, help="How often to look, 60 by default.")] = 60
+    once: Annotated[bool, _watching("--once", help="Convert what is complete now, then exit; for cron, CI, Slurm.")] = (
+        False
+    )
+    every: Annotated[
+        int, _watching(metavar="SECONDS", min=1, help="Seconds between two looks at RUN, 60 by default.")
+    ] = 60
     execute: Annotated[
         str | None,
-        _watching("--exec", metavar="CMD", help="Shell command after each new iteration; $1 is what was written."),
+        _watching(
+            "--exec", metavar="CMD", help="Shell command after each new iteration; $1 is the path of the result."
+        ),
     ] = None
     run_as: Annotated[
         str | None, _watching(metavar="WORDS", help="How to start distckpt: 'srun distckpt', 'distckpt --workers 4'.")
@@ -71,12 +77,12 @@ def watch(
     watching: Watching,
     speaking: Speaking,
 ) -> int:
-    """Convert every iteration of a training run that is complete and not converted yet, oldest first; then wait for more.
+    """Convert every complete new iteration of a training run, oldest first; then wait for more.
 
-    OUT/iter_N appears complete or not at all, so this may be interrupted and started again at any time: it continues. An
-    iteration that is damaged or cannot be read is tried again later, and so is a --exec that fails; any other failure ends
-    it. OUT/.distckpt-watch says whose the results are: another run or command needs another OUT. --json, --silent, -q and
-    -v reach the command, too. Exit code: that of the first failure.
+    OUT/iter_N appears complete or not at all. Interrupt and restart it at any time: it continues. An iteration that is
+    damaged or cannot be read is tried again later, as is an --exec that fails; any other failure ends it. OUT belongs to
+    one run and one command: OUT/.distckpt-watch records them. --json, --silent, -q and -v apply to the command, too.
+    Exit code: that of the first failure.
     """
     if command[0] not in _WRITERS:
         hint = "distckpt watch RUN OUT --once -- export-hf"

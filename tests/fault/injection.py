@@ -372,7 +372,7 @@ class Pair(Case):
             self.timeout = 1.0
             return super().check(*point)
         except AssertionError as error:
-            if "has not responded" not in str(error) and "did not come" not in str(error):
+            if "has not responded" not in str(error) and "did not start" not in str(error):
                 raise
             self.timeout = 30.0
             return super().check(*point)

@@ -169,7 +169,7 @@ def _entry(tensor: str, entry: Any, what: str) -> tuple[Any, tuple[int, ...], in
         numbers = (*shape, begin, stop)
         good = len(entry) == 3 and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
     except (TypeError, KeyError, ValueError) as error:
-        raise FormatError(f"{what}: the entry of {printable(tensor)} makes no sense", tensor=tensor) from error
+        raise FormatError(f"{what}: the entry of {printable(tensor)} is invalid", tensor=tensor) from error
     if not good or len(shape) > 64 or stop - begin != math.prod(shape) * kind.itemsize:
         raise FormatError(
             f"{what}: {printable(tensor)} of type {kind} and shape {list(shape)[:16]} cannot be bytes "

@@ -108,11 +108,11 @@ def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Itera
         FormatError: A tensor has no name.
     """
     if depth > _DEEPEST:
-        raise FormatError(f"{what}: its dictionaries lie in one another more than {_DEEPEST} deep")
+        raise FormatError(f"{what}: its dictionaries are nested more than {_DEEPEST} deep")
     for key, value in entries(node):
         if not isinstance(key, str | int):
             if tensor_ref(value, what) is not None:
-                raise UnsupportedError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is no name")
+                raise UnsupportedError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is not a name")
             continue
         ref = tensor_ref(value, f"{what}: {printable(str(key))}")
         if ref is not None:

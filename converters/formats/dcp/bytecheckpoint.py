@@ -89,7 +89,7 @@ class ByteCheckpointReader(TorchDcpReader):
         raw = self._tensor_pickles.get((key, start))
         ref = tensor_ref(parse(raw, what=f"{what}: its pickle"), what) if raw is not None else None
         if ref is None:
-            raise FormatError(f"{what} is described nowhere: all_tensor_metadata has no tensor for it")
+            raise FormatError(f"{what} has no description: all_tensor_metadata has no tensor for it")
         return ref
 
     def _iteration(self) -> int | None:

@@ -78,7 +78,7 @@ class FsdpDtensorReader(DcpReader):
         tensors = canonical_tensors(keyed, problems)
         self._objects = self._random_states(facts.args) | self._extra_states()
         if not facts.args:
-            problems.append(Problem("warning", "it holds no args: sizes are read off the tensors"))
+            problems.append(Problem("warning", "it holds no args: sizes are taken from the tensors"))
         optimizer = any(tensor.kind == "optimizer" for tensor in tensors.values())
         return Catalog(
             path=self.folder,

@@ -55,7 +55,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
     """
     if not exists(folder / ".metadata"):
         text = "is missing: the save was not finished, or the hidden file was not copied (cp -a and rsync -a do)"
-        why = "without it nobody knows which bytes belong to which tensor"
+        why = "only it says which bytes belong to which tensor"
         raise damaged_file(folder, {".metadata": f"{prefix}.metadata {text}"}, why)
     raw = read_small(folder / ".metadata", limit=METADATA_LIMIT)
     return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()

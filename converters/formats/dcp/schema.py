@@ -103,7 +103,7 @@ class Schema:
         if type(value) not in (tuple, list) or len(value) > _MAX_DIMS or any(type(item) is not int for item in value):
             raise self.fail(f"expected a shape or an offset, found {_brief(value)}", key)
         if any(not 0 <= item < _MAX_SIZE for item in value):
-            raise self.fail(f"a shape or an offset is negative or absurd: {_brief(value)}", key)
+            raise self.fail(f"a shape or an offset is negative or too large: {_brief(value)}", key)
         return tuple(value)
 
     def _state(self, state: dict[Node, Node]) -> _Shapes:

@@ -78,14 +78,16 @@ def find_grid(names: list[str], args: Mapping[str, Any], *, first_has_end: bool,
     if fields == 2 and pp is None and ep is None:
         if first_has_end and not experts:
             raise UnsupportedError(
-                f"whether the second number of {names[0]} counts pipeline stages or expert-parallel ranks is not to be "
-                "told: its model has both ends, but no experts",
+                f"the second number of {names[0]} may count pipeline stages or expert-parallel ranks: its model has both "
+                "embedding and output layer, but no experts",
                 details=[f"found: {listed(names, 8)}"],
                 hint="pipeline_model_parallel_size and expert_model_parallel_size of the saved arguments decide; they are "
                 "missing. If the folders are of two saves, move those of the other away",
             )
         axis = "expert" if first_has_end else "pipeline"
-        notes.append(f"the second number of {names[0]} was taken for the {axis}-parallel rank: no argument tells")
+        notes.append(
+            f"the second number of {names[0]} is read as the {axis}-parallel rank: no argument says what it is"
+        )
         pp, ep = (1, sizes[1]) if first_has_end else (sizes[1], 1)
     pp, ep = pp or (sizes[1] if fields == 3 else 1), ep or (sizes[2] if fields == 3 else 1)
     if fields != 1 + (pp > 1) + (ep > 1) or tp * pp * ep > _MOST_RANKS:

@@ -272,7 +272,7 @@ class WholeModel:
         self._shape_from.setdefault(part.name, file)
         if before != shape:
             raise FormatError(
-                f"{printable(part.name)} is {list(shape)} in whole by {file}, {list(before)} by "
+                f"{printable(part.name)} has the full shape {list(shape)} by {file}, {list(before)} by "
                 f"{self._shape_from[part.name]}",
                 tensor=part.name,
             )

@@ -216,7 +216,7 @@ def _sections(name: str, shape: tuple[int, ...], shapes: Mapping[str, Sequence[i
         if sum(sizes.values()) == shape[0] and min(sizes.values()) > 0:
             return [(f"{stem}{fused}.{part}", size) for part, size in sizes.items()]
     rows_needed = sum(possible[0].values())
-    raise FormatError(f"{name} has {shape[0]} rows, other parameters of its layer ask for {rows_needed}", tensor=name)
+    raise FormatError(f"{name} has {shape[0]} rows, other parameters of its layer imply {rows_needed}", tensor=name)
 
 
 def _stacked(match: re.Match[str], name: str, shape: tuple[int, ...], first_expert: int, experts: int) -> list[Piece]:

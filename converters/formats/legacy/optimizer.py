@@ -279,7 +279,7 @@ def _unpadded(parameters: list[Local], padded: list[int], candidates: list[Rules
 def tensors_in(value: Any, depth: int = 0) -> Iterator[TensorRef]:
     """Every tensor somewhere in a tree of dictionaries, lists and tuples."""
     if depth > DEEPEST:
-        raise FormatError(f"dictionaries and lists lie in one another more than {DEEPEST} deep")
+        raise FormatError(f"dictionaries and lists are nested more than {DEEPEST} deep")
     if isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(item, depth + 1)

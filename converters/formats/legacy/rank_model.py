@@ -90,7 +90,7 @@ def flattened(
     """
     what = file.name
     if depth > DEEPEST:
-        raise FormatError(f"{what}: the model's dictionaries lie in one another more than {DEEPEST} deep")
+        raise FormatError(f"{what}: the model's dictionaries are nested more than {DEEPEST} deep")
     try:
         entries = pairs(node)
     except PickleFormatError as error:

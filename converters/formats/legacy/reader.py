@@ -173,7 +173,7 @@ class LegacyReader(StorageReader):
             coordinates = layout.coordinates(number)
             for what, want, have in zip(_AXES, at, (coordinates.tp, coordinates.pp, coordinates.ep), strict=True):
                 if want != have:
-                    text = f"{file.name} is of {what}-parallel rank {have}, not {want}: files were exchanged"
+                    text = f"{file.name} is of {what}-parallel rank {have}, not {want}: files were swapped"
                     out.append(Problem("error", text, file.name, affected))
         return out
 

@@ -84,7 +84,7 @@ class ZarrReader(Reader):
                 arrays[key] = scan_chunks(folder / key, names.values(), spec)
             elif any(_CHUNK.fullmatch(name) for name in names):
                 raise FormatError(
-                    f"{printable(key)} has chunk files but no .zarray, so nobody knows the tensor's type and shape",
+                    f"{printable(key)} has chunk files but no .zarray, which states the tensor's type and shape",
                     hint="use the previous iteration, or copy the hidden files .zarray too (cp -a, rsync -a)",
                 )
             objects |= {info.key: info for info in _shards(key, names, follow=follows_links(folder))}
