@@ -30,7 +30,7 @@ __all__ = ["Caster", "apply", "choose_device", "overflowed", "pinned", "underflo
 
 # what torch takes from numpy without a copy
 _SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
-_BLOCK = 1 << 18  # elements looked at in one go, so that what is compared needs little memory
+_BLOCK = 1 << 16  # elements looked at in one go, so that what is compared needs little memory
 _BESIDE = 4  # what a device holds of an element: as it came, in fp32, as it goes, and whether it is a NaN
 _EXPONENTS = {"bfloat16": 0x7F80, "float32": 0x7F800000}
 _QUIET = ("float64", "float32", "float16", "bfloat16")
