@@ -1,4 +1,4 @@
-"""Where elements are stored: pieces of the arrays that a checkpoint's files hold, independent of the format.
+"""Chunks: boxes of the arrays that a checkpoint's files store, independent of the format.
 
 A million chunks are arrays here, not a million Python objects: `StoredArray` keeps the geometry of one stored key, and
 a canonical tensor (one layer, one expert) is a view on it. `Chunk` objects are made for one tensor at a time, when

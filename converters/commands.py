@@ -215,7 +215,7 @@ def _takes(options: type[WriteOptions], *names: str, layout: bool = False) -> Ca
 
 @_takes(ReshardOptions, "format", layout=True)
 def reshard(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
-    """Writes a checkpoint as a job of another layout would have: weights, optimizer, scheduler, arguments.
+    """Writes a checkpoint for another layout: weights, optimizer, scheduler, arguments.
 
     Args:
         src: A checkpoint of any format with Megatron's names: a training root, an iteration, a file inside.

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class DistckptError(Exception):
-    """Anything we refuse or cannot do, said so that a person can act on it.
+    """Base of all errors of the library: a message, details, a hint and an exit code.
 
     Args:
         message: One sentence: what is wrong.
@@ -56,7 +56,7 @@ class DistckptError(Exception):
     def to_json(self) -> dict[str, Any]:
         """The error as plain data, to tell another process of it: see `from_json`."""
         return {
-            "class": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _TOLD),
+            "class": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _KINDS_BY_NAME),
             "message": self.message,
             "details": self.details,
             "hint": self.hint,
@@ -87,7 +87,7 @@ class DamagedFileError(FormatError):
 
 
 class StoreError(DistckptError):
-    """An object store cannot be asked any more: that says nothing of the checkpoint, so it is no finding of anybody's."""
+    """An object store does not answer any more. This is no finding about the checkpoint."""
 
     exit_code = 3
     kind = "source"
@@ -105,7 +105,7 @@ class UnsupportedError(FormatError):
 
 
 class IntegrityError(DistckptError):
-    """The answer is no: bytes are damaged, missing, or do not agree with their own checksum."""
+    """Bytes are damaged or missing, or do not match their checksum."""
 
     exit_code = 1
     kind = "damaged"
@@ -147,7 +147,7 @@ class Interrupted(DistckptError):
 
 
 _PLAIN = (FormatError, UnfinishedError, UnsupportedError, IntegrityError, RequestError, DestinationError, DistckptError)
-_TOLD: dict[str, type[DistckptError]] = {kind.__name__: kind for kind in (*_PLAIN, Interrupted)}
+_KINDS_BY_NAME: dict[str, type[DistckptError]] = {kind.__name__: kind for kind in (*_PLAIN, Interrupted)}
 
 
 def from_json(document: Mapping[str, Any], prefix: str = "") -> DistckptError:
@@ -160,7 +160,9 @@ def from_json(document: Mapping[str, Any], prefix: str = "") -> DistckptError:
     message, hint = f"{prefix}{document['message']}", document["hint"]
     if document["class"] == "Interrupted":
         return Interrupted(document["signum"], message, hint=hint)
-    error = _TOLD[document["class"]](message, details=document["details"], hint=hint, tensor=document["tensor"])
+    error = _KINDS_BY_NAME[document["class"]](
+        message, details=document["details"], hint=hint, tensor=document["tensor"]
+    )
     if document["passing"]:  # with a disk: the same command may go on
         error.__cause__ = OSError("in another process")
     return error

@@ -1,4 +1,4 @@
-"""Numbers as people read them: sizes, counts, plurals. Every text that the product shows takes them from here."""
+"""Sizes, counts and plurals as text, for every message."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def _run(args: list[str]) -> int:
         return _fail(_as_usage(error), form)
     except BrokenPipeError:
         raise
-    except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "the answer is no"
+    except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "a problem was found"
         if form.debug:
             traceback.print_exc()
         return _fail(disk_trouble(error) or _as_bug(error), form, error)
@@ -143,7 +143,7 @@ def _run(args: list[str]) -> int:
 
 def _fail(error: DistckptError, form: _ErrorForm, cause: BaseException | None = None) -> int:
     code = 128 + error.signum if isinstance(error, Interrupted) else int(error.exit_code)
-    _tell_torchrun(error)
+    _write_torchrun_error(error)
     if not _is_ours_to_show(cause or error):
         return code
     console = Console()
@@ -179,7 +179,7 @@ def _is_ours_to_show(error: BaseException) -> bool:
     return ranks.rank == 0 or (ranks.local == 0 if shown_here is None else bool(shown_here))
 
 
-def _tell_torchrun(error: DistckptError) -> None:
+def _write_torchrun_error(error: DistckptError) -> None:
     """Leaves the message where torchrun looks for it, so that its own report names the cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

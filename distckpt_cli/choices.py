@@ -1,4 +1,4 @@
-"""Words that options and arguments take: completed by the shell, and anything else refused in one form."""
+"""Choices of options and arguments: completed by the shell; other values are refused in one form."""
 
 from __future__ import annotations
 

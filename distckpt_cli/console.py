@@ -1,4 +1,4 @@
-"""What a person or a program reads: the answer on stdout, everything else on stderr.
+"""Output: the result on stdout, everything else on stderr.
 
 Nothing here interprets markup. Text that comes from a file goes through `printable`, so a tensor's name can neither move
 the cursor nor colour the line.

@@ -1,4 +1,4 @@
-"""The values that `diff` found not to be the same: a table, the worst first, and where they are."""
+"""The table of differing values of `diff`, the largest difference first."""
 
 from __future__ import annotations
 

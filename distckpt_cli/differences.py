@@ -1,4 +1,4 @@
-"""What `diff` prints: a card, and the tensors that differ, the worst first."""
+"""The output of `diff`: a card, and the tensors that differ, the largest difference first."""
 
 from __future__ import annotations
 

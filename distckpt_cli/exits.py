@@ -10,7 +10,7 @@ __all__ = ["EPILOG", "ExitCode"]
 class ExitCode(IntEnum):
     """What a finished process says to its caller.
 
-    Python's own code for an uncaught exception is 1, which here means "the answer is no"; `app.main` therefore catches
+    Python's own code for an uncaught exception is 1, which here means "a problem was found"; `app.main` therefore catches
     everything. torchrun reports any failure of a worker as 1.
     """
 

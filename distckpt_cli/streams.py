@@ -1,4 +1,4 @@
-"""stdout and stderr that may be closed, full, or have no reader: the exit code still says what it is there to say.
+"""stdout and stderr that are closed, full, or without a reader: the exit code stays right.
 
 An answer that cannot be written is an error of its own, never "the answer is no". What cannot be said on stderr is not said.
 """

@@ -1,4 +1,4 @@
-"""What may be asked of a target job, as options that several commands share."""
+"""Options of the target job that several commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watch has done, in a file beside its results: whose they are, and which still wait for the command of --exec."""
+"""The record of a watch beside its results: its run and command, and the results for which --exec is still to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands that write have in common: their options, the plan they print, the result they print."""
+"""Shared parts of the commands that write: options, printed plan, printed result."""
 
 from __future__ import annotations
 

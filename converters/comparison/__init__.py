@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, of any formats and layouts: tensors, arguments, state, and every value.
+"""Comparison of two checkpoints of any formats and layouts: tensors, arguments, state, every value.
 
 from converters import diff
 report = diff("ckpt/iter_0050000", "exported-hf", rtol=1e-2)
@@ -36,7 +36,7 @@ def diff(
     listener: Listener | None = None,
     stop: StopFlag | None = None,
 ) -> DiffReport:
-    """Compares two checkpoints; tensors as the model has them, whatever the files look like.
+    """Compares two checkpoints of any formats and layouts, tensor by tensor in the model's own shapes.
 
     The process that calls this does all of it, with threads. Under torchrun, too: call it on one rank, or have ranks share
     the work with `torchrun ... -m distckpt_cli diff A B`.

@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, in any two formats and layouts: what is in both, what they say, and every value.
+"""Plans and runs the comparison of two checkpoints: names, shapes, arguments, state, then every value.
 
 plan = plan_diff(open_checkpoint("a"), open_checkpoint("b"), DiffOptions())
 report = run_diff(plan)

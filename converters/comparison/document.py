@@ -1,4 +1,4 @@
-"""What `diff` says to programs: the document that `--json` prints."""
+"""The JSON document of `diff --json`."""
 
 from __future__ import annotations
 

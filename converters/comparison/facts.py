@@ -1,4 +1,4 @@
-"""What two checkpoints say besides their tensors, side by side: arguments, scheduler, param groups, random and extra state.
+"""Compares what is not a tensor: arguments, scheduler, param groups, random states, extra states.
 
 Everything is compared as inert trees, tensors in them by their elements. What a resharded or converted checkpoint cannot
 have in common with its source is shown, but does not count: layout, paths, options that one version has and another has not.

@@ -1,4 +1,4 @@
-"""Which elements of one checkpoint belong beside which of another, whatever the two are stored in.
+"""Pairs of tensors to compare: which elements of one checkpoint correspond to which of the other.
 
 Megatron's checkpoints, of any layout and format, meet under canonical names; the optimizer's flat buckets are taken apart
 first. Megatron and Hugging Face meet through the model's table, whose rules are region copies: a copy says which box of a

@@ -1,4 +1,4 @@
-"""The answer of `diff`: of each pair of tensors, and of the whole."""
+"""The result of `diff`: for each pair of tensors, and for the whole checkpoint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """The answer; as text, a line on the whole and the first tensors that differ.
+    """The result of `diff`; its repr has a summary line and the first tensors that differ.
 
     Attributes:
         plan: What was compared.

@@ -1,4 +1,4 @@
-"""Reads two checkpoints side by side, tile by tile, and says of every pair of tensors how far apart they are.
+"""Reads two checkpoints tile by tile, and measures the difference of every pair of tensors.
 
     A  pieces in its files --gather--> tile --.
                                                compare -> a few numbers, added up in the order of the tiles

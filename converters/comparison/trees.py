@@ -1,4 +1,4 @@
-"""Two inert trees side by side: what a checkpoint keeps besides tensors, compared without being built.
+"""Compares two inert pickle trees, without building their objects.
 
 Tensors in a tree are compared by type, shape and elements, wherever their storages lie in the two archives. Lists and
 tuples count as the same, as do modules that were renamed: versions pickle one thing in several ways.

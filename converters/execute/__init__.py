@@ -1,1 +1,1 @@
-"""Moving the bytes of a job on threads and ranks, and publishing the result whole or not at all."""
+"""Moves the bytes of a job with threads and ranks, and publishes the result completely or not at all."""

@@ -1,4 +1,4 @@
-"""What is asked of the file system: bytes, room, names that last."""
+"""File system calls: writing, allocating, syncing, renaming."""
 
 from __future__ import annotations
 

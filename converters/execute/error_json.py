@@ -1,4 +1,4 @@
-"""Errors told from one process to another: the same words and the same exit code there."""
+"""Errors as JSON, sent from one process to another: the same message and exit code there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that goes to the Hugging Face hub: made whole on a disk, uploaded file by file, shown by one commit."""
+"""Upload to the Hugging Face hub: the model is written to a disk, uploaded file by file, and published by one commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs keep on disks while they work, and what is left of them when they end early: found, described, removed.
+"""Unfinished work of interrupted runs: listed, described, removed.
 
     .NAME.distckpt-partial/     a result that is being made (`publish`)
     .NAME.distckpt-old/         what --overwrite replaces, for a moment

@@ -1,4 +1,4 @@
-"""The folder in which the ranks of a run leave word for each other, and the locks that say which of them live."""
+"""The folder in which the ranks of a run exchange small files, and the locks that show which ranks are alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of a run keep together: small files in a folder that all of them see; no network, no collectives.
+"""Synchronizes the ranks of a run through small files in a shared folder; no network, no collectives.
 
     parent/
         .NAME.distckpt-partial/         the result, and every rank's journal

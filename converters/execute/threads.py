@@ -1,4 +1,4 @@
-"""Threads that do tasks: each takes the next one when it is through with the last."""
+"""Threads that share a list of tasks: each takes the next one when it has finished the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result that goes into an object store: made whole on a disk, then uploaded, what makes it loadable last.
+"""Upload to an object store: the result is written to a disk, then uploaded, the files that make it loadable last.
 
     SCRATCH/distckpt-NAME-0123456789abcdef/
         NAME/                       the result, made as on any disk, with its journal and all

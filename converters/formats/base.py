@@ -1,4 +1,4 @@
-"""What the rest of distckpt asks of a storage format.
+"""`Reader`: the interface of a storage format.
 
 A format describes; it does not move bytes. Its reader says which tensors there are (`catalog`) and in which range of which
 file a stored piece lies (`locate`). The engine does all reading, for every format alike.

@@ -1,4 +1,4 @@
-"""What is wrong, in plain words, with the files that describe a checkpoint when it cannot be opened."""
+"""Error messages for damaged or missing metadata files, when a checkpoint cannot be opened."""
 
 from __future__ import annotations
 

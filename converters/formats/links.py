@@ -1,4 +1,4 @@
-"""Links inside of checkpoints: nothing is read through one that leads out, unless the user says so."""
+"""Links in checkpoints: a link that leads out is followed only if the user allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks questions of tensors, one tile after the other: gatherers and scratch arrays of one thread.
+"""Runs checks on tensors, tile by tile: gatherers and scratch arrays of one thread.
 
 checker = TileChecker([sources, sources])
 checker.ask(question, tiles, "optimizer.state.param.X", "X")    # see `converters.io.questions`
@@ -29,7 +29,7 @@ __all__ = ["TileChecker"]
 
 
 class TileChecker:
-    """Asks questions of tensors, one tile after the other: gatherers and scratch arrays of one thread.
+    """Runs checks on tensors, tile by tile: gatherers and scratch arrays of one thread.
 
     Args:
         sources: What each tensor of a question is read from.

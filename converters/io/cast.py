@@ -1,4 +1,4 @@
-"""What happens to elements on the way: casts and shifts, by torch, on the host or on a GPU, with the same bits on both.
+"""Casts and shifts of elements, by torch, on the host or on a GPU, with the same bits on both.
 
 The rounding is torch's, which is the one training used; norms are shifted in fp32. A NaN becomes the quiet NaN of its
 type: what its bits would be differs between instruction sets, between CPU and GPU, and even with the place in a vector.

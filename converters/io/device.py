@@ -1,4 +1,4 @@
-"""Where loaded tensors go, and the way there: a read into host memory, a copy to the device, what is done to it there.
+"""Loads tensors onto a device: read into host memory, copied to the device, cast there.
 
 A lane belongs to one thread that reads. The host's reads straight into the tensor where its elements lie in one piece:
 

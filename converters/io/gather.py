@@ -1,4 +1,4 @@
-"""Reading boxes of stored tensors, whatever they are stored in, with every checksum that there is checked on the way.
+"""Reads boxes of stored tensors of any format, and compares every stored checksum.
 
 sources = Sources(reader, reader.catalog.tensors)     # see `sources`; shared by all threads
 gatherer = Gatherer(sources)                          # one for each thread

@@ -1,4 +1,4 @@
-"""Memory and cores: what there is, and an error in our words where there is none."""
+"""Available memory and cores, and the errors when memory runs out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices that there are: the host, and GPUs as torch's CUDA runtime has them."""
+"""The available devices: the host, and the GPUs of torch's CUDA runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions about the elements of tensors side by side, tile by tile.
+"""Checks that compare elements of tensors, tile by tile.
 
     checker = TileChecker([sources, sources])               # one for each thread
     question = RoundsTo(master, weight)

@@ -63,7 +63,7 @@ MIB = 1 << 20
 
 
 class LoadedState(dict[str, Any]):
-    """A state dict of torch tensors, and how it came about.
+    """A state dict of torch tensors, with the report of its load.
 
     With virtual pipeline stages the keys of chunk `v` begin with `model{v}.`; `chunk` has them without. Optimizer state is
     under `optimizer.state.{param,exp_avg,exp_avg_sq}.KEY`, `param` being the fp32 master weight. Keys that end in

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
     from converters.models.model import Model
 
-__all__ = ["has_place", "keeps_predictions", "prediction_tensors", "with_predictions"]
+__all__ = ["can_hold_predictions", "keeps_predictions", "prediction_tensors", "with_predictions"]
 
 
-def has_place(model: Model, args: ModelArgs) -> bool:
+def can_hold_predictions(model: Model, args: ModelArgs) -> bool:
     """Whether the architecture has names for the prediction layers of a model."""
     # gpt_builders.py, core_v0.19.0: Megatron's are like the last decoder layer, Qwen's have attention in any case
     linear = bool(args.linear_layers) and args.linear_layers is not None and args.linear_layers[-1]
@@ -64,8 +64,8 @@ def keeps_predictions(args: ModelArgs, model: Model, mtp: str) -> bool:
         raise RequestError(f"unknown choice {mtp!r} for multi-token prediction", hint="keep, drop or auto")
     if mtp == "keep" and not args.mtp_num_layers:
         raise RequestError("the model has no multi-token prediction layers to keep", hint="leave out --mtp")
-    if mtp == "keep" and not has_place(model, args):
+    if mtp == "keep" and not can_hold_predictions(model, args):
         raise RequestError(
             f"{model.architecture} cannot hold multi-token prediction layers", hint="leave them out: --mtp drop"
         )
-    return mtp != "drop" and bool(args.mtp_num_layers) and has_place(model, args)
+    return mtp != "drop" and bool(args.mtp_num_layers) and can_hold_predictions(model, args)

@@ -61,7 +61,7 @@ def open(
 
 
 class Checkpoint:
-    """An open checkpoint. Several threads may read from it; close it, or use it as a context.
+    """An open checkpoint, for reading tensors. Several threads may use it. Close it, or use it as a context manager.
 
     Args:
         path: What was named.

@@ -233,7 +233,7 @@ class Columns:
         index.template = np.concatenate([index.template, np.full(len(rows), number, np.int8)])[order]
         index.row = np.concatenate([index.row, rows])[order]
         index.memos = np.concatenate([index.memos, block.memos])[order]
-        block.forget_places()
+        block.drop_positions()
         last = np.ones(len(starts), bool)
         last[:-1] = index.ends[:-1] != starts[1:]
         index.breaks = np.flatnonzero(last).tolist()

@@ -1,4 +1,4 @@
-"""How much one pickle may cost us before we refuse it."""
+"""Limits on the size, depth and cost of one pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names a pickle may mention at all.
+"""The policy for names in pickles: which of them may occur.
 
 Nothing named in a file is ever imported here, so a name cannot hurt this reader. It hurts the next program
 that opens the file, or the copy that we write, with `pickle.load`. Three classes:

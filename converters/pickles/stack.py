@@ -1,4 +1,4 @@
-"""What a pickle is executed on: stack, marks, memo; plain values; and how it is refused."""
+"""The state of the inert pickle machine: stack, marks, memo; plain values; refusals."""
 
 from __future__ import annotations
 

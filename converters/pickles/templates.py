@@ -82,8 +82,8 @@ class Block:
     def __post_init__(self) -> None:
         self.count = len(self.starts)
 
-    def forget_places(self) -> None:
-        """Gives up what only the index of the window needs."""
+    def drop_positions(self) -> None:
+        """Frees the arrays that only the index of the window needs."""
         self.starts = self.ends = self.memos = self.starts[:0].copy()
 
 

@@ -1,1 +1,1 @@
-"""What is to be moved where: region copies, the output files, and the work in units. No I/O."""
+"""Plans: copies of boxes, output files, tasks. No I/O."""

@@ -1,4 +1,4 @@
-"""Pieces, arrays to be written, each filled by copies of boxes of source tensors; the proof that nothing is forgotten."""
+"""Pieces: arrays to be written, filled by copies of boxes of source tensors; the proof that all are covered."""
 
 from __future__ import annotations
 

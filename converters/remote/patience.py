@@ -1,4 +1,4 @@
-"""Requests that fail are made again, with growing pauses, for as long as `--retry-for` says, if what went wrong may pass."""
+"""Retries of failing requests: temporary failures, with growing pauses, for `--retry-for` seconds."""
 
 from __future__ import annotations
 

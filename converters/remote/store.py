@@ -1,4 +1,4 @@
-"""What is asked of an object store: lists, properties, ranges of objects. Each request is made once, see `patience`."""
+"""Requests to an object store: listings, properties, byte ranges. Each is sent once; `patience` retries."""
 
 from __future__ import annotations
 

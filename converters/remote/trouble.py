@@ -1,4 +1,4 @@
-"""What a store's errors mean: one sentence, and whether it may pass.
+"""Error messages for a store's failures, and which of them are temporary.
 
 Their own texts are not shown: they may hold secrets.
 """

@@ -1,4 +1,4 @@
-"""Objects written and deleted. An object appears whole or not at all: that is what every store promises."""
+"""Writes and deletes objects. Every store guarantees that an object appears completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is right: structure, records, checksums, optimizer against weights, values, file lists.
+"""Verification of a checkpoint: structure, records, checksums, optimizer against weights, values, file lists.
 
     from converters import verify
     report = verify("ckpt/iter_0050000", values=True)
@@ -43,7 +43,7 @@ def verify(
     listener: Listener | None = None,
     stop: StopFlag | None = None,
 ) -> Report:
-    """Looks at a checkpoint of any format and says what is wrong with it; nothing in it is executed.
+    """Checks a checkpoint of any format, and reports errors and warnings; executes nothing in it.
 
     The process that calls this does all of it, with threads. Under torchrun, too: call it on one rank, or have ranks share
     the work with `torchrun ... -m distckpt_cli verify CKPT`.

@@ -1,4 +1,4 @@
-"""Reading a file once, front to back, while its SHA-256 is made and records in it are looked at."""
+"""Reads a file once, front to back, computes its SHA-256 and checks its records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is to read: the files of a checkpoint, large ones in pieces, and the records and tensors in each.
+"""The reading tasks of `verify`: the files of a checkpoint, large ones in pieces, with their records and tensors.
 
     a file of 100 GB   | piece 0 | piece 1 | piece 2 | ...        each read from front to back, by the next free thread
     its records          | 0  |  1    |  2  |    3    | ...       a CRC-32 of each part; parts are combined at the end

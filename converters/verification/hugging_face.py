@@ -21,7 +21,7 @@ from converters.formats.plain_json import read_json
 from converters.models import of_type
 from converters.models.built import unlike_transformers
 from converters.models.described import COMPUTED, HEADS, KEYS, described, expected_shapes, own_names
-from converters.models.predictions import has_place, with_predictions
+from converters.models.predictions import can_hold_predictions, with_predictions
 from converters.models.rules import Experts
 from converters.names import fold, printable
 
@@ -118,7 +118,9 @@ class _Comparison:
             return  # layers are missing, which has been said; a stranger's layer 10^5 shall not cost a list of all before it
         plain = expected_shapes(self._model, args)
         behind: Shapes = {}
-        if has_place(self._model, args) and args.mtp_num_layers:  # transformers leaves these layers out when it saves
+        if (
+            can_hold_predictions(self._model, args) and args.mtp_num_layers
+        ):  # transformers leaves these layers out when it saves
             behind = expected_shapes(self._model, args, mtp=min(args.mtp_num_layers, 8))
         wanted = {**behind, **plain}
         wrong = {n: (shape, wanted[n]) for n, shape in self._tensors.items() if n in wanted and shape != wanted[n]}

@@ -23,7 +23,7 @@ class Finding:
     """Something that is wrong, worth a look, or cannot be decided.
 
     Attributes:
-        severity: "error": the answer is no; "warning"; "unchecked": not understood, so neither right nor wrong.
+        severity: "error"; "warning"; "unchecked": not understood, so neither right nor wrong.
         message: One sentence with the numbers.
         file: The file concerned, relative to the checkpoint.
         offset: First byte concerned in that file.
@@ -110,7 +110,7 @@ class Check:
 
 @dataclass
 class Report:
-    """The answer; as text, a line on the whole and the first findings.
+    """The result of `verify`; its repr has a summary line and the first findings.
 
     Attributes:
         path: The checkpoint.

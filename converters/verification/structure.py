@@ -1,4 +1,4 @@
-"""What can be said of a checkpoint without reading its payload: whether all that should be there is, once."""
+"""Checks of a checkpoint without tensor data: everything required exists exactly once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are looked at one by one: copies beside their originals, master weights beside weights, all for values."""
+"""Checks of tensors: copies equal their originals, master weights round to weights, values are plausible."""
 
 from __future__ import annotations
 

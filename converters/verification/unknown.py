@@ -1,4 +1,4 @@
-"""What of a checkpoint no rule covers: it is named, and counts as neither right nor wrong."""
+"""Names what no rule covers in a checkpoint; it counts as neither right nor wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the values of tensors say: pieces that must be equal, masters that must round to weights, numbers that cannot be.
+"""Checks of values: copies that must be equal, masters that must round to weights, impossible numbers.
 
 Tensors are read in tiles, each as often as a question asks for it; nothing here grows with the model.
 """

@@ -1,1 +1,1 @@
-"""What each kind of output is made of: the plans of every command that writes."""
+"""The plans of every command that writes."""

@@ -1,4 +1,4 @@
-"""What became of every tensor where names change, export and import alike: the part of their reports that is the same."""
+"""The report of what became of every tensor, shared by export and import."""
 
 from __future__ import annotations
 

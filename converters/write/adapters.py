@@ -1,4 +1,4 @@
-"""What an export does about adapters: write them alone, or merge them into the weights of a model."""
+"""Adapters in an export: written alone, or merged into the weights of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an export says of every tensor: `distckpt-report.json`, and a part of `--json`."""
+"""The report of an export on every tensor: `distckpt-report.json`, and a part of `--json`."""
 
 from __future__ import annotations
 

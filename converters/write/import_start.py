@@ -1,4 +1,4 @@
-"""What the job is told of a model that it starts from: Megatron-LM its arguments, Megatron-Bridge its configuration."""
+"""The arguments (Megatron-LM) or configuration (Megatron-Bridge) of a job that starts from an imported model."""
 
 from __future__ import annotations
 

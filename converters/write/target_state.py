@@ -1,4 +1,4 @@
-"""What every format with the state of a training job has to change in it for a job at another layout.
+"""Changes to the state of a training job for another layout, shared by the formats that store it.
 
 Sources: megatron/training/checkpointing.py (load_checkpoint, check_checkpoint_args), tags core_v0.9.0 to core_v0.19.0.
 """

@@ -1,4 +1,4 @@
-"""What goes into a container of whole tensors: the model, under any names, the optimizer, the facts of the job.
+"""The contents of a container of whole tensors: model, optimizer, facts of the job.
 
 Names are those that a model without tensor and pipeline parallelism has, Megatron's own or Hugging Face's; a source with
 other names keeps them.

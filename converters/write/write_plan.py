@@ -1,4 +1,4 @@
-"""What every command that writes makes, and how it is carried out: in one process or on many ranks.
+"""The plan of a command that writes, and its execution: in one process or on many ranks.
 
 A writer is a module with `plan_<format>(reader, destination, ...) -> Conversion`. It decides and proves everything, reads
 and writes no tensor data, and says in the conversion what a person and a program may want to know of it.

@@ -1,4 +1,4 @@
-"""What a command that writes did, or would do: for a person as lines, for a program as one document."""
+"""The report of a command that writes: lines of text, and a JSON document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOVED = ("bytes_read", "bytes_written", "bytes_kept", "records_checked", "under
 
 @dataclass(frozen=True, repr=False)
 class WriteReport:
-    """What was written, or with `dry_run` what would be.
+    """The report on what was written, or with `dry_run` would be.
 
     Attributes:
         plan: What was decided: `plan.notes`, `plan.dropped`, `plan.advice`, `plan.facts`.

@@ -1,4 +1,4 @@
-"""Files that hold many tensors, of torch.save and others: what their readers share, storages numbered as records.
+"""Shared base of readers of files with many tensors: storages of torch.save and others as numbered records.
 
 A record is a whole storage, which several tensors may share as views: with Megatron's distributed optimizer all weights of
 a rank do. Of a file of torch.save, directory and pickle are read once.

@@ -1,4 +1,4 @@
-"""Containers of whole tensors, as their readers have them in common: one state dict in one file, or in several.
+"""Shared base of the readers of whole tensors: one state dict in one file, or in several.
 
 Names are Megatron's (those of a model without tensor and pipeline parallelism), Hugging Face's, or anybody's. Megatron's
 become canonical, exactly as those of the only rank of a legacy checkpoint would. All others stay as the file spells them.

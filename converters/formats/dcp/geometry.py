@@ -1,4 +1,4 @@
-"""How stored tensors are cut, fast for a million chunks: whether the chunks tile each."""
+"""Checks that the chunks of each stored tensor tile it; fast for a million chunks."""
 
 from __future__ import annotations
 

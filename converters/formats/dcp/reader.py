@@ -1,4 +1,4 @@
-"""What the readers of torch DCP folders share: records and files, and what can be said of them without reading a tensor.
+"""Shared base of the readers of torch DCP folders: records, files, and their checks without tensor data.
 
     .metadata              a pickle: every key, its shape, its chunks, and where each record lies
     __{rank}_{n}.distcp    records, one after the other: file n of that rank

@@ -1,4 +1,4 @@
-"""What a `.metadata` of torch DCP says, as arrays; and how chunks and records of all tensors are brought together."""
+"""The contents of torch DCP's `.metadata` as arrays, with the chunks of all tensors matched to records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Param groups of legacy checkpoints, and which of them a parameter belongs to: no file says it.
+"""Param groups of legacy checkpoints, and the inferred group of each parameter, which no file stores.
 
 Megatron makes groups from every parameter's name and shape: biases and vectors are not decayed, and with a learning rate of
 their own the embedding and the output layer stand apart.
