@@ -28,6 +28,8 @@ def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[
     heads, groups = SHAPES.get(config, (4, 2))
     if family == "gpt2":
         return _gpt2(t, layers, heads)
+    if family == "falcon_h1":
+        return _falcon_h1(t, layers, heads, groups)
     if family in ("nemotron_h", "bamba"):
         return _hybrid(t, layers, family, heads, groups)
     if family == "gpt_neox":
@@ -267,6 +269,29 @@ def _hybrid(t, layers, family, heads, groups):
             for e in range(len(t[p + "mlp.router.weight"])):
                 _plain(out, t, p + f"mlp.experts.{e}.", q + f"mixer.experts.{e}.")
             _plain(out, t, p + "mlp.shared_experts.", q + "mixer.shared_experts.")
+    return out
+
+
+def _falcon_h1(t, layers, heads, groups):
+    """Mamba and attention behind one norm, then an MLP."""
+    out = {"model.embed_tokens.weight": t["embedding.word_embeddings.weight"]}
+    out["model.final_layernorm.weight"] = t["decoder.final_norm.weight"]
+    if "output_layer.weight" in t:
+        out["lm_head.weight"] = t["output_layer.weight"]
+    for i in range(layers):
+        p, q = f"decoder.layers.{i}.", f"model.layers.{i}."
+        m, to = p + "mamba_mixer.", q + "mamba."
+        out[q + "input_layernorm.weight"] = t[p + "norm.weight"]
+        out[to + "in_proj.weight"] = np.concatenate([t[m + f"in_proj.weight.{n}"] for n in ("z", "x", "B", "C", "dt")])
+        for leaf in ("weight", "bias"):
+            out[to + f"conv1d.{leaf}"] = np.concatenate([t[m + f"conv1d.{leaf}.{n}"] for n in "xBC"])
+        out |= {to + n: t[m + n] for n in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight") if m + n in t}
+        a, to = p + "self_attention.", q + "self_attn."
+        parts = split_qkv(t[a + "linear_qkv.weight"], heads, groups)
+        out |= {to + f"{letter}_proj.weight": part for letter, part in zip("qkv", parts, strict=True)}
+        out[to + "o_proj.weight"] = t[a + "linear_proj.weight"]
+        out[q + "pre_ff_layernorm.weight"] = t[p + "mlp.linear_fc1.layer_norm_weight"]
+        _gated(out, t, p + "mlp.", q + "feed_forward.")
     return out
 
 

@@ -76,6 +76,22 @@ SCAN = {
     "pad_token_id": 0,
 }
 TIED = {"tie_word_embeddings": True}
+PARALLEL = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 7,
+    "mamba_norm_before_gate": False,
+    "embedding_multiplier": 5.65625,
+    "key_multiplier": 0.3125,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.9375,
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.625,
+    "mlp_multipliers": [0.875, 0.5625],
+    "ssm_multipliers": [0.3535, 0.25, 0.1767, 0.5, 0.3535],
+}
 SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5}
 CASES = {
     "llama": BASE,
@@ -178,6 +194,8 @@ CASES = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
         },
     },
+    "falcon_h1": WIDE | PARALLEL,
+    "falcon_h1_norm": WIDE | PARALLEL | TIED | {"mamba_rms_norm": True, "lm_head_multiplier": 0.375},
     "exaone4": WIDE
     | TIED
     | {
@@ -190,6 +208,7 @@ CASES = {
     "minimax_m2": WIDE | {"num_local_experts": 6, "num_experts_per_tok": 2, "partial_rotary_factor": 0.4},
 }
 FAMILY = {
+    "falcon_h1_norm": "falcon_h1",
     "gemma3_text_mixed": "gemma3_text",
     "gpt_oss_yarn": "gpt_oss",
     "nemotron_h_dense": "nemotron_h",

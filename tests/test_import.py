@@ -186,7 +186,7 @@ def heads_exchanged(copy, part):
     [
         *(("llama", "gate"), ("mixtral", "gate"), ("gpt2", "qkv"), ("gpt2", "transpose"), ("phi3", "turned")),
         *(("qwen3_next", "turned"), ("qwen3_next", "joined"), ("qwen3_5_text", "joined"), ("nemotron_h", "joined")),
-        *(("bamba", "joined"), ("gpt_oss", "halves")),
+        *(("bamba", "joined"), ("falcon_h1", "joined"), ("falcon_h1", "turned"), ("gpt_oss", "halves")),
     ],
 )
 def test_one_mutated_rule_is_seen(name, rule, hf, tmp_path, monkeypatch):

@@ -61,6 +61,30 @@ def test_bridge_itself_stores_the_same(name, hf, tmp_path):
     assert {key: model[key] for key in BRIDGE[name]["model"]} == BRIDGE[name]["model"] | UNLIKE.get(name, {})
 
 
+def test_parts_of_one_projection_share_its_extra_state(hf, tmp_path):
+    """A real job asks for it, and finds none where each part has a key of its own."""
+    imported(hf("falcon_h1"), tmp_path / "job")
+    objects = {info.name for info in open_checkpoint(tmp_path / "job").catalog.objects.values()}
+    assert {f"decoder.layers.{n}.mamba_mixer.{p}_proj._extra_state" for n in range(3) for p in ("in", "out")} <= objects
+
+
+def test_falcon_h1_is_read_as_its_provider_says(hf, tmp_path):
+    imported(hf("falcon_h1_norm"), tmp_path / "job")
+    path = tmp_path / "job" / "iter_0000000" / "run_config.yaml"
+    text = path.read_text()
+    model = yaml.safe_load(text)["model"]
+    own = cases.settings("falcon_h1_norm")
+    assert {name: model[name] for name in own if name.endswith(("multiplier", "multipliers"))} == {
+        name: value for name, value in own.items() if name.endswith(("multiplier", "multipliers"))
+    }
+    stack = "megatron.bridge.models.falcon_h1.falconh1_provider.other"
+    changes = {"d_conv": 3, "use_mlp": False, "falconh1_ratio": 0.5, "hybrid_override_pattern": "PM*", "rmsnorm": False}
+    for name, value in (*changes.items(), ("falconh1_stack_spec", {"_target_": stack}), ("mlp_multipliers", [1.0])):
+        path.write_text(yaml.safe_dump(yaml.safe_load(text) | {"model": model | {name: value}}))
+        with pytest.raises(RequestError):
+            plan_export(open_checkpoint(tmp_path / "job"), tmp_path / "back")
+
+
 def test_progress_is_that_of_a_job_that_has_not_begun(hf, tmp_path):
     imported(hf("qwen3"), tmp_path / "job", to="megatron-bridge")
     one = torch.load(tmp_path / "job" / "latest_train_state.pt", weights_only=True)
@@ -77,6 +101,7 @@ def test_progress_is_that_of_a_job_that_has_not_begun(hf, tmp_path):
 LAYOUTS = [
     ("gemma2", Layout(tp=2, pp=3)),
     ("gemma3_text_mixed", Layout(tp=4)),
+    ("falcon_h1_norm", Layout(tp=2, pp=3)),
     ("olmoe", Layout(tp=2, ep=3, etp=1, dp=3)),
     ("minimax_m2", Layout(tp=4, ep=2, dp=2)),
 ]

@@ -132,6 +132,10 @@ REFUSED = [
     ("nemotron_h", {"time_step_min": 0.01}, "time_step_min is 0.01"),
     ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
     ("qwen3_next", {"attention_bias": True}, "attention_bias"),
+    ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is True"),
+    ("falcon_h1", {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
+    ("falcon_h1", {"mamba_d_conv": 3}, "mamba_d_conv is 3"),
+    ("falcon_h1_norm", {"rms_norm_eps": 1e-6}, "epsilon of Megatron's Mamba norms"),
 ]
 
 
@@ -191,7 +195,7 @@ UNTRIED |= {"rescale_prenorm_residual"}  # of a new model's weights: it draws ot
 
 # their neutral keys are those of llama, mixtral and nemotron_h
 ALIKE = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "bamba", "granite", "granitemoe", "glm4_moe_lite", "dots1"}
-ALIKE |= {"exaone4", "gemma", "gemma3_text", "olmoe", "minimax_m2"}
+ALIKE |= {"falcon_h1", "exaone4", "gemma", "gemma3_text", "olmoe", "minimax_m2"}
 ALIKE |= {"ernie4_5", "arcee", "glm", "ministral", "qwen3", "qwen3_moe", "deepseek_v2"}
 TRIED = [pytest.param(m.name, marks=pytest.mark.slow) if m.name in ALIKE else m.name for m in ARCHITECTURES]
 

@@ -16,12 +16,22 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from converters.megatron.layer_pattern import MOST_LAYERS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.megatron.option_values import Facts
 
-__all__ = ["DIVIDED_NORMS", "FAMILIES", "MODELS", "WIDE_NORMS", "read_provider"]
+__all__ = [
+    "DIVIDED_NORMS",
+    "FALCON_H1_SCALES",
+    "FALCON_H1_VECTORS",
+    "FAMILIES",
+    "MODELS",
+    "WIDE_NORMS",
+    "read_provider",
+]
 
 MODELS = "megatron.bridge.models."
 # fact `bridge_family` -> provider, layers, both behind `MODELS`
@@ -32,11 +42,32 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "exaone4": ("gpt_provider.GPTModelProvider", "exaone.exaone4.exaone4_provider.exaone4_layer_spec"),
     "olmoe": ("gpt_provider.GPTModelProvider", "olmoe.olmoe_provider.olmoe_layer_spec"),
     "minimax_m2": ("gpt_provider.GPTModelProvider", "minimax_m2.minimax_m2_provider.minimax_m2_layer_spec"),
+    "falcon_h1": ("falcon_h1.falconh1_provider.FalconH1ModelProvider", ""),
 }
 WIDE_NORMS = frozenset({"olmoe", "minimax_m2"})
 """Families whose norms of queries and keys have a weight for each element of all heads."""
 DIVIDED_NORMS = frozenset({"minimax_m2"})
 """Those of them that divide these norms over tensor parallelism (minimax_m2_provider.py, `_FullDimRMSNorm`)."""
+FALCON_H1_SCALES = (
+    *("embedding_multiplier", "lm_head_multiplier", "key_multiplier", "attention_in_multiplier"),
+    *("attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+)
+"""Options of Falcon-H1's provider that scale what one of its parts takes or gives; 1 unless stated."""
+FALCON_H1_VECTORS = {"mlp_multipliers": 2, "ssm_multipliers": 5}
+"""The same for the gate and the result of the MLP, and for z, x, B, C and dt of the mixer: how many numbers."""
+# its other options that change what is computed, with the one value that is understood
+_FALCON_H1_FIXED: dict[str, Any] = {
+    "d_conv": 4,
+    "conv_bias": True,
+    "norm_before_gate": False,
+    "D_has_hdim": False,
+    "use_mamba": True,
+    "use_attention": True,
+    "use_mlp": True,
+    "hybrid_attention_ratio": 0.0,
+    "hybrid_mlp_ratio": 0.0,
+}
+_FALCON_H1_LAYERS = f"{MODELS}falcon_h1.falconh1_provider.get_default_falconh1_stack_spec"
 
 # providers and layers that only set options, v0.2 to 067f987d; every other one is a family of its own
 _OPTIONS_ONLY = re.compile(
@@ -64,6 +95,8 @@ def read_provider(facts: Facts, label: str, options: Mapping[str, Any]) -> Mappi
             facts.extras["bridge_family"] = family
             taken = {"transformer_layer_spec"} if own_spec else set()
             taken |= _read_gemma3(facts, label, options) if family == "gemma3" else set()
+            if family == "falcon_h1":
+                _read_falcon_h1(facts, label, options)
             return {name: value for name, value in options.items() if name not in taken}
     if not only_options:
         facts.extras["bridge_family"] = provider
@@ -89,3 +122,23 @@ def _read_gemma3(facts: Facts, label: str, options: Mapping[str, Any]) -> set[st
     if isinstance(pattern, list | tuple):
         facts.extras["interleaved_attn_pattern"] = list(pattern)
     return taken
+
+
+def _read_falcon_h1(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """Its multipliers, and layers that all are a Mamba mixer beside attention unless a pattern says otherwise."""
+    for name in FALCON_H1_SCALES:
+        facts.extras[name] = options.get(name, 1.0)
+    for name, length in FALCON_H1_VECTORS.items():
+        value = options.get(name, [1.0] * length)
+        facts.extras[name] = list(value) if isinstance(value, tuple) else value
+    facts.extras["mamba_rms_norm"] = options.get("rmsnorm", True)
+    unlike = {name: options[name] for name, value in _FALCON_H1_FIXED.items() if options.get(name, value) != value}
+    facts.extras.update(unlike)
+    spec = options.get("falconh1_stack_spec")
+    if spec is not None and not (isinstance(spec, dict) and spec.get("_target_") == _FALCON_H1_LAYERS):
+        facts.extras["falconh1_stack_spec"] = str(spec)[:200]
+    layers, ratio = options.get("num_layers"), options.get("falconh1_ratio", 1.0)
+    if ratio != 1:
+        facts.extras["falconh1_ratio"] = ratio
+    elif isinstance(layers, int) and 0 < layers <= MOST_LAYERS and not options.get("hybrid_override_pattern"):
+        facts.put("layer_pattern", "P" * layers, f"{label}.falconh1_ratio")

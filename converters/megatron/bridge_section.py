@@ -25,6 +25,7 @@ _FIELDS = {
     "max_position_embeddings": "seq_length",
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
+    "mamba_rms_norm": "rmsnorm",
 }
 _NOT_FIELDS = {"swiglu", "squared_relu", "quick_geglu", "bias_gelu_fusion", "group_query_attention"}
 _NOT_FIELDS |= {"untie_embeddings_and_output_weights", "padded_vocab_size", "bridge_family", "rotary_base_local"}
@@ -38,7 +39,8 @@ _FUNCTIONS = {
 def beyond_provider(model: ModelArgs) -> list[str]:
     """What of a model this file has no provider of Megatron-Bridge for, as sentences; empty if it has one for all."""
     out = []
-    if model.mla or model.layer_pattern is not None or model.linear_layers is not None:
+    parallel = model.extras.get("bridge_family") == "falcon_h1"
+    if model.mla or (model.layer_pattern is not None and not parallel) or model.linear_layers is not None:
         kind = (
             "latent attention"
             if model.mla

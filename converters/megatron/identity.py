@@ -241,7 +241,7 @@ _PARTS: list[tuple[str, re.Pattern[str]]] = [
         ("shared experts", r".*\.shared_experts?\."),
         ("experts", r".*\.experts\."),
         ("attention", r".*\.(self_attention|cross_attention|inter_attention|self_attn|attn|attention)\."),
-        ("mamba mixer", r".*\.mixer\."),
+        ("mamba mixer", r".*\.(mamba_)?mixer\."),
         ("mlp", r".*\.mlp\."),
         ("norms", r".*(norm|\.ln_)"),
         ("other weights", r""),

@@ -54,6 +54,7 @@ _LAYER_NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("self_attention.linear_proj.bias",), ("self_attention.linear_qkv.bias|self_attention.linear_kv_up_proj.bias",)),
     (("mlp.router.", "mlp.experts."), ("mlp.router.weight", "mlp.experts.*")),
     (("mlp.shared_experts.linear_fc",), tuple(f"mlp.shared_experts.linear_fc{n}.weight" for n in (1, 2))),
+    (("mamba_mixer.",), ("norm.weight",)),
     (("mlp.fc1_latent_proj.",), ("mlp.fc2_latent_proj.weight",)),
     (("mlp.fc2_latent_proj.",), ("mlp.fc1_latent_proj.weight",)),
 )
@@ -74,7 +75,10 @@ _LATENT_NORMS = tuple(
     for x in ("q", "kv")
 )
 _NORM_BEFORE = (  # of attention and MLP; a model may have it behind them instead
-    ("self_attention.linear_qkv.", "self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight"),
+    (
+        "self_attention.linear_qkv.",
+        "self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight|norm.weight",  # the last: Falcon-H1's
+    ),
     ("self_attention.linear_kv_", "input_layernorm.weight|self_attention.linear_qkv_down_proj.layer_norm_weight"),
     ("mlp.linear_fc", "mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight"),
     ("mlp.experts.", "pre_mlp_layernorm.weight"),

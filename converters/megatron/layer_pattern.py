@@ -7,7 +7,8 @@
 A model of transformer layers says with frequencies which of them have experts, and which a gated delta net.
 
 Facts: Megatron-Core, ssm/mamba_hybrid_layer_allocation.py (core_v0.14.0, core_v0.16.1), models/hybrid/
-hybrid_layer_allocation.py (core_v0.19.0 and later, which added G, D, +, | and /).
+hybrid_layer_allocation.py (core_v0.19.0 and later, which added G, D, +, | and /); Megatron-Bridge 067f987d,
+falcon_h1/modeling_falconh1/mamba_hybrid_layer_allocation.py (P, a layer with an MLP of its own).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ SYMBOLS = {
     "D": "sparse attention",
     "-": "MLP",
     "E": "MoE",
+    "P": "Mamba beside attention",
 }
 """What a layer is, by its symbol."""
 
@@ -162,6 +164,7 @@ def _spread(layers: list[str], symbol: str, every: float) -> None:
 # the first that a layer's tensors begin with; a layer of a transformer has an attention and an MLP
 _SHOWN = (
     ("mixer.", "M"),
+    ("mamba_mixer.", "P"),
     ("self_attention.in_proj.", "G"),
     ("self_attention.core_attention.indexer.", "D"),
     ("self_attention.linear_kv_down_proj.", "+"),
@@ -180,8 +183,10 @@ def symbol_of(suffixes: Iterable[str]) -> str:
         symbol = next((symbol for start, symbol in _SHOWN if suffix.startswith(start)), "")
         if symbol in ("E", "-"):
             mlp = "E" if "E" in (mlp, symbol) else "-"
-        elif symbol == "D" or (symbol and mixing in ("", "*")):
+        elif symbol in ("D", "P") or (symbol and mixing in ("", "*")):
             mixing = symbol
+    if mixing == "P":
+        return mixing if mlp == "-" else ""
     return "" if mixing and mlp else mixing or mlp
 
 

@@ -134,7 +134,7 @@ def _heads(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Li
 def _sections(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Limit]:
     """Groups of Mamba layers and heads of gated delta nets, which the rows of their projections do not show."""
     for ending, number, what in (
-        (".mixer.in_proj.weight.B", args.mamba_num_groups, "Mamba groups"),
+        ("mixer.in_proj.weight.B", args.mamba_num_groups, "Mamba groups"),
         (".self_attention.in_proj.weight.query", args.linear_num_key_heads, "key heads of the gated delta net"),
         (".self_attention.in_proj.weight.value", args.linear_num_value_heads, "value heads of the gated delta net"),
     ):
@@ -156,7 +156,7 @@ _LABELS = {
     ".linear_qkv.weight": "rows of query, key and value",
     ".adapter.linear_in.weight": "(rank of the adapters)",
     ".eh_proj.weight": "of the hidden size (MTP projection)",
-    ".mixer.A_log": "Mamba heads",
+    "mixer.A_log": "Mamba heads",
 }
 
 

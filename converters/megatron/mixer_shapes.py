@@ -5,8 +5,10 @@ Such a layer has one projection of its input and one convolution; both are store
     mixer.in_proj.weight         z | x | B | C | dt        self_attention.in_proj.weight    query | key | value | z | ..
     mixer.conv1d.weight, .bias       x | B | C             self_attention.conv1d.weight     query | key | value
 
+A mixer beside attention (Falcon-H1) is called `mamba_mixer`.
+
 Facts: Megatron-Core, ssm/mamba_mixer.py (core_v0.14.0 and later), ssm/gated_delta_net.py (core_v0.16.1),
-ssm/gated_delta_net/gdn.py and gdn2.py (2026-08).
+ssm/gated_delta_net/gdn.py and gdn2.py (2026-08); Megatron-Bridge 067f987d, falcon_h1/modeling_falconh1.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ def measure_mixers(findings: Findings, layers: LayerTensors) -> list[str]:
     out = []
     for prefix, sizes, expected in (
         ("mixer.", _measure_mamba, _mamba_shapes),
+        ("mamba_mixer.", _measure_mamba, _parallel_mamba_shapes),
         ("self_attention.", _measure_delta_net, _delta_net_shapes),
     ):
         marker = f"{prefix}in_proj."
@@ -98,6 +101,13 @@ def _mamba_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
         "out_proj.weight": (_rows(tensors, "out_proj.weight"), inner),
     }
     return out | {"norm.weight": (inner,)}
+
+
+def _parallel_mamba_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
+    """Beside attention: the norm before both is the layer's, that behind the scan an option (falconh1_layer.py)."""
+    out = _mamba_shapes(tensors)
+    gone = {"in_proj.layer_norm_weight"} | ({"norm.weight"} - tensors.keys())
+    return {suffix: shape for suffix, shape in out.items() if suffix not in gone}
 
 
 def _measure_delta_net(findings: Findings, tensors: Mapping[str, TensorInfo]) -> None:

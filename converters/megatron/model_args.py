@@ -188,7 +188,7 @@ class _Collected(Facts):
         """Drops the options of features that the model does not use; Megatron-LM stores defaults for all of them."""
         values = self.values
         unused: list[str] = []
-        for prefix, marker in (("mamba_", ".mixer."), ("linear_", ".self_attention.in_proj.")):
+        for prefix, marker in (("mamba_", "mixer."), ("linear_", ".self_attention.in_proj.")):
             if not any(marker in name for name in catalog.weights) and prefix + "layers" not in values:
                 unused += [name for name in values if name.startswith(prefix)]
         if "E" not in values.get("layer_pattern", "E"):

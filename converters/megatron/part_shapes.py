@@ -35,6 +35,7 @@ _EXPERT = re.compile(r"mlp\.experts\.\d{1,5}\.")
 _SIZES: dict[str, str] = {
     "input_layernorm": "H",
     "pre_mlp_layernorm": "H",
+    "norm": "H",  # of a Mamba mixer and attention beside it
     "pre_cross_attn_layernorm": "H",
     "self_attention.linear_qkv.weight": "qkv H",
     "self_attention.linear_qkv.bias": "qkv",

@@ -18,6 +18,7 @@ from converters.models import (
     dots1,
     ernie4_5,
     exaone4,
+    falcon_h1,
     gemma,
     gemma2,
     gemma3_text,
@@ -98,6 +99,7 @@ _TABLES = (
     olmoe,
     minimax_m2,
     exaone4,
+    falcon_h1,
 )
 ARCHITECTURES: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
 

@@ -56,6 +56,15 @@ def _misfits(args: ModelArgs) -> list[str]:
     return out
 
 
+FEED_FORWARD = (
+    Rename("pre_ff_layernorm.weight", ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), norm=True),
+    GateUp("feed_forward.gate_proj", "feed_forward.up_proj"),
+    Rename("feed_forward.down_proj.weight", ("mlp.linear_fc2.weight",)),
+)
+FINAL = (
+    Rename("model.final_layernorm.weight", ("decoder.final_norm.weight", "decoder.final_layernorm.weight"), norm=True),
+    Vocab("lm_head.weight", "output_layer.weight", untied=True),
+)
 _NORM = Rename("input_layernorm.weight", ("mixer.in_proj.layer_norm_weight",), norm=True)
 
 MODEL = Model(
@@ -77,21 +86,10 @@ MODEL = Model(
     hybrid={
         "M": (_NORM, *mamba("mamba.")),
         "*": (llama.INPUT_NORM, QKV(), llama.OUTPUT),
-        "-": (
-            Rename(
-                "pre_ff_layernorm.weight", ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), norm=True
-            ),
-            GateUp("feed_forward.gate_proj", "feed_forward.up_proj"),
-            Rename("feed_forward.down_proj.weight", ("mlp.linear_fc2.weight",)),
-        ),
+        "-": FEED_FORWARD,
     },
     blocks=2,
-    after=(
-        Rename(
-            "model.final_layernorm.weight", ("decoder.final_norm.weight", "decoder.final_layernorm.weight"), norm=True
-        ),
-        Vocab("lm_head.weight", "output_layer.weight", untied=True),
-    ),
+    after=FINAL,
     misfits=_misfits,
     facts=_facts,
 )

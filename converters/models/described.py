@@ -97,14 +97,13 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
 def _own_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes tensors among the facts that no other architecture has."""
     own = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
-    extras = {
-        name: own[name] for name in ("attention_output_gate", "bridge_family", "moe_latent_size") if own.get(name)
-    }
+    extras = {name: own[name] for name in _SHAPING_EXTRAS if own.get(name)}
     fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern")
     facts = {name: own[name] for name in fields if isinstance(own.get(name), bool | tuple | int | str)}
     return {**facts, **({"extras": extras} if extras else {})}
 
 
+_SHAPING_EXTRAS = ("attention_output_gate", "bridge_family", "mamba_rms_norm", "moe_latent_size")
 # sizes without which the shapes do not follow
 _NEEDED = ("num_experts", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_shared_expert_size")
 
@@ -271,7 +270,7 @@ def _mamba_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
     out |= {f"conv1d.bias.{part}": (rows[part],) for part in "xBC"}
     out |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
     out |= {"norm.weight": (inner,), "out_proj.weight": (hidden, inner)}
-    return {f"mixer.{name}": shape for name, shape in out.items()}
+    return {f"{prefix}mixer.{name}": shape for prefix in ("", "mamba_") for name, shape in out.items()}
 
 
 def _delta_net_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:

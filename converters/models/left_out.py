@@ -21,10 +21,6 @@ LEFT_OUT: dict[str, str] = {
     "apertus": f"Megatron-LM has no argument for its activation, xIELU; {_NO_BRIDGE}",
     "cohere": f"{_BESIDE}; {_NO_BRIDGE}",
     "cohere2": f"{_BESIDE}; {_NO_BRIDGE}",
-    "falcon_h1": (
-        "Megatron-LM has no layer with attention beside Mamba, and none of its multipliers; "
-        "that of Megatron-Bridge (falconh1_layer.py) is not known"
-    ),
     "llama4_text": f"Megatron-LM has no argument for attention in chunks and for its temperature; {_NO_BRIDGE}",
     "phimoe": (
         f"Megatron-LM has no argument for its routing (sparsemixer) and for a bias of the output layer; {_NO_BRIDGE}"

@@ -20,19 +20,25 @@ _KINDS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"
 _OLDER_KINDS = {"mamba": "M", "attention": "*"}
 
 
-def mamba(target: str) -> tuple[Rule, ...]:
-    """A Mamba mixer behind its norm; rows z, x, B, C, dt as one (Megatron stores them part by part)."""
+def mamba(target: str, source: str = "mixer.", normed: str | None = None) -> tuple[Rule, ...]:
+    """A Mamba mixer behind its norm; rows z, x, B, C, dt as one (Megatron stores them part by part).
+
+    Args:
+        target: Prefix of Hugging Face's names within a layer.
+        source: Prefix of Megatron's.
+        normed: Field that says whether it has a norm of its own; None: it has.
+    """
 
     def joined(name: str, parts: str | tuple[str, ...]) -> Joined:
-        return Joined(f"{target}{name}", tuple(f"mixer.{name}.{part}" for part in parts))
+        return Joined(f"{target}{name}", tuple(f"{source}{name}.{part}" for part in parts))
 
     return (
         joined("in_proj.weight", ("z", "x", "B", "C", "dt")),
         joined("conv1d.weight", "xBC"),
         joined("conv1d.bias", "xBC"),
-        *(Rename(f"{target}{name}", (f"mixer.{name}",)) for name in ("A_log", "D", "dt_bias")),
-        Rename(f"{target}norm.weight", ("mixer.norm.weight",), norm=True),
-        Rename(f"{target}out_proj.weight", ("mixer.out_proj.weight",)),
+        *(Rename(f"{target}{name}", (f"{source}{name}",)) for name in ("A_log", "D", "dt_bias")),
+        Rename(f"{target}norm.weight", (f"{source}norm.weight",), norm=True, when=normed),
+        Rename(f"{target}out_proj.weight", (f"{source}out_proj.weight",)),
     )
 
 
@@ -123,7 +129,7 @@ def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def mamba_misfits(args: ModelArgs) -> list[str]:
     """The norm of Megatron's mixer has an epsilon of its own (ssm/mamba_mixer.py, core_v0.16.1 and core_v0.19.0)."""
-    if args.norm_epsilon == 1e-5 or "M" not in (args.layer_pattern or ""):
+    if args.norm_epsilon == 1e-5 or not {"M", "P"} & {*(args.layer_pattern or "")}:
         return []
     return [f"the epsilon of Megatron's Mamba norms is 1e-05, that of this model's norms {args.norm_epsilon:g}"]
 

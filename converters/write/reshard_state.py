@@ -191,9 +191,10 @@ class TargetState:
         if stored is None and not source_drops_them:  # Megatron-FSDP drops those that there were, Hugging Face has none
             return
         wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self.options), empty_object()
-        # the projection of a mixer is stored part by part, but its norm is not
-        weights = (name for name in self._catalog.weights if name.endswith((".weight", ".in_proj.layer_norm_weight")))
-        modules = dict.fromkeys(n.rpartition(".")[0] for n in weights if not _NO_EXTRA_STATE.match(n))
+        # the projection of a mixer is stored part by part
+        weights = (n for n in self._catalog.weights if n.endswith(".weight") or ".in_proj.weight." in n)
+        kept = (n for n in weights if not _NO_EXTRA_STATE.match(n))
+        modules = dict.fromkeys(n.rpartition(".")[0].removesuffix(".weight") for n in kept)
         attention = [n.replace(".linear_proj", ".core_attention") for n in modules if n.endswith(_PROJECTION)]
         # a GPTModel leaves its own out, a MambaModel does not (sharded_state_dict, core_v0.16.1)
         output = ["output_layer"] if "decoder.final_norm.weight" in self._catalog.weights else []
