@@ -283,7 +283,7 @@ def export_hf(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
         What was done; `path` is the new folder.
 
     Raises:
-        RequestError: No known architecture expresses the model, or a tensor has no place.
+        RequestError: No known architecture expresses the model, or it lacks a tensor's counterpart.
         FormatError: The source cannot be read.
         IntegrityError: It is damaged.
         DestinationError: The destination cannot be written.

@@ -59,7 +59,7 @@ def canonical_tensors(stored: Iterable[KeyedArray], problems: list[Problem]) -> 
         problems: What is wrong with them is added here.
 
     Raises:
-        FormatError: Two keys mean the same tensor, or a shape makes no sense for its key.
+        FormatError: Two keys mean the same tensor, or a shape does not fit its key.
     """
     tensors: dict[str, TensorInfo] = {}
     halves: dict[str, dict[str, TensorInfo]] = {}

@@ -104,7 +104,7 @@ def read_adapters(catalog: Catalog, alpha: float | None = None) -> Adapters:
     Raises:
         RequestError: It has none, or such as are not known; or nothing says `alpha`.
         IntegrityError: One half of an adapter is missing, or halves do not fit.
-        FormatError: The section `peft:` makes no sense.
+        FormatError: The section `peft:` is invalid.
     """
     factors = _factors(catalog)
     stated = catalog.adapters

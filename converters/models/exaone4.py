@@ -35,7 +35,7 @@ MODEL = LlamaModel(
         "bridge_family": ("exaone4",),
         "qk_layernorm": (True,),
         "rope_scaling": (UNSET, "llama3"),
-        "tied_embeddings": (True,),  # exaone4_bridge.py has no place for an output layer of its own
+        "tied_embeddings": (True,),  # exaone4_bridge.py has no output layer of its own
     },
     settings=_settings,
     layer=(QKV(), llama.OUTPUT, SANDWICH_ATTENTION[-3], SANDWICH_ATTENTION[-1], *QWEN3_ATTENTION[-2:]),

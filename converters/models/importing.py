@@ -66,7 +66,7 @@ def map_from_hf(
         mtp: Multi-token prediction layers: "keep", "drop", or "auto": keep where the folder holds them.
 
     Raises:
-        RequestError: A tensor has no place, or another shape than config.json gives it.
+        RequestError: The model of config.json lacks a tensor, or gives it another shape.
         IntegrityError: A tensor that config.json needs is missing.
     """
     names = own_names(model, tensors)

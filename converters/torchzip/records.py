@@ -257,7 +257,7 @@ def tensor_ref(node: Any, what: str) -> TensorRef | None:
     """The tensor that an inert node stands for, or None if it is something else.
 
     Raises:
-        FormatError: It makes no sense, or is a tensor whose values are not those of its storage: sparse, quantized, FP8
+        FormatError: It is invalid, or is a tensor whose values are not those of its storage: sparse, quantized, FP8
             with a scale, without data, or marked as conjugate or negative.
     """
     if not isinstance(node, Obj):

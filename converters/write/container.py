@@ -92,7 +92,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
     """Decides everything about one torch.save file of whole tensors and proves it complete; writes nothing.
 
     Raises:
-        RequestError: The names cannot be made, or a tensor has no place.
+        RequestError: The names cannot be made, or do not cover a tensor.
         IntegrityError: Needed data is missing in the source.
         DestinationError: The file cannot be written.
     """
@@ -157,7 +157,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     Hugging Face's names make it what `export-hf` makes, `config.json` and all.
 
     Raises:
-        RequestError: The names cannot be made, or a tensor has no place.
+        RequestError: The names cannot be made, or do not cover a tensor.
         IntegrityError: Needed data is missing in the source.
         DestinationError: The folder cannot be written.
     """

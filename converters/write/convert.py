@@ -1,7 +1,7 @@
 """From any readable checkpoint to any format that is written: the table of writers.
 
 A writer is a function `plan_<format>(reader, destination, [layout,] options) -> Conversion` and the class of its options.
-What a writer's options do not have makes no sense for its format and is refused by name, never ignored.
+An option that a writer's format does not have is refused by name, never ignored.
 """
 
 from __future__ import annotations

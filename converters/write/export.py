@@ -118,7 +118,7 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     """Decides everything about an export and proves it complete; writes nothing.
 
     Raises:
-        RequestError: Unknown architecture, a contradiction, a tensor without a place.
+        RequestError: Unknown architecture, a contradiction, a tensor that the architecture lacks.
         IntegrityError: Needed data is missing in the source.
         DestinationError: The destination cannot be written.
     """
@@ -259,7 +259,7 @@ def choose_mapping(
         reference: Contents of the `config.json` of `options.hf_config`.
 
     Raises:
-        RequestError: Unknown architecture, a contradiction, a tensor without a place.
+        RequestError: Unknown architecture, a contradiction, a tensor that the architecture lacks.
     """
     reference = reference or {}
     args = ModelArgs.from_catalog(catalog)

@@ -93,7 +93,7 @@ def choose_content(catalog: Catalog, names: str | None, vocab_size: int | None) 
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
 
     Raises:
-        RequestError: The names cannot be made, or a tensor has no place.
+        RequestError: The names cannot be made, or do not cover a tensor.
     """
     if not catalog.megatron:
         content = _own_names(catalog, names, vocab_size)

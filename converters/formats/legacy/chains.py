@@ -43,7 +43,7 @@ class Chains:
         trained: Canonical names of the tensors that there is state for.
 
     Raises:
-        RequestError: There are states that the format has no place for.
+        RequestError: The format cannot hold a state.
     """
 
     def __init__(
