@@ -13,6 +13,7 @@ import pytest
 from checkpoints import golden, tree, write_llama
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import wait_until
 
 from converters.errors import (
     DamagedFileError,
@@ -218,8 +219,8 @@ class Outcome:
         self.stats, self.errors, self.events = {}, {}, []
 
 
-def together(source, into, world, *, stops=None, ranks=None, late=0.0, late_rank=0, timeout=60.0, **options):
-    """Exports with several ranks, each a thread with a plan of its own."""
+def together(source, into, world, *, stops=None, ranks=None, late=0.0, late_rank=0, timeouts=(), **options):
+    """Exports with several ranks, each a thread with a plan of its own; `late` is seconds, or waits for something."""
     outcome = Outcome()
 
     def one(rank):
@@ -227,8 +228,9 @@ def together(source, into, world, *, stops=None, ranks=None, late=0.0, late_rank
             asked = {"max_memory": MIB, "threads": 2, "max_shard_bytes": 4 * MIB} | options
             asked = {k: v(rank) if callable(v) else v for k, v in asked.items()}
             plan = plan_export(open_checkpoint(source), into, ExportOptions(**asked))
-            time.sleep(late if rank == late_rank else 0)
-            me = Ranks(rank, world, rank, "threads", timeout)
+            if rank == late_rank:
+                late() if callable(late) else time.sleep(late)
+            me = Ranks(rank, world, rank, "threads", dict(timeouts).get(rank, 600.0))
             listener = outcome.events.append if rank == 0 else None
             stop = stops[rank] if stops else None
             outcome.stats[rank] = run_export(plan, listener=listener, stop=stop, ranks=me)
@@ -298,7 +300,12 @@ def test_ranks_must_plan_the_same(late_rank, llama, tmp_path):
 
 def test_a_rank_that_never_comes(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("converters.execute.rank_sync._ARRIVAL", 0.01)  # of a timeout that who has come keeps
-    outcome = together(llama[0], tmp_path / "out", 4, ranks=(0, 2), timeout=60.0)
+
+    def rank_2_has_come():
+        wait_until(lambda: [*tmp_path.glob(".out.distckpt-ranks-*/rank-2")])
+
+    timeouts = {0: 60.0, 2: 60_000.0}  # rank 2 waits for rank 0 however slow the machine is
+    outcome = together(llama[0], tmp_path / "out", 4, ranks=(0, 2), late=rank_2_has_come, timeouts=timeouts)
     assert "ranks 1, 3 did not start within 0.6 s" in str(outcome.errors[0])
     assert isinstance(outcome.errors[2], Interrupted)
     assert not (tmp_path / "out").exists()
@@ -306,7 +313,7 @@ def test_a_rank_that_never_comes(llama, tmp_path, monkeypatch):
 
 def test_rank_0_that_never_comes(llama, tmp_path, monkeypatch):
     monkeypatch.setattr("converters.execute.rank_sync._ARRIVAL", 0.01)
-    outcome = together(llama[0], tmp_path / "out", 4, ranks=(1, 2), timeout=60.0)
+    outcome = together(llama[0], tmp_path / "out", 4, ranks=(1, 2), timeouts={1: 60.0, 2: 60.0})
     assert all("rank 0 did not start within 0.6 s" in str(error) for error in outcome.errors.values())
     assert len(outcome.errors) == 2
     assert not (tmp_path / "out").exists()
