@@ -24,6 +24,8 @@ __all__ = ["EXPERTS", "Order", "trainable"]
 
 _LAYER = (
     "input_layernorm",
+    "norm",  # of Falcon-H1: before Mamba and attention
+    "mamba_mixer",
     "mixer",  # Mamba
     "self_attention",  # gated delta net
     "self_attention.core_attention",
@@ -64,7 +66,7 @@ _MTP = ("enorm", "hnorm", "eh_proj", "transformer_layer", "final_layernorm")
 _MIXER = ("dt_bias", "A_log", "D", "in_proj", "conv1d", "norm", "out_norm", "out_proj")
 _MIXER_019 = ("conv1d", *(module for module in _MIXER if module != "conv1d"))  # conv1d became the Mamba mixer's own
 _MIXING = re.compile(
-    r"(mixer|self_attention)\.(dt_bias|A_log|D|in_proj|conv1d|norm|out_norm|out_proj)"
+    r"(mamba_mixer|mixer|self_attention)\.(dt_bias|A_log|D|in_proj|conv1d|norm|out_norm|out_proj)"
     r"(?:\.(weight|bias|layer_norm_weight|layer_norm_bias)(?:\.(\w+))?)?"
 )
 # parts of one parameter that are stored under keys of their own, in the order of their rows: query, key, value, z, beta and
@@ -199,7 +201,7 @@ class Order:
         mixing = _MIXING.fullmatch(suffix)
         if mixing is not None:
             kind, module, leaf, section = mixing.groups()
-            table = _MIXER_019 if self.conv_direct and kind == "mixer" else _MIXER
+            table = _MIXER_019 if self.conv_direct and kind.endswith("mixer") else _MIXER
             within = _SECTIONS.index(section) if section else 0
             return _LAYER.index(kind), table.index(module), _LEAVES.index(leaf) if leaf else 0, within
         module, _, leaf = suffix.rpartition(".")

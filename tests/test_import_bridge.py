@@ -18,7 +18,7 @@ import yaml
 from support import GOLDEN
 from test_import import exported, imported, megatron_bits, same, tensors, wrong_places
 
-from converters import Layout, diff, models
+from converters import Layout, convert, diff, models
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.models import gemma, gemma2, rules
@@ -66,6 +66,15 @@ def test_parts_of_one_projection_share_its_extra_state(hf, tmp_path):
     imported(hf("falcon_h1"), tmp_path / "job")
     objects = {info.name for info in open_checkpoint(tmp_path / "job").catalog.objects.values()}
     assert {f"decoder.layers.{n}.mamba_mixer.{p}_proj._extra_state" for n in range(3) for p in ("in", "out")} <= objects
+
+
+def test_a_mixer_beside_attention_is_one_projection_in_a_legacy_file(hf, tmp_path):
+    imported(hf("falcon_h1"), tmp_path / "job")
+    source = open_checkpoint(tmp_path / "job")
+    convert(tmp_path / "job", tmp_path / "old", to="legacy")
+    comparison = diff(tmp_path / "old", tmp_path / "job")
+    assert {tensor.status for tensor in comparison.tensors} == {"identical"}
+    assert len(comparison.tensors) == len(source.catalog.weights)
 
 
 def test_falcon_h1_is_read_as_its_provider_says(hf, tmp_path):

@@ -59,7 +59,7 @@ _FUSED = re.compile(
     r"(.*\.layers\.\d+\.(?:transformer_layer\.)?)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(\w+)"
 )
 _APART = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
-_DIRECT_CONV = re.compile(r"(.*\.mixer)\.conv1d\.(weight|bias)")
+_DIRECT_CONV = re.compile(r"(.*\.(?:mamba_)?mixer)\.conv1d\.(weight|bias)")
 _MLA_NORM = re.compile(r"(.*\.self_attention)\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
 
 

@@ -37,7 +37,9 @@ _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d*)"
 _SEQUENTIAL = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(.*)")
 _STACKED = re.compile(r"(.*\.mlp\.experts)\.(weight|bias)([12])")
 _LOCAL_NORM = re.compile(r"(.*\.layers\.\d+\.)(input_layernorm|pre_mlp_layernorm)\.(weight|bias)")
-_MIXING = re.compile(r"(.*\.layers\.\d+\.(?:mixer|self_attention)\.)(in_proj\.weight|conv1d[._](?:weight|bias))")
+_MIXING = re.compile(
+    r"(.*\.layers\.\d+\.(?:(?:mamba_)?mixer|self_attention)\.)(in_proj\.weight|conv1d[._](?:weight|bias))"
+)
 _NORM_HOME = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
 # Megatron-LM's own models, before Megatron-Core
 _BEFORE_CORE = [
@@ -136,7 +138,7 @@ def module_order(names: Iterable[str]) -> Order | None:
         experts = "sequential"
     elif any(_STACKED.fullmatch(name) for name in names):
         experts = "stacked"
-    direct = any(".mixer.conv1d_" in name for name in names)
+    direct = any("mixer.conv1d_" in name for name in names)
     return Order(fused, experts, direct, any(".linear_qkv_down_proj." in name for name in names))
 
 
@@ -204,7 +206,7 @@ def _sections(name: str, shape: tuple[int, ...], shapes: Mapping[str, Sequence[i
 
     inner, heads = rows("out_proj.weight", 1), rows("A_log")
     half = (rows("conv1d.weight") or rows("conv1d_weight")) - inner
-    if stem.endswith(".mixer."):
+    if stem.endswith("mixer."):
         convolution = {"x": inner, "B": half // 2, "C": half // 2}
         projections = [{"z": inner, **convolution, "dt": heads}]
     else:
