@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import re
 import shutil
 from collections import OrderedDict
 from dataclasses import replace
@@ -19,6 +20,7 @@ from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
 from converters.optimizer.state import optimizer_state
+from converters.param_order import Order
 from converters.pickles import set_field
 from converters.write.legacy import LegacyOptions, plan_legacy
 from converters.write.write_plan import run_conversion
@@ -325,3 +327,20 @@ def test_fp8_state_of_grouped_experts_is_the_first_ones(tmp_path):
     layout = Layout(ep=2, dp=2)
     assert said(fp8="e4m3", moe_grouped_gemm=True)
     assert not said(fp8=None)
+
+
+def test_parts_of_one_parameter_whose_order_is_unknown_are_refused(monkeypatch, tmp_path):
+    """In the order of their names they would be another projection."""
+    real = Order.position
+    unknown = re.compile(r".*\.mixer\.in_proj.*")
+
+    def position(self, name):
+        if unknown.fullmatch(name):
+            raise RequestError(name)
+        return real(self, name)
+
+    monkeypatch.setattr(Order, "position", position)
+    with pytest.raises(RequestError, match=r"does not know the order of the parts of .*mixer\.in_proj\.weight"):
+        plan_legacy(
+            open_checkpoint(golden("hy16_dpr_tp2dp2")), tmp_path / "out", Layout(), LegacyOptions(weights_only=True)
+        )

@@ -133,7 +133,7 @@ def test_rules_of_parts_and_adapters(name, axis, gated):
     ],
 )
 def test_what_no_rule_knows_is_refused_by_name_unless_it_need_not_be_divided(name):
-    with pytest.raises(RequestError, match="it is not known how") as error:
+    with pytest.raises(RequestError, match="distckpt does not know how") as error:
         shards(name, (8, 8), Layout(tp=2), Outline(1))
     assert error.value.tensor == name
     assert len(shards(name, (8, 8), Layout(), Outline(1))) == 1

@@ -60,6 +60,8 @@ _FUSED = re.compile(
 )
 _APART = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 _DIRECT_CONV = re.compile(r"(.*\.(?:mamba_)?mixer)\.conv1d\.(weight|bias)")
+_UNKNOWN = (9,)
+"""The position of a parameter that no order has, behind all others."""
 _MLA_NORM = re.compile(r"(.*\.self_attention)\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
 
 
@@ -313,7 +315,7 @@ class LocalModel:
                 return *self.order.position(name), *behind
             except RequestError:
                 continue
-        return (9,)
+        return _UNKNOWN
 
     def _shards_of(self, name: str) -> list[Shard]:
         if name not in self._shards:
@@ -326,6 +328,12 @@ class LocalModel:
         fills: list[Box] = []
         matrix: tuple[int, ...] = ()
         rows, stacked, expert, first = 0, False, False, True
+        if len(names) > 1 and (unknown := next((name for name in names if self._position(name) == _UNKNOWN), None)):
+            raise RequestError(
+                f"distckpt does not know the order of the parts of {parameter}",
+                hint="distckpt convert CKPT DST --to safetensors keeps them apart",
+                tensor=unknown,
+            )
         for name in names:
             shards = self._shards_of(name)
             expert = shards[0].ep is not None
