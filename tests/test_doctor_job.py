@@ -46,6 +46,14 @@ def _no(document):
         ("legacy_llama_distopt_tp2pp2dp2", f"--tp 1 --pp 1 --ckpt-format torch {DIST}", {"layout", "optimizer"}),
         ("sgd16_tp2", "--tp 2 --mcore 0.16", {"optimizer"}),
         ("hf_llama_safetensors", "--tp 2", {"format"}),
+        ("fsdp_llama_dp2", f"--tp 1 --mcore 0.16 {DIST}", {"format"}),
+        ("fsdp_llama_dp2", f"--mcore 0.16 {DIST} --use-megatron-fsdp --ckpt-format fsdp_dtensor", set()),
+        ("mlm_fsdp2_llama_dp2", f"--tp 1 --mcore 0.16 {DIST}", {"format"}),
+        ("torch_mixtral_megatron", "--tp 1 --mcore 0.16 --no-load-optim", {"format"}),
+        ("v009_zarr_llama_adam_tp2pp2", f"--mcore 0.16 {DIST}", {"format", "optimizer"}),
+        ("v009_zarr_llama_adam_tp2pp2", "--mcore 0.15", set()),
+        ("legacy_llama4_vpp2_tp2pp2", f"--mcore 0.16 {DIST} --tp 1 --pp 1", {"layout", "optimizer"}),
+        ("legacy_llama4_vpp2_tp2pp2", f"--mcore 0.16 {DIST} --tp 1 --pp 2", {"layout", "optimizer"}),
     ],
 )
 def test_answers_and_the_command_makes_it_so(name, flags, wrong, tmp_path, capsys):
@@ -59,6 +67,14 @@ def test_answers_and_the_command_makes_it_so(name, flags, wrong, tmp_path, capsy
         assert again["loads"], again
     else:
         assert not wrong or name in ("sgd16_tp2", "hf_llama_safetensors") or "--tp 3" in flags or "0.14" in flags
+
+
+def test_reasons_are_about_the_checkpoint(capsys):
+    for name in ("fsdp_llama_dp2", "mlm_fsdp2_llama_dp2", "torch_mixtral_megatron", "legacy_llama4_vpp2_tp2pp2"):
+        text = json.dumps(_doctor(GOLDEN / name, f"--tp 1 --mcore 0.16 {DIST}", capsys))
+        assert "loader of its own" not in text
+        assert "scheduler" not in text
+        assert "None" not in text
 
 
 def test_remainders_are_told(capsys):

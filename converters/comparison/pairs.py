@@ -228,7 +228,8 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
         elif hf.tensors[name].kind == "optimizer":
             out.skipped[name] = "optimizer state of another framework"
         elif name in targets:
-            _mapped_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows)
+            stored = megatron.tensors[copies[name][0].source].shape
+            _mapped_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows, stored[:1])
         elif name.endswith(COMPUTED):
             out.skipped[name] = "computed when the model is built"
         else:
@@ -274,7 +275,13 @@ def _mapping(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None)
 
 
 def _mapped_tensor(
-    out: Matching, name: str, want: tuple[int, ...], have: tuple[int, ...], copies: list[Copy], vocab: int
+    out: Matching,
+    name: str,
+    want: tuple[int, ...],
+    have: tuple[int, ...],
+    copies: list[Copy],
+    vocab: int,
+    stored: tuple[int, ...],
 ) -> None:
     vocabulary = is_vocabulary(copies[0].source)
     sources = tuple(dict.fromkeys(copy.source for copy in copies))
@@ -284,8 +291,8 @@ def _mapped_tensor(
         return
     true, padding = _cut(copies, vocab) if vocabulary else (copies, [])
     rows = None
-    if want != have:
-        rows = (have[0], want[0]) if out.shown == 0 else (want[0], have[0])
+    if vocabulary and have[:1] != stored:
+        rows = (have[0], stored[0]) if out.shown == 0 else (stored[0], have[0])
     out.pairs.append(Pair(name, in_a, in_b, have, tuple(true), tuple(padding), rows))
 
 

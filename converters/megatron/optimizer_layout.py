@@ -102,7 +102,7 @@ def optimizer_resharding(catalog: Catalog) -> Resharding | None:
     if catalog.format == "legacy":
         flat = any(file.name.endswith("/distrib_optim.pt") for file in catalog.files)
         return _RESHARDING["distrib_optim.pt"] if flat else Resharding(_DATA)
-    if catalog.format != "torch_dist":
+    if catalog.format not in ("torch_dist", "zarr"):
         return None
     return _RESHARDING.get((stated_sharding(catalog) or _guessed(catalog))[0])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,15 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.optimizer_parts import optimizer_parts
 from converters.models import of_type
-from converters.names import quoted
 from converters.overview.job_vocabulary import FLAGS, NUMBERS, vocabulary_answers
 from converters.pickles import Obj
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from converters.catalog import Catalog
 
-__all__ = ["Finding", "Job", "job_findings", "job_remedy"]
+__all__ = ["DEFAULTS", "STAGES", "Finding", "Job", "job_findings"]
 
 _SIZES = {
     "--tensor-model-parallel-size": "tp",
@@ -52,11 +52,20 @@ _SWITCHES = {
         "--no-load-rng",
         "--finetune",
         "--use-checkpoint-args",
+        "--use-megatron-fsdp",
+        "--use-torch-fsdp2",
     ),
 }
-# where no flag says a size, a job has this one (megatron/training/arguments.py, core_v0.16.1)
-_DEFAULTS = ("tp", "pp", "cp", "ep")
-_STAGES = ("vpp", "first_layers", "last_layers", "pp_layout")
+# the flags of a job that reads each format (validate_args of megatron/training/arguments.py, core_v0.16.1)
+_READERS = {
+    "fsdp_dtensor": ("--use-megatron-fsdp", "fsdp_dtensor"),
+    "megatron_dcp": ("--use-torch-fsdp2", "torch_dcp"),
+}
+# where no flag says a size, a job has 1 (the same file)
+DEFAULTS = ("tp", "pp", "cp", "ep")
+"""Sizes of a layout that are 1 where no flag says them."""
+STAGES = ("vpp", "first_layers", "last_layers", "pp_layout")
+"""Sizes that divide the layers among pipeline stages; None where no flag says them."""
 _COMPARED = ("tp", "pp", "vpp", "ep", "expert_tp", "cp", "dp", "first_layers", "last_layers", "pp_layout")
 
 
@@ -142,7 +151,7 @@ class Job:
         Raises:
             RequestError: The sizes make no grid.
         """
-        sizes = {**dict.fromkeys(_DEFAULTS, 1), **self.sizes}
+        sizes = {**dict.fromkeys(DEFAULTS, 1), **self.sizes}
         sizes.setdefault("dp", Layout.least_dp(sizes["tp"], sizes["cp"], sizes["ep"], sizes.get("etp")))
         return Layout(**sizes)
 
@@ -178,7 +187,9 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
         out += _optimizer(catalog, job)
     elif any(t.kind == "optimizer" for t in catalog.tensors.values()):
         out.append(Finding("optimizer", True, "the flags leave it out"))
-    out += [Finding("flags", None, f"what {word} requires of a checkpoint is not known") for word in job.unread]
+    wrappers = job.switches & {switch for stored, (switch, _) in _READERS.items() if stored != catalog.format}
+    unread = (*job.unread, *sorted(wrappers))
+    out += [Finding("flags", None, f"what {word} requires of a checkpoint is not known") for word in unread]
     return out
 
 
@@ -204,27 +215,39 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     elif stored == "legacy":
         fits = True if job.format == "torch" else None if job.format is None else False
         yield Finding("format", fits, "a file for each rank, which a job reads with --ckpt-format torch")
+    elif stored in _READERS:
+        yield _fsdp(stored, job)
+    elif stored == "zarr":
+        yield _zarr(job)
+    elif stored == "torch":
+        yield Finding("format", False, "one file of torch.save: a job reads a folder for each iteration")
     else:
         yield Finding("format", None, f"which jobs read {stored} is not known")
     if catalog.megatron and not isinstance(_common(catalog).get("args"), Obj):
-        yield Finding(
-            "arguments", None, f"{catalog.framework} keeps no arguments of Megatron-LM; it has a loader of its own"
-        )
+        own = catalog.framework in ("Megatron-LM", "Megatron-Core")
+        text = "as Megatron-LM saves them" if own else f"of Megatron-LM; {catalog.framework} has a loader of its own"
+        yield Finding("arguments", None, f"the checkpoint stores no training arguments {text}")
+
+
+def _fsdp(stored: str, job: Job) -> Finding:
+    """Whether the model of the job is wrapped as the one that was saved."""
+    switch, name = _READERS[stored]
+    fits = switch in job.switches and job.format == name
+    return Finding("format", fits, f"a job reads {stored} with {switch} --ckpt-format {name}")
+
+
+def _zarr(job: Job) -> Finding:
+    """Whether the job has a reader of zarr, which Megatron-Core 0.16 removed (core/dist_checkpointing/strategies)."""
+    if job.format not in (None, "zarr", "torch_dist"):
+        return Finding("format", False, f"the checkpoint is zarr, the job asks for {job.format}")
+    text = "Megatron-Core up to 0.15 reads zarr, with the package zarr installed; later ones cannot"
+    return Finding("format", None if job.mcore is None else job.mcore < (0, 16), text)
 
 
 def _is_model(catalog: Catalog) -> bool:
     """Whether it is a Hugging Face folder of a known architecture."""
     kind = catalog.config.get("model_type")
     return catalog.framework == "Hugging Face" and isinstance(kind, str) and of_type(kind) is not None
-
-
-def _import(job: Job) -> str:
-    """The command that makes a checkpoint for the job of a Hugging Face folder."""
-    words = ["distckpt", "import-hf", "CKPT", "DST"]
-    for name, size in job.sizes.items():
-        words += [f"--{name.replace('_', '-')}", quoted(str(size)) if name == "pp_layout" else str(size)]
-    words += ["--to", "legacy"] if job.format == "torch" else []
-    return " ".join([*words, *(["--mcore", "0.19"] if job.mcore is not None and job.mcore >= (0, 19) else [])])
 
 
 def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
@@ -237,11 +260,13 @@ def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
         yield Finding("layout", False, f"{error.message}{hint}", fixed=False)
         return
     changed = _changed(catalog, job, layout)
-    texts = [f"{name} {old} -> {new}" for name, (old, new) in changed.items()]
+    texts = [f"{name} {old or 'none'} -> {new or 'none'}" for name, (old, new) in changed.items()]
     if catalog.format == "legacy" and changed.keys() - {"dp", "cp"}:
         yield Finding("layout", False, f"the legacy format has a file for each rank: {', '.join(texts)}")
-    elif catalog.format == "torch_dist":
-        yield Finding("layout", True, f"torch_dist weights load at any layout: {', '.join(texts) or 'it is the same'}")
+    elif catalog.format in ("torch_dist", "zarr"):
+        yield Finding(
+            "layout", True, f"{catalog.format} weights load at any layout: {', '.join(texts) or 'it is the same'}"
+        )
     else:
         yield Finding("layout", None if changed else True, ", ".join(texts) or "it is the same")
     for note in notes:
@@ -283,7 +308,7 @@ def _changed(catalog: Catalog, job: Job, layout: Layout) -> dict[str, tuple[Any,
 
 
 def _common(catalog: Catalog) -> Mapping[Any, Any]:
-    return catalog.common if isinstance(catalog.common, dict) else {}
+    return catalog.common if isinstance(catalog.common, Mapping) else {}
 
 
 def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
@@ -294,11 +319,12 @@ def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
         )
         return
     if not {"opt_param_scheduler", "lr_scheduler"} & _common(catalog).keys():
-        text = f"{catalog.framework} stores no opt_param_scheduler, which Megatron-LM's loader asks for"
+        text = "the checkpoint stores no opt_param_scheduler, which Megatron-LM's loader asks for"
         yield Finding("scheduler", False, text)
     rule = optimizer_resharding(catalog)
     if rule is None:
-        yield Finding("optimizer", None, f"{stored.name}: {stored.permits}; not known what it means for these flags")
+        text = "" if catalog.format in _READERS else "; not known what it means for these flags"
+        yield Finding("optimizer", None, f"{stored.name}: {stored.permits}{text}")
         return
     kept = any(part.distributed for part in parts.parts)
     if kept != job.distributed:
@@ -358,39 +384,3 @@ def _precision(catalog: Catalog, job: Job, masters: str) -> Iterator[Finding]:
         yield Finding(
             "masters", None, masters or "no argument says that master weights are a precision-aware optimizer's"
         )
-
-
-def job_remedy(catalog: Catalog, job: Job) -> str:
-    """The command that writes the checkpoint so that the job loads it; empty if none is known to do so."""
-    findings = job_findings(catalog, job)
-    wrong = [finding for finding in findings if finding.fits is False]
-    if not wrong or any(not finding.fixed for finding in wrong):
-        return ""
-    if job.format not in (None, "torch_dist", "torch") or "--use-precision-aware-optimizer" in job.switches:
-        return ""
-    if not catalog.megatron:
-        return _import(job)
-    layout, legacy, saved = job.layout(), job.format == "torch", Layout.saved(catalog)
-    sizes = {name: getattr(layout, name) for name in (*_DEFAULTS, *_STAGES)}
-    sizes |= {"dp": job.sizes.get("dp"), "etp": layout.etp if saved.etp is None else layout.expert_tp}
-    if any(getattr(saved, name) is not None and getattr(layout, name) is None for name in _STAGES):
-        return ""  # a size that is not given stays that of the source
-    words = ["distckpt", *(("convert", "CKPT", "DST", "--to", "legacy") if legacy else ("reshard", "CKPT", "DST"))]
-    if catalog.framework != "Megatron-LM" and not legacy:
-        words = ["distckpt", "convert", "CKPT", "DST", "--to", "torch_dist"]
-    for name, size in sizes.items():
-        if size is not None:
-            words += [f"--{name.replace('_', '-')}", quoted(str(size)) if name == "pp_layout" else str(size)]
-    if not job.loads_optimizer:
-        return " ".join([*words, "--optimizer none"])
-    early = job.mcore is not None and job.mcore < (0, 15)
-    if job.distributed and early and not legacy:
-        return ""  # it reads no form that is written for every layout
-    form = (
-        ("distributed" if job.distributed else "plain")
-        if legacy
-        else "fully_reshardable"
-        if job.distributed
-        else "plain"
-    )
-    return " ".join([*words, "--optimizer", form])

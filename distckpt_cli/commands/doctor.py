@@ -74,7 +74,9 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
     """Whether a job loads a checkpoint."""
     from converters.errors import RequestError
     from converters.formats import open_checkpoint
-    from converters.overview.job_fit import Job, job_findings, job_remedy
+    from converters.names import quoted
+    from converters.overview.job_fit import Job, job_findings
+    from converters.overview.job_remedy import job_remedy
     from distckpt_cli.console import named
 
     try:
@@ -84,7 +86,7 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
     catalog = open_checkpoint(named(source)).catalog
     findings = job_findings(catalog, job)
     loads = not any(finding.fits is False for finding in findings)
-    remedy = "" if loads else job_remedy(catalog, job).replace("CKPT", shlex.quote(source))
+    remedy = "" if loads else job_remedy(catalog, job).replace("CKPT", quoted(source))
     console = speaking.console
     if speaking.as_json:
         reasons = [{"subject": f.subject, "answer": _ANSWERS[f.fits], "reason": f.reason} for f in findings]
