@@ -19,7 +19,7 @@ import typer
 from typer.main import get_command
 
 from converters import __version__
-from converters.errors import DistckptError, Interrupted
+from converters.errors import DestinationError, DistckptError, Interrupted
 from converters.execute.error_json import disk_trouble
 from converters.execute.ranks import Ranks
 from converters.names import printable
@@ -105,6 +105,8 @@ def _main(args: list[str]) -> int:
             stack.enter_context(raise_on_signals())
             code = _run(args)
         sys.stdout.flush()
+        if code == ExitCode.OK and getattr(sys.stdout, "failure", None):
+            return _fail(sys.stdout.failure, _ErrorForm.of(args))  # type: ignore[attr-defined]
     except BrokenPipeError:
         return ExitCode.BROKEN_PIPE
     except DistckptError as error:  # the last of the answer
@@ -156,7 +158,8 @@ def _fail(error: DistckptError, form: _ErrorForm, cause: BaseException | None = 
             "tensor": error.tensor,
             "exit_code": code,
         }
-        console.document("distckpt.error/1", {"error": body})
+        with contextlib.suppress(DestinationError):  # stdout itself may be what failed
+            console.document("distckpt.error/1", {"error": body})
     console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:", who=_me())
     if form.debug and error.__traceback__ is not None and error.exit_code != ExitCode.BUG:
         traceback.print_exception(error)

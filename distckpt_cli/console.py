@@ -16,7 +16,7 @@ import textwrap
 from contextvars import ContextVar
 from typing import IO, TYPE_CHECKING, Any
 
-from converters.errors import DistckptError
+from converters.errors import DestinationError, DistckptError
 from converters.execute.ranks import Ranks
 from converters.names import printable
 from converters.remote.address import named_path
@@ -72,10 +72,15 @@ def named(dst: str) -> Path:
 
     Raises:
         UsageProblem: An empty one, most likely a shell variable that is not set.
+        DestinationError: `~name` without such a user, and there is no folder of that name.
     """
     if not dst:
         raise UsageProblem("no destination was named: the path is empty", hint="is a shell variable unset?")
-    return named_path(dst)
+    path = named_path(dst)
+    if dst.startswith("~") and str(path).startswith("~") and not path.exists():
+        user = printable(dst.partition("/")[0])
+        raise DestinationError(f"{user}: there is no such user", hint=f"a folder of that name is ./{user}")
+    return path
 
 
 def plain(value: Any) -> Any:
@@ -183,7 +188,13 @@ class Console:
         self.lines(" " * _LABEL + line for line in lines[1:])
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
-        """The answer as one JSON document with its schema's name; ASCII only, so that no name can act on a terminal."""
+        """The answer as one JSON document with its schema's name; ASCII only, so that no name can act on a terminal.
+
+        Raises:
+            DestinationError: stdout is closed: a document is for a program, which would wait for it.
+        """
+        if getattr(sys.stdout, "absent", False):
+            raise DestinationError("the answer cannot be written to stdout: it is closed")
         self._write(json.dumps({"schema": schema, **plain(dict(body))}, indent=2))
 
     def note(self, text: str) -> None:

@@ -20,7 +20,8 @@ __all__ = ["careful_streams", "drop"]
 
 @contextlib.contextmanager
 def careful_streams() -> Iterator[None]:
-    """While it lasts, stdout and stderr are as described above; a closed one is as good as /dev/null."""
+    """While it lasts, stdout and stderr are as described above; a closed one is as good as /dev/null
+    but for a document, see `Console.document`."""
     with contextlib.ExitStack() as stack:
         for redirect, stream, required in (
             (contextlib.redirect_stdout, sys.stdout, True),
@@ -29,15 +30,16 @@ def careful_streams() -> Iterator[None]:
             there: Any = stream if stream is not None else stack.enter_context(open(os.devnull, "w"))
             with contextlib.suppress(AttributeError, ValueError):  # a stream that a test or a notebook put there
                 there.reconfigure(errors="backslashreplace")
-            stack.enter_context(redirect(_Careful(there, required)))
+            stack.enter_context(redirect(_Careful(there, required, absent=stream is None)))
         yield
 
 
 class _Careful:
     """A text stream whose failures to write are ours to judge."""
 
-    def __init__(self, stream: Any, required: bool) -> None:
-        self._stream, self._required = stream, required
+    def __init__(self, stream: Any, required: bool, *, absent: bool) -> None:
+        self._stream, self._required, self.absent = stream, required, absent
+        self.failure: DestinationError | None = None  # kept, as Typer swallows it where it tries the stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -65,7 +67,8 @@ class _Careful:
                 return
             if isinstance(error, BrokenPipeError):
                 raise
-            raise DestinationError(f"the answer cannot be written to stdout: {error.strerror or error}") from error
+            self.failure = DestinationError(f"the answer cannot be written to stdout: {error.strerror or error}")
+            raise self.failure from error
 
 
 def drop(stream: Any) -> None:

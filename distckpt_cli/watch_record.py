@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["RECORD", "WatchRecord"]
 
 RECORD = ".distckpt-watch"
+_NEW_RECORD = f"{RECORD}.new"
 _VERSION = 1
 _LIMIT = 64 << 20
 _FREE = {"-q", "--quiet", "--silent", "-v", "-vv", "--verbose", "--json"}  # options that change nothing in a result
@@ -47,6 +48,9 @@ class WatchRecord:
         refresh(results)
         earlier = _read(self._path)
         shown = printable(str(results))
+        inside = listing(results) if exists(results) else []
+        if set(inside) <= {RECORD, _NEW_RECORD}:  # nothing came of the watch before: a mistyped command, say
+            earlier = None
         if earlier is not None:
             self.states = dict(earlier.get("iterations") or {})
             if {name: earlier.get(name) for name in self._head} != self._head:
@@ -56,8 +60,8 @@ class WatchRecord:
                     details=[printable(before)],
                     hint="name another folder for OUT",
                 )
-        present = [name for name in listing(results) if name.startswith("iter_")] if exists(results) else []
-        strange = [name for name in present if name not in self.states and listing(results / name)]
+        present = [name for name in inside if name.startswith("iter_") and name not in self.states]
+        strange = [name for name in present if listing(results / name)]
         if strange:
             raise DestinationError(
                 f"{shown} holds {printable(strange[0])}, which this watch has not written",
@@ -79,7 +83,7 @@ class WatchRecord:
                 StoreWriter(self._path).put_bytes(data, self._path)
                 return
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            new = self._path.with_name(f"{RECORD}.new")
+            new = self._path.with_name(_NEW_RECORD)
             with new.open("wb") as file:
                 file.write(data)
                 file.flush()

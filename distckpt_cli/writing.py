@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.remote.address import named_path
 from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
 from distckpt_cli.console import COMMAND_LINE
@@ -63,7 +63,7 @@ class Writing(Running):
             "threads": workers(self.threads),
             "overwrite": self.overwrite,
             "device": self.device,
-            "scratch": Path(self.scratch).expanduser().absolute() if self.scratch else None,
+            "scratch": named_path(self.scratch).absolute() if self.scratch else None,
         }
 
 

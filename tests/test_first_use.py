@@ -160,7 +160,7 @@ STEPS = {
         1,
         "no: dp_resh",
     ),
-    "a run": (["watch", LLAMA, "OUT", "--once", "--", "export-hf"], 0, "1 new of 1 iteration"),
+    "a run": (["watch", LLAMA, "OUT", "--once", "--", "export-hf"], 0, "1 new of 1 complete iteration"),
 }
 """What somebody wants first, each in one command."""
 

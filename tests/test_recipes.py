@@ -70,7 +70,7 @@ def test_a_damaged_iteration_does_not_keep_the_others_waiting(training, tmp_path
     next((training / "iter_0000010").glob("*.distcp")).unlink()
     done = convert_new(training, out, "export-hf", "--progress", "off")
     assert done.returncode == 1, done.stderr
-    assert "1 new of 1" in done.stdout
+    assert "1 new of 2" in done.stdout
     assert "failed: iter_0000010 (" in done.stdout
     assert (out / "iter_0000020" / "config.json").exists()
 
@@ -212,7 +212,7 @@ def test_watch_waits_for_the_next_iteration_and_runs_a_command_on_each(training,
     process.terminate()
     ((text, _),) = finish([process])
     assert process.returncode == 143
-    assert "2 new of 2 iterations" in text
+    assert "2 new of 2 complete iterations" in text
     assert seen.read_text().splitlines() == [str(out / name) for name in ("iter_0000010", "iter_0000020")]
 
 
@@ -229,6 +229,8 @@ def watched(training, out, *words, command=("export-hf", "--progress", "off")):
 def test_watch_takes_no_other_results_for_its_own(training, tmp_path):
     out = tmp_path / "out"
     (training / "latest_checkpointed_iteration.txt").write_text("10")
+    slip = watched(training, out, command=("export-hf", "--silly"))
+    assert (slip.returncode, "0 new of 1 complete iteration" in slip.stdout) == (2, True)
     assert watched(training, out).returncode == 0
     assert watched(training, out, command=("export-hf", "-q", "--threads", "1")).returncode == 0  # makes the same
     for command in (("export-hf", "--dtype", "fp32"), ("strip",)):

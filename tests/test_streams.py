@@ -18,7 +18,7 @@ def shell(line):
 
 
 @pytest.mark.parametrize(
-    "command", [f"verify {GOOD}", f"verify --json {GOOD}", f"diff {GOOD} {GOOD} --quick", "formats"]
+    "command", [f"verify {GOOD}", f"verify --json {GOOD}", f"diff {GOOD} {GOOD} --quick", "formats", "--help"]
 )
 def test_an_answer_that_cannot_be_written_is_not_the_answer_no(command):
     done = shell(f"{command} > /dev/full")
@@ -31,7 +31,9 @@ def test_an_answer_that_cannot_be_written_is_not_the_answer_no(command):
     ("line", "code", "prints"),
     [
         (f"verify {GOOD} >&-", 0, False),
+        (f"verify {GOOD} --json >&-", 5, False),
         (f"verify {GOOD} 2>&-", 0, True),
+        ("doctor - <&-", 3, False),
         (f"verify {GOOD} 2>/dev/full", 0, True),
         ("inspect missing 2>&-", 3, False),
         ("inspect missing >&-", 3, False),

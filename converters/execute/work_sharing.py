@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 from converters.execute.rank_sync import Team
 from converters.execute.ranks import Numbered, Ranks, on_one_machine
 from converters.execute.threads import Pool
+from converters.remote.address import named_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ def scratch_folder(folder: str | None, env: Mapping[str, str] | None = None) -> 
         env: The environment.
     """
     if folder:
-        return Path(folder).expanduser().absolute()
+        return named_path(folder).absolute()
     return Path(tempfile.gettempdir()) if on_one_machine(env) else Path.cwd()
 
 

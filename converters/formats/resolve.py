@@ -22,7 +22,7 @@ from converters.remote.address import NO_LISTING, RemotePath, is_bucket, named_p
 if TYPE_CHECKING:
     from converters.formats.folder import Entry
 
-__all__ = ["DATA_FOLDERS", "ITERATION", "TRACKER", "iterations", "resolve", "single_files"]
+__all__ = ["DATA_FOLDERS", "ITERATION", "TRACKER", "iterations", "missing", "resolve", "single_files"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_(\d{7,})|release")
@@ -67,7 +67,9 @@ def resolve(path: str | Path, *, follow_links: bool = False) -> Path:
     except OSError as error:
         raise FormatError(f"cannot read {printable(str(named))}: {error.strerror}") from error
     if state is None:
-        raise _nowhere(named)
+        raise missing(named)
+    if not (state.folder or state.file):
+        raise FormatError(f"{printable(str(named))} is neither a file nor a folder")
     rank = named if state.folder else named.parent
     if state.folder:
         _refuse_closed(named)
@@ -259,7 +261,10 @@ def _refuse_compressed(path: Path) -> None:
         )
 
 
-def _nowhere(path: Path) -> FormatError:
+def missing(path: Path) -> FormatError:
+    """The error for a path at which nothing is; it names what was most likely meant."""
+    if not isinstance(path, RemotePath) and path.is_symlink():
+        return FormatError(f"{printable(str(path))} is a dangling symbolic link, to {printable(str(path.readlink()))}")
     parent = path.parent
     near: list[str] = []
     with contextlib.suppress(OSError):

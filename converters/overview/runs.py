@@ -23,7 +23,7 @@ from converters.formats import open_checkpoint
 from converters.formats.folder import exists, is_file, is_folder, read_small, scan
 from converters.formats.links import enclose
 from converters.formats.registry import detect
-from converters.formats.resolve import DATA_FOLDERS, ITERATION, TRACKER, iterations, single_files
+from converters.formats.resolve import DATA_FOLDERS, ITERATION, TRACKER, iterations, missing, single_files
 from converters.megatron.identity import SavedLayout, identify
 from converters.models import infer, of_type
 from converters.names import natural_key
@@ -95,7 +95,7 @@ def survey(*paths: str | Path, follow_links: bool = False) -> Iterator[Checkpoin
         start = named_path(path)
         try:
             if not start.is_symlink() and not exists(start):
-                raise FormatError(f"{start} does not exist")
+                raise missing(start)
         except OSError as error:
             raise FormatError(f"cannot read {start}: {error.strerror or error}") from error
         for checkpoint in checkpoints_below(start):

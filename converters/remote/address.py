@@ -173,7 +173,7 @@ def named_path(name: str | Path) -> Path:
         return name
     match = _URL.fullmatch(str(name)) if isinstance(name, str) else None
     if match is None:
-        return Path(name).expanduser()
+        return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's fails for a user that is not there
     scheme, authority, rest = match[1].lower(), match[2], match[3]
     if scheme == "file":
         if authority not in ("", "localhost") or not rest:

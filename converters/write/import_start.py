@@ -136,7 +136,7 @@ def for_bridge(
         "make_vocab_size_divisible_by": divisible,
         "should_pad_vocab": rows % (divisible * layout.tp) != 0,
     }
-    tokenizer_path = destination.expanduser().absolute() / folder / TOKENIZER
+    tokenizer_path = destination.absolute() / folder / TOKENIZER
     only = "" if args.extras.get("bridge_family") is None else ": Megatron-LM's arguments cannot express it"
     return Start(
         job="Megatron-Bridge",
@@ -169,7 +169,7 @@ def _vocabulary(args: ModelArgs, layout: Layout, divisible: int) -> dict[str, An
 def _tokenizer_arguments(destination: Path) -> dict[str, Any]:
     return {
         "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": str(destination.expanduser().absolute() / TOKENIZER),
+        "tokenizer_model": str(destination.absolute() / TOKENIZER),
     }
 
 

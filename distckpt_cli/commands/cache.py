@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.remote.address import named_path
 from converters.words import counted, format_size
 from distckpt_cli.commands.ls import format_age
 from distckpt_cli.console import Console, UsageProblem
@@ -64,13 +65,12 @@ def cache(
 
 def _find(folders: list[str] | None) -> list[Leftover]:
     from converters.execute.leftovers import leftovers, scratch_leftovers
-    from converters.remote.address import named_path
 
     if folders:
         every = [item for folder in folders for item in leftovers(named_path(folder))]
     else:
         scratch = os.environ.get("DISTCKPT_SCRATCH")
-        shared = {Path(tempfile.gettempdir()), *([Path(scratch).expanduser()] if scratch else [])}
+        shared = {Path(tempfile.gettempdir()), *([named_path(scratch)] if scratch else [])}
         every = [*leftovers(Path()), *(item for folder in sorted(shared) for item in scratch_leftovers(folder))]
     return list({str(item.path.resolve()): item for item in reversed(every)}.values())[::-1]
 

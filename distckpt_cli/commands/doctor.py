@@ -107,7 +107,13 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
 
 @contextlib.contextmanager
 def _lines(what: str) -> Iterator[Iterator[str]]:
+    if not what.strip():
+        raise UsageProblem("no log was named: the text is empty", hint="is a shell variable unset?")
     if what == "-":
+        if sys.stdin is None:  # Python's word for one that is closed
+            from converters.errors import FormatError
+
+            raise FormatError("standard input is closed")
         yield iter(sys.stdin)
     elif "\n" not in what and len(what) < 4096 and os.path.lexists(what):
         path = Path(what)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,11 +12,13 @@ import typer
 from converters.remote.address import named_path
 from converters.words import format_size
 from distckpt_cli.choices import choice
-from distckpt_cli.console import Console, UsageProblem
+from distckpt_cli.console import Console, UsageProblem, named
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import FollowLinks, Speaking, panel, spread
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from converters.formats.base import Reader
     from converters.megatron.identity import Identity
     from distckpt_cli.listing import Selection
@@ -126,10 +127,10 @@ def _write_page(console: Console, paths: list[str], file: str, verification: str
     if len(paths) > 1:
         raise UsageProblem("--html shows one checkpoint", hint=f"name one: {paths[0]}")
     try:
-        answer = None if verification is None else json.loads(Path(verification).read_text())
+        answer = None if verification is None else json.loads(named_path(verification).read_text())
     except (OSError, ValueError) as error:
         raise FormatError(f"{verification} is not what `distckpt verify --json` prints: {error}") from None
-    target = Path(file)
+    target = named(file)
     if target.exists() and not (target.is_file() and b"<title>distckpt" in target.read_bytes()[:1000]):
         raise DestinationError(f"{file} exists and is no page of distckpt", hint="name a new file")
     reader = open_checkpoint(paths[0], follow_links=follow_links)
@@ -137,7 +138,7 @@ def _write_page(console: Console, paths: list[str], file: str, verification: str
         _check_verification(verification, answer, reader.catalog.path)
     page = checkpoint_page(reader, answer)
     try:
-        Path(file).write_text(page, encoding="utf-8")
+        target.write_text(page, encoding="utf-8")
     except OSError as error:
         raise DestinationError(f"writing {file} failed: {error.strerror or error}") from error
     console.fact("wrote", f"{file}  {format_size(len(page.encode()))}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.console import UsageProblem
+from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Speaking, panel, spread
 
@@ -55,12 +55,14 @@ class _Run:
     """What has become of the iterations.
 
     Attributes:
+        complete: How many the run had finished when it was last looked at.
         written: New ones, by name.
         failed: Exit code by name of those that could not be read or are damaged.
         unexecuted: Exit code by name of those for which the command of --exec failed.
         reports: With --json: what the command said of each.
     """
 
+    complete: int = 0
     written: list[str] = field(default_factory=list)
     failed: dict[str, int] = field(default_factory=dict)
     unexecuted: dict[str, int] = field(default_factory=dict)
@@ -88,14 +90,20 @@ def watch(
         hint = "distckpt watch RUN OUT --once -- export-hf"
         raise UsageProblem(f"watch runs {', '.join(_WRITERS)}, not {command[0]!r}", hint=hint)
     from converters.errors import FormatError
-    from converters.formats.folder import is_file
-    from converters.formats.resolve import TRACKER
+    from converters.formats.folder import exists, is_file
+    from converters.formats.resolve import TRACKER, missing
     from converters.remote.address import named_path
     from distckpt_cli.watch_record import WatchRecord
 
-    console, root, results = speaking.console, named_path(run), named_path(out)
+    console, root, results = speaking.console, named_path(run), named(out)
     if results.resolve() == root.resolve():  # whose own iterations would pass for results
         raise UsageProblem(f"OUT {out} is RUN itself", hint="name another folder")
+    if not exists(root):
+        if watching.once:
+            raise missing(root)
+        console.note(f"{run} does not exist yet; waiting for it")
+    elif watching.once and not is_file(root / TRACKER):
+        raise FormatError(f"{run} has no {TRACKER}", hint="no iteration is complete yet, or it is no training run")
     done, record = _Run(), WatchRecord(results, root, command)
     try:
         while True:
@@ -103,14 +111,11 @@ def watch(
                 code = _convert_new(speaking, root, results, command, watching, done, record)
                 if code:
                     return code
-            elif watching.once:
-                hint = "no iteration is complete yet, or it is no training run"
-                raise FormatError(f"{run} has no {TRACKER}", hint=hint)
             if watching.once:
                 break
             time.sleep(watching.every)
     finally:
-        _summarize(console, out, results, done)
+        _summarize(console, run, out, results, done)
     return next(iter({**done.failed, **done.unexecuted}.values()), ExitCode.OK)
 
 
@@ -124,7 +129,9 @@ def _convert_new(
     record: WatchRecord,
 ) -> int:
     """Converts what is new; an exit code if that ends it all."""
-    for name in _complete(root):
+    names = _complete(root)
+    done.complete = len(names)
+    for name in names:
         if record.states.get(name) == "started" and _is_written(results / name):
             record.note(name, "written")  # it was stopped between the two
         if record.states.get(name) not in ("written", "done"):
@@ -202,7 +209,7 @@ def _is_written(folder: Path) -> bool:
     return exists(folder) and bool(listing(folder))
 
 
-def _summarize(console: Console, out: str, results: Path, done: _Run) -> None:
+def _summarize(console: Console, run: str, out: str, results: Path, done: _Run) -> None:
     from converters.formats.folder import exists
     from converters.formats.resolve import iterations
     from converters.words import counted
@@ -212,7 +219,8 @@ def _summarize(console: Console, out: str, results: Path, done: _Run) -> None:
         body = {"written": done.written, "failed": done.failed, "exec_failed": done.unexecuted, "total": total}
         console.document("distckpt.watch/1", {**body, "reports": done.reports})
         return
-    console.out(f"{len(done.written):,} new of {counted(total, 'iteration')} in {out}")
+    complete = counted(done.complete, "complete iteration")
+    console.out(f"{len(done.written):,} new of {complete} in {run}; {total:,} in {out}")
     if done.failed:
         console.out(f"failed: {', '.join(done.failed)} (see above; each is tried again the next time)")
     if done.unexecuted:
