@@ -105,8 +105,9 @@ def _main(args: list[str]) -> int:
             stack.enter_context(raise_on_signals())
             code = _run(args)
         sys.stdout.flush()
-        if code == ExitCode.OK and getattr(sys.stdout, "failure", None):
-            return _fail(sys.stdout.failure, _ErrorForm.of(args))  # type: ignore[attr-defined]
+        lost: DestinationError | None = getattr(sys.stdout, "failure", None)
+        if code == ExitCode.OK and lost is not None:
+            return _fail(lost, _ErrorForm.of(args))
     except BrokenPipeError:
         return ExitCode.BROKEN_PIPE
     except DistckptError as error:  # the last of the answer
