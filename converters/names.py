@@ -270,8 +270,22 @@ def listed(texts: Sequence[str], most: int) -> str:
 
 
 def quoted(path: object) -> str:
-    """A path as it is typed in a shell, in commands that are suggested."""
-    return shlex.quote(printable(str(path)))
+    """A word as it is typed in a shell, in commands that are suggested: a path, a name, a pattern.
+
+    Bytes that are no text and characters that a terminal would obey are escaped as bash and zsh read them: `$'a\\377b'`.
+    """
+    text = str(path)
+    return shlex.quote(text) if text.isprintable() else "$'" + "".join(map(_escaped, text)) + "'"
+
+
+def _escaped(character: str) -> str:
+    """A character inside of `$'...'`."""
+    if character in "\\'":
+        return "\\" + character
+    if character.isprintable():
+        return character
+    encoded = character.encode("utf-8", "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass")
+    return "".join(f"\\{byte:03o}" for byte in encoded)
 
 
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -84,8 +84,13 @@ _PLAIN = Selection()
 _KINDS = {"weight": 0, "other": 1, "optimizer": 2}
 
 
-def nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
-    """No match: the error with the nearest pattern that has some, or with examples of names."""
+def nothing(what: str, pattern: str, names: Sequence[str], counts: tuple[str, str] | None = None) -> RequestError:
+    """No match: the error with the nearest pattern that has some, or with examples of names.
+
+    Args:
+        what: What the names are of: "tensor".
+        counts: What is counted, one of them and several, where that is not all that a checkpoint has of it.
+    """
     folded = [name for name, _ in fold(names)]
     candidates = dict.fromkeys(folded)
     for name in folded:
@@ -94,7 +99,7 @@ def nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
             dict.fromkeys(".".join(parts[:n]) + ".*" for n in range(1, len(parts)) if "{" not in parts[n - 1])
         )
     near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.6)
-    part = [] if set(pattern) & set("*?[") else [f"*{pattern}*"]
+    part = [] if not pattern or set(pattern) & set("*?[") else [f"*{pattern}*"]
     other_case = [name for name in names if matcher(pattern.lower())(name.lower())]
     if other_case:
         return RequestError(
@@ -107,7 +112,8 @@ def nothing(what: str, pattern: str, names: Sequence[str]) -> RequestError:
         hint = f"did you mean '{meant}'?  ({counted(count, what)})"
     else:
         there = "is" if len(names) == 1 else "are"
-        hint = f"there {there} {counted(len(names), what)}, for example {', '.join(sorted(folded, key=len)[:3])}"
+        total, examples = counted(len(names), *(counts or (what,))), ", ".join(sorted(folded, key=len)[:3])
+        hint = f"there {there} {total}, for example {examples}"
     return RequestError(f"no {what} matches {pattern!r}", hint=hint)
 
 
@@ -120,7 +126,7 @@ def chosen_tensors(catalog: Catalog, pattern: str, selection: Selection = _PLAIN
     matches = functools.cache(selection.matcher(pattern))  # layers share keys
     chosen = [t for name, t in catalog.tensors.items() if matches(name) or any(map(matches, t.keys))]
     if not chosen:
-        raise nothing("tensor", pattern, list(catalog.tensors))
+        raise nothing("tensor", pattern, list(catalog.tensors), ("stored tensor", "stored tensors"))
     return sorted(chosen, key=lambda t: -t.nbytes if selection.by_size else _KINDS[t.kind])
 
 

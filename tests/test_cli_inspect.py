@@ -123,10 +123,10 @@ def test_a_glob_may_be_left_out(order, capsys):
         (
             "--tensors",
             "[zq]*",
-            "there are 60 tensors, for example output_layer.weight, decoder.final_layernorm.weight, ",
+            "there are 60 stored tensors, for example output_layer.weight, decoder.final_layernorm.weight, ",
         ),
         ("--tensors", "layernorm", "did you mean '*layernorm*'?  (4 tensors)"),
-        ("--tensors", "mtp", "there are 60 tensors, for example "),
+        ("--tensors", "mtp", "there are 60 stored tensors, for example "),
         ("--args", "hiden_size", "did you mean 'hidden_size'?  (1 argument)"),
         ("--objects", "rng_stat", "did you mean 'rng_state'?  (1 object)"),
     ],

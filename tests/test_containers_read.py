@@ -319,7 +319,9 @@ def test_a_name_in_two_files(sharded, capsys):
     (sharded / "model.safetensors.index.json").unlink()
     shutil.copy(sharded / "model-00001-of-00002.safetensors", sharded / "other.safetensors")
     assert main(["inspect", str(sharded)]) == 3
-    assert "is in two files" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "is in two files, model-00001-of-00002.safetensors and other.safetensors" in err
+    assert f"to open one of them, name it: {sharded / 'other.safetensors'}" in err
 
 
 def test_a_file_beside_others_is_read_alone(sharded):

@@ -278,3 +278,18 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         peaks.append(int(done.stdout.splitlines()[-1]) << 10)
     assert peaks[1] - peaks[0] < 4 << 20
     assert peaks[1] < 80 << 20
+
+
+def test_padding_is_told_whatever_the_other_side_is(tmp_path, capsys):
+    """120 rows in a Hugging Face folder, 128 and 256 in two imports of it."""
+    paths = {rows: str(tmp_path / str(rows)) for rows in (120, 128, 256)}
+    assert app.main(["export-hf", str(GOLDEN / WEIGHTS), paths[120], "--quiet", "--progress", "off"]) == 0
+    for rows, tp in ((128, "1"), (256, "2")):
+        words = ["import-hf", paths[120], paths[rows], "--tp", tp, "--make-vocab-size-divisible-by", "128"]
+        assert app.main([*words, "--quiet", "--progress", "off"]) == 0
+    capsys.readouterr()
+    for a, b in ((120, 256), (128, 120), (256, 128)):
+        code, out, _ = run(capsys, paths[a], paths[b])
+        assert code == ExitCode.OK
+        assert f"padding   of the vocabulary: {a} rows in A, {b} in B; not counted" in out
+        assert out.splitlines()[-1].startswith("identical in every value that counts; job settings, padding")

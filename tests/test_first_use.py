@@ -1,8 +1,11 @@
 """What somebody who is new to it tries: options are taken or refused, hints lead on, answers are about what was asked."""
 
 import json
+import os
+import re
 import shlex
 import shutil
+import subprocess
 
 import pytest
 from checkpoints import copy_golden
@@ -207,3 +210,36 @@ def _narrow(init):
         init(self, **{**options, "width": 40})
 
     return make
+
+
+def test_a_dry_run_says_that_the_disk_is_too_small(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("converters.write.write_plan.free_bytes", lambda folder: 1000)
+    line = ["reshard", str(GOLDEN / LLAMA), str(tmp_path / "out"), "--tp", "1"]
+    assert main([*line, "--dry-run"]) == 0
+    assert re.search(r"note: not enough room in .*: [\d,]+ bytes are needed, 1,000 are free", capsys.readouterr().err)
+    assert main(line) == 5
+
+
+def test_what_is_suggested_can_be_typed_whatever_the_name(tmp_path, capsys):
+    name = os.fsdecode(b"a\xff\x1b[31m'\\b\xc2\x85")
+    shutil.copytree(GOLDEN / LLAMA, tmp_path / name)
+    assert main(["inspect", str(tmp_path / name)]) == 0
+    command = capsys.readouterr().err.split("next: ")[1].strip()
+    assert command.isascii()
+    words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, check=True).stdout.split(
+        b"\0"
+    )
+    assert words[2] == os.fsencode(tmp_path / name)
+
+
+def test_how_many_tensors_of_what(capsys):
+    """15 weights, 60 with optimizer state: the words say which of both is counted."""
+    name = str(GOLDEN / "llama_dpreshardable_tp2pp2dp2")
+    for words, text in (
+        (["show", name, "nope"], "there are 15 tensors of the model, "),
+        (["show", name, ""], "there are 15 tensors of the model, "),
+        (["show", name, "*", "--slice", "0"], "60 tensors match '*' (15 of the model, 45 of the optimizer)"),
+        (["inspect", name, "--tensors", "nomatch*"], "there are 27 stored tensors, "),
+    ):
+        assert main(words) in (2, 4)
+        assert text in capsys.readouterr().err

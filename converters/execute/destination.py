@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from pathlib import Path
 
 from converters.errors import DestinationError
 from converters.formats.folder import refresh
-from converters.names import listed, printable
+from converters.names import listed, printable, quoted
 from converters.remote.address import RemotePath, is_bucket
 from converters.remote.writing import WRITABLE
 
@@ -89,7 +88,7 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
         raise DestinationError(
             f"{printable(str(real.parent))} does not exist, nor does the directory above it",
             details=[f"there is {printable(str(ancestor))}"],
-            hint=f"to create it: mkdir -p {printable(shlex.quote(str(real.parent)))}",
+            hint=f"to create it: mkdir -p {quoted(real.parent)}",
         )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")

@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import re
-import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from converters.execute.journal import JOURNAL
 from converters.execute.rank_files import is_locked
 from converters.execute.upload import mark_of, read_mark
 from converters.formats.folder import read_small, status
-from converters.names import printable
+from converters.names import printable, quoted
 from converters.remote.address import RemotePath, named_path
 from converters.remote.unfinished import abort_unfinished
 
@@ -246,9 +245,9 @@ def _continuation(about: dict[str, Any]) -> str | None:
     typed, folder = about.get("typed"), about.get("folder")
     if not isinstance(typed, list) or not typed or not all(isinstance(word, str) for word in typed):
         return None
-    words = shlex.join(["distckpt", *typed])
+    words = " ".join(map(quoted, ["distckpt", *typed]))
     elsewhere = isinstance(folder, str) and folder != str(Path.cwd())
-    return f"cd {shlex.quote(folder)} && {words}" if elsewhere and isinstance(folder, str) else words
+    return f"cd {quoted(folder)} && {words}" if elsewhere and isinstance(folder, str) else words
 
 
 def _probed(path: Path, kind: str) -> tuple[str, str]:

@@ -182,6 +182,20 @@ class Conversion:
         return free_bytes(beside(self.destination, "partial").parent)
 
     @property
+    def bytes_needed(self) -> int:
+        """Bytes that the result takes on its disk."""
+        return self.job.bytes_written + _bytes_of(self.extra_files)
+
+    @property
+    def lack_of_room(self) -> str:
+        """How many bytes are needed and free, if the result does not fit where it is made; else empty."""
+        if isinstance(self.destination, RemotePath):
+            place = (self.options.scratch or Path(tempfile.gettempdir())) / "result"
+        else:
+            place = self.destination
+        return _lack_of_room(place, self.bytes_needed)
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """The notes, doubts about the source, and what `overwrite` deletes: to be read before it begins."""
         doubts = (problem.message for problem in self.reader.catalog.problems if problem.severity == "warning")
@@ -231,7 +245,7 @@ def run_conversion(
         )
         if not crew.leads:
             return _follow(job, plan.reader, destination, crew, device)
-        _need_room(destination, job.bytes_written + _bytes_of(plan.extra_files))
+        _need_room(destination, plan.bytes_needed)
         notify(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
         for text in (*plan.remarks, *([device_note] if device_note else [])):
             notify(Note(text))
@@ -359,15 +373,20 @@ def _ignore(event: object) -> None:
 
 
 def _need_room(destination: Path, needed: int) -> None:
+    if lack := _lack_of_room(destination, needed):
+        raise DestinationError(
+            f"not enough room for {printable(str(destination))}",
+            details=[lack],
+            hint="free some space, or choose a directory on another disk",
+        )
+
+
+def _lack_of_room(destination: Path, needed: int) -> str:
+    """How many bytes are needed and free, if the result does not fit on its disk; else empty."""
     try:
         staged = beside(destination, "partial")
         free = free_bytes(staged.parent)
         staged_bytes = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
     except OSError as error:
         raise os_trouble(error, destination, "checking") from error
-    if needed > free + staged_bytes:
-        raise DestinationError(
-            f"not enough room for {printable(str(destination))}",
-            details=[f"{needed:,} bytes are needed, {free:,} are free"],
-            hint="free some space, or choose a directory on another disk",
-        )
+    return f"{needed:,} bytes are needed, {free:,} are free" if needed > free + staged_bytes else ""

@@ -75,6 +75,10 @@ class WriteReport:
             if proof
             else []
         )
+        if lack := self.plan.lack_of_room:
+            doubt.append(
+                f"not enough room in {printable(str(self.path.parent))}: {lack}; the real run would stop with exit code 5"
+            )
         return [*self.plan.remarks, *doubt]
 
     def notes(self) -> list[str]:

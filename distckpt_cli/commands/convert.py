@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.names import quoted
 from distckpt_cli.choices import FORMATS, OPTIMIZERS, Words, check_choice, choice_of
 from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.options import Ckpt, options_set, panel, shard_bytes, spread
@@ -121,7 +121,7 @@ def convert(
     if form.to.lower() in ("hf", "huggingface", "hugging-face", "transformers"):
         raise UsageProblem(
             f"--to {form.to}: a Hugging Face folder is what export-hf writes",
-            hint=f"distckpt export-hf {shlex.quote(src)} {shlex.quote(dst)}",
+            hint=f"distckpt export-hf {quoted(src)} {quoted(dst)}",
         )
     check_choice("--to", form.to, WRITERS)
     writer = WRITERS[form.to]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import shlex
 from typing import Annotated
 
 import typer
 
+from converters.names import quoted
 from distckpt_cli.choices import ARCHITECTURES
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -101,7 +101,7 @@ def diff(
         max_memory=buffer_bytes(max_memory),
         threads=workers(looking.threads),
     )
-    names = shlex.quote(a), shlex.quote(b)
+    names = quoted(a), quoted(b)
     follow = looking.follow_links
     readers = open_checkpoint(a, follow_links=follow), open_checkpoint(b, follow_links=follow)
     foreign = sum(not reader.catalog.megatron for reader in readers)

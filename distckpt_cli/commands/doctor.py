@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from converters.names import quoted
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Speaking, output, spread
@@ -74,7 +74,6 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
     """Whether a job loads a checkpoint."""
     from converters.errors import RequestError
     from converters.formats import open_checkpoint
-    from converters.names import quoted
     from converters.overview.job_fit import Job, job_findings
     from converters.overview.job_remedy import job_remedy
     from distckpt_cli.console import named
@@ -118,7 +117,7 @@ def _lines(what: str) -> Iterator[Iterator[str]]:
     elif "\n" not in what and len(what) < 4096 and os.path.lexists(what):
         path = Path(what)
         if path.is_dir():
-            shown = shlex.quote(what)
+            shown = quoted(what)
             hint = (
                 f"distckpt verify {shown} examines a checkpoint; doctor {shown} --for FLAGS says whether a job loads it"
             )
@@ -149,7 +148,7 @@ def _check_exists(ckpt: str) -> None:
 
 
 def _remedies(one: Diagnosis, ckpt: str | None) -> list[str]:
-    return [text.replace("CKPT", shlex.quote(ckpt) if ckpt else "CKPT") for text in one.symptom.remedies]
+    return [text.replace("CKPT", quoted(ckpt) if ckpt else "CKPT") for text in one.symptom.remedies]
 
 
 def _show(console: Console, diagnoses: list[Diagnosis], ckpt: str | None) -> None:
@@ -165,7 +164,7 @@ def _show(console: Console, diagnoses: list[Diagnosis], ckpt: str | None) -> Non
             console.fact("" if row else "try", text, style="hint")
     if not diagnoses:
         console.out("no error that distckpt knows")
-        console.next_step(f"distckpt verify {shlex.quote(ckpt) if ckpt else 'CKPT'}")
+        console.next_step(f"distckpt verify {quoted(ckpt) if ckpt else 'CKPT'}")
 
 
 def _document(one: Diagnosis, ckpt: str | None) -> dict[str, object]:

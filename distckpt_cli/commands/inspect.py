@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.names import quoted
 from converters.remote.address import named_path
 from converters.words import format_size
 from distckpt_cli.choices import choice
@@ -158,7 +158,7 @@ def _check_verification(file: str, answer: Any, path: Path) -> None:
     if not isinstance(verified, str):
         raise FormatError(f"{file} is not what `distckpt verify --json` prints")
     if named_path(verified).resolve() != path.resolve():
-        hint = f"distckpt verify {shlex.quote(str(path))} --json > {shlex.quote(file)}"
+        hint = f"distckpt verify {quoted(path)} --json > {quoted(file)}"
         raise RequestError(f"{file} is the verification of {verified}, not of {path}", hint=hint)
 
 
@@ -246,13 +246,13 @@ def _name_other_iterations(console: Console, path: str) -> None:
 
 def _next_command(reader: Reader, identity: Identity, path: str) -> str:
     """A command that works and tells more."""
-    catalog, name = reader.catalog, shlex.quote(path)
+    catalog, name = reader.catalog, quoted(path)
     doubtful = identity.optimizer.caution or identity.contradictions
     if doubtful or not catalog.tensors or any(problem.severity == "error" for problem in identity.problems):
         return f"distckpt verify {name}"
     first = next(iter(catalog.weights), next(iter(catalog.tensors)))
     head, dot, _ = first.partition(".")
-    return f"distckpt inspect {name} --tensors {shlex.quote(f'{head}.*' if dot else first)}"
+    return f"distckpt inspect {name} --tensors {quoted(f'{head}.*' if dot else first)}"
 
 
 def _names(reader: Reader, view: View, selection: Selection) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from converters.names import printable
+from converters.names import printable, quoted
 from converters.words import counted, format_count, format_size
 from distckpt_cli.choices import choice
 from distckpt_cli.console import NARROW, Console, UsageProblem
@@ -132,9 +131,9 @@ def _print_total(console: Console, summaries: Sequence[CheckpointSummary], paths
     console.out(f"{counted(len(summaries), kind)}, {format_size(sum(s.nbytes or 0 for s in summaries))}")
     worst = next((s for s in summaries if s.status != "complete"), None)
     if worst is not None:
-        console.next_step(f"distckpt verify {shlex.quote(str(worst.path))}")
+        console.next_step(f"distckpt verify {quoted(worst.path)}")
     else:
-        console.next_step(f"distckpt inspect {shlex.quote(str(summaries[-1].path))}")
+        console.next_step(f"distckpt inspect {quoted(summaries[-1].path)}")
 
 
 def _model(summary: CheckpointSummary) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.names import quoted
 from distckpt_cli.choices import complete_tensors
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -71,11 +71,13 @@ def show(
         if len(names) == 1:
             _show_one(console, checkpoint, names[0], view)
         elif view.slice or view.values or view.histogram:
-            hint = f"--slice, --values and --histogram show one, for example {shlex.quote(names[0])}"
-            raise UsageProblem(f"{len(names):,} tensors match {tensor!r}", hint=hint)
+            hint = f"--slice, --values and --histogram show one, for example {quoted(names[0])}"
+            state = sum(name.startswith("optimizer.") for name in names)
+            parts = f" ({len(names) - state:,} of the model, {state:,} of the optimizer)" if state else ""
+            raise UsageProblem(f"{len(names):,} tensors match {tensor!r}{parts}", hint=hint)
         else:
             _show_rows(console, checkpoint, names)
-            console.next_step(f"distckpt show {shlex.quote(ckpt)} {shlex.quote(names[0])}")
+            console.next_step(f"distckpt show {quoted(ckpt)} {quoted(names[0])}")
     return ExitCode.OK
 
 
@@ -83,11 +85,13 @@ def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
     from converters.names import matcher
     from distckpt_cli.listing import nothing
 
-    names = checkpoint.keys(optimizer=pattern.startswith(("optimizer", "*")))
+    optimizer = pattern.startswith(("optimizer", "*"))
+    names = checkpoint.keys(optimizer=optimizer)
     chosen = [pattern] if pattern in names else list(filter(matcher(pattern), names))
     if not chosen:
         _refuse_buckets(checkpoint, pattern)
-        raise nothing("tensor", pattern, names)
+        counts = None if optimizer else ("tensor of the model", "tensors of the model")
+        raise nothing("tensor", pattern, names, counts)
     return chosen
 
 
@@ -99,7 +103,7 @@ def _refuse_buckets(checkpoint: Checkpoint, pattern: str) -> None:
     tensors, matches = checkpoint.catalog.tensors, matcher(pattern)
     buckets = [name for name, info in tensors.items() if info.opaque and (name == pattern or matches(name))]
     if buckets:
-        path = shlex.quote(str(checkpoint.path))
+        path = quoted(checkpoint.path)
         raise RequestError(
             f"{buckets[0]} is a flat bucket, which holds elements of many parameters",
             hint=f"distckpt show {path} 'optimizer.state.*' shows what is in it, by parameter",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from converters.names import listed
+from converters.names import listed, quoted
 from converters.words import counted, format_size
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -87,7 +86,7 @@ def verify(
 def _show(console: Console, report: Report, ckpt: str) -> None:
     from converters.names import fold
 
-    name = shlex.quote(ckpt)
+    name = quoted(ckpt)
     for check in report.checks:
         _show_check(console, check)
     affected = [text for text, _ in fold(report.affected)]

@@ -22,7 +22,7 @@ from converters.formats.containers.index import promised, read_index
 from converters.formats.containers.reader import WholeReader
 from converters.formats.folder import exists, is_folder, listing, open_source, read_at
 from converters.formats.plain_json import parse_json, read_json
-from converters.names import listed, printable
+from converters.names import listed, printable, quoted
 from converters.torchzip.records import Payload, TensorRef
 from converters.torchzip.records_out import c_strides
 
@@ -91,7 +91,9 @@ class SafetensorsReader(WholeReader):
                 own = promised(own, names, folder / file.name, INDEX, problems)
             twice = next((name for name in own if name in tensors), None)
             if twice is not None:
-                raise FormatError(f"{printable(twice)} is in two files, one is {printable(file.name)}", tensor=twice)
+                two = f"{printable(tensors[twice].file.name)} and {printable(file.name)}"
+                hint = f"no model has both; to open one of them, name it: {quoted(folder / file.name)}"
+                raise FormatError(f"{printable(twice)} is in two files, {two}", tensor=twice, hint=hint)
             tensors |= {name: FileTensor(ref, file) for name, ref in own.items()}
         what = INDEX if len(files) > 1 else files[0].name
         return cls(path, files, what, {"model": tensors}, _job(folder) if folder == path else {}, problems)
