@@ -221,6 +221,7 @@ def test_lion_saved_whole_without_the_moments_of_its_adam(tmp_path):
     """Megatron-LM main saves `exp_avg` alone in this form, of Adam, too; here it is taken out of what has both."""
     plan, _ = reshard(GOLDEN / "lionM_dpr_tp2dp2", tmp_path / "out", {})
     assert plan.options.optimizer == "fully_reshardable"
+    assert any("does not load exp_avg_sq of the parameters that Adam trains" in note for note in plan.notes)
 
     def without(state):
         state["state_dict_metadata"] = {k: v for k, v in state["state_dict_metadata"].items() if "exp_avg_sq" not in k}

@@ -162,7 +162,14 @@ def _flags(root: Path, layout: Layout, catalog: Catalog, groups: ParamGroups | N
 
 def _loader_notes(groups: ParamGroups | None) -> list[str]:
     """What a person should know of Megatron's own loader."""
-    if groups is not None and any(part.part.algorithm.startswith("SGD") for part in groups.parts):
+    algorithms = {} if groups is None else {part.part.algorithm: part.part.distributed for part in groups.parts}
+    if "Lion" in algorithms and algorithms.get("Adam"):
+        # DistributedOptimizer.optimizer_state_keys is ("exp_avg",) of all parameters when --optimizer lion is given
+        return [
+            "Megatron-LM with --optimizer lion does not load exp_avg_sq of the parameters that Adam trains, not even "
+            "from its own checkpoints: these second moments, which are written, start from zero"
+        ]
+    if any(name.startswith("SGD") for name in algorithms):
         return [
             "Megatron-LM 0.16.1 cannot load an SGD optimizer, not even its own (TypeError: 'NoneType' object is not "
             "callable, in init_state_fn): start such a job with --no-load-optim"

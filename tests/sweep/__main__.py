@@ -29,7 +29,7 @@ sys.path[:0] = [str(TESTS.parent)]
 from distckpt_cli.app import main as distckpt  # noqa: E402
 
 from .cells import MODELS, OPTIMIZERS, Cell, cells  # noqa: E402
-from .server import Megatron, differences  # noqa: E402
+from .server import Megatron, differences, names  # noqa: E402
 
 
 def command(*arguments: object) -> tuple[int, str]:
@@ -110,14 +110,14 @@ class Group:
         """The cell's entry in the table: it begins with `exact`, `refused`, `Megatron` or `RED`."""
         source, result, at = self.folder / form, self.folder / f"{form}.result", self.target
         doubt, missing = verify(source), dict(self.optimizer.lossy).get(form)
+        layout = [word for axis, size in at.items() for word in (f"--{axis}", size)]
         if missing:
-            code, said = command("reshard", source, result)
+            code, said = command("reshard", source, result, *layout)
             right = missing in (doubt or "") and code == 1 and missing in said
             return f"Megatron does not save its state: {said}" if right else f"RED not said: {doubt}; {code}: {said}"
         if doubt:
             return f"RED source: {doubt}"
         shutil.rmtree(result, ignore_errors=True)
-        layout = [word for axis, size in at.items() for word in (f"--{axis}", size)]
         code, said = command("reshard", source, result, *layout)
         if code:
             return f"refused: {said}" if code == 4 else f"RED reshard, exit {code}: {said}"
@@ -129,16 +129,24 @@ class Group:
         shutil.rmtree(state, ignore_errors=True)
         error = self.ask("load", at, flags, by=self.loader, folder=str(result), state=str(state))
         if error:
-            saved_at = 4 if self.optimizer.distributed or self.model.source["ep"] > 1 else 2
-            own = self.ask(
-                "load", self.model.source, flags, ranks=saved_at, folder=str(source), state=str(self.folder / "own")
-            )
+            own = self.own(source, flags)
             return f"Megatron cannot load its own: {own}" if own and own == error else f"RED load: {error[:300]}"
         found = differences(self.folder / "wanted", state, versions_differ=self.loader is not self.megatron)
         if found:
             kinds = Counter(re.sub(r"^\d+\.pt: (\w+)/.*", r"\1", line) for line in found)
+            if all(line.endswith("only in the wanted state") for line in found) and not self.own(source, flags):
+                restored = {name.partition("/")[0] for name in names(self.folder / "own")}
+                if not restored & kinds.keys():
+                    return f"Megatron does not restore its own: {', '.join(kinds)}"
             return f"RED {len(found)} differ {dict(kinds)}: {found[0][:200]}"
         return "exact"
+
+    def own(self, source: Path, flags: str) -> str | None:
+        """Has Megatron load what it saved, where it saved it, into `own`."""
+        ranks = 4 if self.optimizer.distributed or self.model.source["ep"] > 1 else 2
+        return self.ask(
+            "load", self.model.source, flags, ranks=ranks, folder=str(source), state=str(self.folder / "own")
+        )
 
 
 def go_through(wanted: list[Cell], servers: dict[str, Megatron], work: Path, results: dict[str, str]) -> None:

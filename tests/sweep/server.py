@@ -69,10 +69,10 @@ def differences(wanted: Path, state: Path, *, versions_differ: bool = False) -> 
     """
     import torch
 
-    out, names = [], sorted(path.name for path in wanted.glob("*.pt"))
-    if names != sorted(path.name for path in state.glob("*.pt")):
+    out, files = [], sorted(path.name for path in wanted.glob("*.pt"))
+    if files != sorted(path.name for path in state.glob("*.pt")):
         return ["not the same ranks"]
-    for name in names:
+    for name in files:
         pair = [torch.load(folder / name, weights_only=False) for folder in (wanted, state)]
         if len({_has_remainders(one) for one in pair}) == 2:
             pair = [_in_fp32(one) for one in pair]
@@ -85,6 +85,13 @@ def differences(wanted: Path, state: Path, *, versions_differ: bool = False) -> 
             elif not _same(first[key], second[key]):
                 out.append(f"{name}: {key} differs: {_text(first[key])} wanted, {_text(second[key])}")
     return out
+
+
+def names(folder: Path) -> set[str]:
+    """The names of everything in a state that a job wrote."""
+    import torch
+
+    return {name for path in folder.glob("*.pt") for name in torch.load(path, weights_only=False)}
 
 
 def _same(first: object, second: object) -> bool:
