@@ -24,7 +24,7 @@ from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
 from converters.io.memory import workers_and_memory
 from converters.megatron.damage import refuse_damage
-from converters.names import any_of
+from converters.names import any_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,7 +139,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
             f"no tensor matches {' or '.join(options.tensors)}"
             if options.tensors
             else "--ignore leaves no tensor to compare",
-            hint=f"distckpt inspect {sides[matching.shown].catalog.root} --tensors shows their names",
+            hint=f"distckpt inspect {quoted(sides[matching.shown].catalog.root)} --tensors shows their names",
         )
     notes = [*changes, *sides[0].notes, *sides[1].notes, *matching.notes]
     if not options.quick:

@@ -154,7 +154,7 @@ class _Changes:
         if unknown:
             raise RequestError(
                 f"the checkpoint has no argument {printable(unknown[0])}",
-                hint=f"distckpt inspect CKPT --args shows all; --new adds one: --set {printable(unknown[0])}=... --new",
+                hint=f"distckpt inspect CKPT --args shows all; --new adds one: --set {quoted(unknown[0])}=... --new",
             )
         for name, text in options.values.items():
             before, value = stored.get(name), argument_value(name, text, stored.get(name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import tempfile
 import time
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from converters.names import quoted
 from converters.remote.address import named_path
 from converters.words import counted, format_size
 from distckpt_cli.commands.ls import format_age
@@ -95,7 +95,7 @@ def _show(console: Console, items: list[Leftover]) -> None:
     unfinished = [str(item.path) for item in items if not item.reason]
     console.out(f"{counted(len(items), 'folder')}, {format_size(sum(item.nbytes for item in items))}")
     if unfinished:
-        console.next_step(f"distckpt cache {shlex.join(unfinished[:3])} --clear")
+        console.next_step(f"distckpt cache {' '.join(map(quoted, unfinished[:3]))} --clear")
 
 
 def _show_removed(console: Console, items: list[Leftover], removed: list[Leftover]) -> None:

@@ -241,7 +241,8 @@ def _name_other_iterations(console: Console, path: str) -> None:
 
     folder = named_path(path)
     if (folder / TRACKER).is_file() and len(names := iterations(folder)) > 1:
-        console.note(f"the run has {len(names):,} iterations; its tracker file names this one. All: distckpt ls {path}")
+        which = f"the run has {len(names):,} iterations; its tracker file names this one"
+        console.note(f"{which}. All: distckpt ls {quoted(path)}")
 
 
 def _next_command(reader: Reader, identity: Identity, path: str) -> str:
