@@ -19,6 +19,7 @@ __all__ = [
     "StoreError",
     "UnfinishedError",
     "UnsupportedError",
+    "UsageError",
     "from_json",
 ]
 
@@ -118,11 +119,15 @@ class RequestError(DistckptError):
     kind = "request"
 
 
-class AddressError(RequestError):
-    """A URL that cannot be meant: of an unknown kind, without a bucket, or with credentials in it."""
+class UsageError(RequestError):
+    """What was given cannot be meant, whatever the checkpoint: no path, a text that is no value, no memory to work in."""
 
     exit_code = 2
     kind = "usage"
+
+
+class AddressError(UsageError):
+    """A URL that cannot be meant: of an unknown kind, without a bucket, or with credentials in it."""
 
 
 class DestinationError(DistckptError):
@@ -146,7 +151,16 @@ class Interrupted(DistckptError):
         self.signum = signum
 
 
-_PLAIN = (FormatError, UnfinishedError, UnsupportedError, IntegrityError, RequestError, DestinationError, DistckptError)
+_PLAIN = (
+    FormatError,
+    UnfinishedError,
+    UnsupportedError,
+    IntegrityError,
+    UsageError,
+    RequestError,
+    DestinationError,
+    DistckptError,
+)
 _KINDS_BY_NAME: dict[str, type[DistckptError]] = {kind.__name__: kind for kind in (*_PLAIN, Interrupted)}
 
 

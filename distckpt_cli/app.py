@@ -20,9 +20,11 @@ from typer.main import get_command
 
 from converters import __version__
 from converters.errors import DestinationError, DistckptError, Interrupted
-from converters.execute.error_json import disk_trouble
+from converters.execute.error_json import AGAIN, disk_trouble
 from converters.execute.ranks import Ranks
 from converters.names import printable
+from distckpt_cli.choices import nearest
+from distckpt_cli.commands import WRITERS
 from distckpt_cli.console import COMMAND_LINE, Console, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.help import CONTEXT, LazyGroup
@@ -65,6 +67,11 @@ def root(
         words: list[str] = context.obj
         if Ranks.from_environment().world > 1:
             raise UsageProblem("--workers inside torchrun or srun: the ranks are there already", hint="leave it out")
+        name = context.invoked_subcommand or ""
+        command = context.command.get_command(context, name)  # type: ignore[attr-defined]
+        if command is not None and all(param.name != "rank_timeout" for param in command.params):
+            hint = "--run-as 'distckpt --workers N' starts its commands so" if name == "watch" else "leave it out"
+            raise UsageProblem(f"--workers: {name} is the work of one process", hint=hint)
         raise typer.Exit(launch(int(workers), words[words.index(context.invoked_subcommand or "") :]))
 
 
@@ -133,7 +140,8 @@ def _run(args: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except Signalled as error:
-        return _fail(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}"), form)
+        hint = AGAIN.partition(";")[0] if any(word in WRITERS for word in args) else None
+        return _fail(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}", hint=hint), form)
     except _Misuse as error:
         return _fail(_as_usage(error), form)
     except BrokenPipeError:
@@ -192,11 +200,25 @@ def _write_torchrun_error(error: DistckptError) -> None:
             Path(path).write_text(json.dumps({"message": {"message": error.message, "extraInfo": about}}))
 
 
+def _plain_value(text: str) -> str:
+    """What Typer says of an option's value, in our words: which option or variable, and what it takes."""
+    match = re.match(r"Invalid value for '(?:-\w / )?(--[\w-]+)'(?: \(env var: '(\w+)'\))?: Input should be (.*)", text)
+    if match is None:
+        return text
+    typed = any(word.partition("=")[0] == match[1] for word in COMMAND_LINE.get())
+    name = match[1] if typed else match[2] or match[1]
+    bound = re.match(r"(greater|less) than (or equal to )?(\S+)", match[3])
+    if bound is None:
+        return f"{name} takes {'a whole number' if 'valid integer' in text else 'a number'}"
+    side = "more" if bound[1] == "greater" else "less"
+    return f"{name} must be {f'{bound[3]} or {side}' if bound[2] else f'{side} than {bound[3]}'}"
+
+
 def _as_usage(error: Exception) -> UsageProblem:
     text = error.format_message() if hasattr(error, "format_message") else str(error)
-    if "Input should be a valid" in text:  # pydantic's, of the type of an option
-        kind = "a whole number" if "valid integer" in text else "a number"
-        text = text.partition(":")[0].replace("Invalid value for ", "").strip("'") + f" takes {kind}"
+    text = _plain_value(text)
+    if extra := re.match(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", text, re.DOTALL):
+        text = f"too many arguments: {printable(extra[1])}"
     near = re.search(r"\s*\(Possible options: (--[\w-]+).*\)|\s*Did you mean (--[\w-]+)\?", text)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "distckpt"
@@ -204,8 +226,11 @@ def _as_usage(error: Exception) -> UsageProblem:
     if "--workers" in text and context is not None and context.parent is not None:
         hint = f"it goes before the command: distckpt --workers N {context.info_name} ..."
     if near:
-        text, hint = text[: near.start()], f"did you mean {near[1] or near[2]}? All options: {command} --help"
-    return UsageProblem(text[:1].lower() + text[1:].rstrip("."), hint=hint)
+        text, option = text[: near.start()], near[1] or near[2]
+        if nearest(text.rpartition(" ")[2].strip("-."), [option.strip("-")]):  # Typer counts the dashes as alike
+            hint = f"did you mean {option}? All options: {command} --help"
+    small = text[:1].lower() if text[1:2].islower() else text[:1]  # the name of a variable stays as it is
+    return UsageProblem(small + text[1:].rstrip("."), hint=hint)
 
 
 def _as_bug(error: Exception) -> DistckptError:

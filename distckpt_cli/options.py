@@ -14,7 +14,7 @@ import typer
 from converters.errors import RequestError
 from converters.remote.patience import RETRY_SECONDS, retry_for
 from distckpt_cli.choices import Words, check_choice, choice
-from distckpt_cli.console import Console, UsageProblem, parse_size
+from distckpt_cli.console import COMMAND_LINE, Console, UsageProblem, parse_size
 
 __all__ = [
     "Ckpt",
@@ -109,6 +109,8 @@ class Speaking:
         retry_for(self.retry_for)
         if self.silent and self.as_json:
             raise UsageProblem("--silent prints nothing, --json a document", hint="choose one")
+        if self.quiet and self.verbose:
+            raise UsageProblem("--quiet prints less, --verbose more", hint="choose one")
 
     @property
     def console(self) -> Console:
@@ -198,7 +200,8 @@ def spread(command: _Command) -> _Command:
                 # Typer has the first name of an option in `Annotated` where its default was, before 0.9
                 names = [option.default, *(option.param_decls or ()), f"--{parameter.name.replace('_', '-')}"]
                 name = next(name for name in names if isinstance(name, str) and name.startswith("--"))
-                check_choice(name, values[parameter.name], words.words())
+                typed = any(word.partition("=")[0] == name for word in COMMAND_LINE.get())
+                check_choice(name if typed else option.envvar or name, values[parameter.name], words.words())
         options = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         return command(**values, **options)
 

@@ -52,8 +52,8 @@ class Carried:
         content(
             metavar="FORM",
             help="Form of the optimizer's state: plain (for a job without --use-distributed-optimizer), fully_reshardable, "
-            "dp_reshardable, keep (the source's, as one of these), none (leave it out); by default plain if the source is, "
-            "else fully_reshardable.",
+            "dp_reshardable, keep (the source's, as one of these), none (leave it out), auto (plain if the source is, else "
+            "fully_reshardable; the default).",
             autocompletion=OPTIMIZERS.complete,
         ),
     ] = None

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from converters.remote.address import named_path
+from converters.remote.address import RemotePath, named_path
 from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
-from distckpt_cli.console import COMMAND_LINE
+from distckpt_cli.console import COMMAND_LINE, UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import MaxMemory, Running, buffer_bytes, output, resources, workers
 
@@ -82,6 +82,10 @@ def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversio
 
     console = writing.console
     conversion = plan(console)
+    if not isinstance(conversion.destination, RemotePath) and any(
+        word.partition("=")[0] == "--scratch" for word in COMMAND_LINE.get()
+    ):
+        raise UsageProblem("--scratch is for a DST in an object store; this one is on a disk", hint="leave it out")
     if writing.threads is not None and conversion.job.threads < writing.threads:
         memory = workers_and_memory(None, None, conversion.reader.catalog.path)[1]
         text = f"--max-memory {writing.max_memory or f'{memory >> 20}MiB'} is enough"

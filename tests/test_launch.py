@@ -160,7 +160,8 @@ def test_a_signal_before_anything_is_imported(who, number, tmp_path):
     path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
     command = ("--workers", 2, "reshard", SOURCE, tmp_path / "out", *RESHARD)
     code, out, err = how(distckpt(*command, PYTHONPATH=path, WHO=who, SIGNAL=str(int(number))))
-    assert (code, out, err) == (128 + number, "", f"stopped by {number.name}\n")
+    again = "hint:  run the same command again\n"
+    assert (code, out, err) == (128 + number, "", f"stopped by {number.name}\n{again}")
 
 
 @pytest.mark.parametrize("victim", [0, 1])

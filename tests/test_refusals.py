@@ -36,7 +36,7 @@ def test_what_an_interrupted_run_left_is_no_checkpoint(command, tmp_path, capsys
     shutil.copytree(GOLDEN / "hf_llama_safetensors", left)
     code, err = said(capsys, *command, left, *([tmp_path / "x"] if command == ["export-hf"] else []))
     assert code == 3
-    assert "not finished" in err
+    assert "unfinished result" in err
 
 
 def test_a_page_replaces_only_a_page(tmp_path, capsys):

@@ -123,10 +123,14 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
     prints = fingerprint_of(a), fingerprint_of(b)
     a, b, changes = comparable(a, b)
     sides = Side.both(a, b)
-    wanted, unwanted = any_of(options.tensors), any_of(options.ignore)
+    wanted = any_of(options.tensors)
+    unwanted = {pattern: any_of((pattern,)) for pattern in options.ignore}
+    idle = set(unwanted)  # patterns that have left nothing out
 
     def keep(name: str) -> bool:
-        return not unwanted(name)
+        matches = {pattern for pattern, matcher in unwanted.items() if matcher(name)}
+        idle.difference_update(matches)
+        return not matches
 
     matching = match(
         *sides,
@@ -155,6 +159,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
         facts = compare_facts(*sides, keep)
         notes += facts.notes
     facts.differing += _unread(sides, keep)
+    notes += [f"--ignore {pattern} leaves nothing out" for pattern in options.ignore if pattern in idle]
     work = () if options.quick else stretches(matching, sides)
     return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, prints)
 

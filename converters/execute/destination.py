@@ -90,6 +90,8 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
             details=[f"there is {printable(str(ancestor))}"],
             hint=f"to create it: mkdir -p {quoted(real.parent)}",
         )
+    if os.statvfs(ancestor).f_flag & os.ST_RDONLY:
+        raise DestinationError(f"{printable(str(ancestor))} is on a read-only file system")
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise DestinationError(f"no permission to write in {printable(str(ancestor))}")
 

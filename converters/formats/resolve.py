@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import FormatError, UnfinishedError, UnsupportedError
+from converters.errors import FormatError, UnfinishedError, UnsupportedError, UsageError
 from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
 from converters.formats.links import enclose
 from converters.formats.registry import Seen, detect
@@ -54,10 +54,11 @@ def resolve(path: str | Path, *, follow_links: bool = False) -> Path:
         follow_links: Links in it may lead out of it.
 
     Raises:
+        UsageError: The path is empty.
         FormatError: Nothing there, or more than one checkpoint and no tracker file to choose.
     """
     if not str(path):
-        raise FormatError("no checkpoint was named: the path is empty", hint="is a shell variable unset?")
+        raise UsageError("no checkpoint was named: the path is empty", hint="is a shell variable unset?")
     named = named_path(path)
     if named.name in ("", ".."):  # the folder's own name tells frameworks apart: "weights", "model_weights"
         named = named.absolute() if not named.name else named.resolve()

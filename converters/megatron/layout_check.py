@@ -87,6 +87,9 @@ def check(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) 
             )
     elif layout.ep > 1:
         raise RequestError(f"--ep {layout.ep} is for a mixture of experts; this model has none", hint="leave --ep out")
+    elif layout.etp not in (None, 1, layout.tp, None if args.etp == args.tp else args.etp):
+        text = f"--etp {layout.etp} is for a mixture of experts; this model has none"
+        raise RequestError(text, hint="leave --etp out")
     stacks = {inner.partition(".layers.")[0] for name in shapes if (inner := language_name(name)) is not None}
     if layout.pp > 1 and {"encoder", "decoder"} <= stacks:  # pretrain_t5.py, model_provider
         raise RequestError("a model with encoder and decoder cannot be divided over --pp", hint="--pp 1")

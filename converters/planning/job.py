@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-from converters.errors import IntegrityError, RequestError
+from converters.errors import IntegrityError, UsageError
 from converters.names import printable
 from converters.planning.plan import Op
 from converters.planning.tasks import Task, Tasks, TaskTable, Tile
+from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -227,8 +228,9 @@ def _tile_size(buffers: int, max_memory: int, threads: int, at_once: int) -> tup
     most = max_memory // buffers
     tile = min(_TILE, max(most // at_once, min(most, _LEAST_REQUEST)) // 4096 * 4096)
     if tile < _SMALLEST_TILE:
-        raise RequestError(
-            f"--max-memory of {max_memory:,} bytes is too small: one worker needs {buffers * _SMALLEST_TILE:,} bytes",
-            hint="give at least 1MiB; 64MiB is the default",
+        need = buffers * _SMALLEST_TILE
+        raise UsageError(
+            f"--max-memory of {counted(max_memory, 'byte')} is too small: one worker needs {need:,} bytes",
+            hint=f"give at least {-(-need // 1024)}KiB; 64MiB is the default",
         )
     return tile, max(1, min(threads, max_memory // (buffers * tile)))

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from converters.dtypes import dtype
-from converters.errors import RequestError, UnsupportedError
+from converters.errors import RequestError, UnsupportedError, UsageError
 from converters.names import printable
 from converters.pickles import Global, Obj
 from converters.write.job_arguments import shown_argument
@@ -75,7 +75,7 @@ def _literal(name: str, text: str) -> Any:
         try:
             return ast.literal_eval(text)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            raise RequestError(
+            raise UsageError(
                 f"the value of {printable(name)} is no literal: {printable(text)[:100]}",
                 hint=f"numbers, true, false, null, lists; a text in quotes: --set '{name}=\"...\"'; "
                 "torch types by name: params_dtype=bfloat16",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import FormatError, IntegrityError, RequestError
+from converters.errors import FormatError, IntegrityError, RequestError, UsageError
 from converters.execute.destination import check_destination
 from converters.formats.base import COMMON_OBJECT
 from converters.formats.dcp.moved_records import with_longer_record
@@ -135,7 +135,7 @@ class _Changes:
             raise RequestError("edit-args needs at least one change", hint="--set key=value, --unset key")
         both = sorted(options.values.keys() & set(options.unset))
         if both:
-            raise RequestError(f"{printable(both[0])} is both set and unset")
+            raise UsageError(f"{printable(both[0])} is both set and unset")
 
     def apply(self, args: Any, file: str) -> None:
         """Changes the Namespace of a file.
@@ -152,10 +152,10 @@ class _Changes:
         unknown = [n for n in options.values if n not in stored and not options.new]
         unknown += [n for n in options.unset if n not in stored]
         if unknown:
-            raise RequestError(
-                f"the checkpoint has no argument {printable(unknown[0])}",
-                hint=f"distckpt inspect CKPT --args shows all; --new adds one: --set {quoted(unknown[0])}=... --new",
-            )
+            hint = "distckpt inspect CKPT --args shows all"
+            if unknown[0] in options.values:
+                hint += f"; --new adds one: --set {quoted(unknown[0])}=... --new"
+            raise RequestError(f"the checkpoint has no argument {printable(unknown[0])}", hint=hint)
         for name, text in options.values.items():
             before, value = stored.get(name), argument_value(name, text, stored.get(name))
             if name in stored and type(before) is type(value) and shown_argument(before) == shown_argument(value):

@@ -148,7 +148,7 @@ def plan_import(
         notes=(*dict.fromkeys((*mapping.notes, *notes, *start.notes, *plan.notes, *model.remarks(args))),),
         summary=(
             ("model", f"{model.name} ({model.architecture}), {report['parameters']:,} parameters"),
-            ("to", f"{layout}, {start.job}, {options.to}"),
+            ("to", f"{layout}, {start.job}" + (f", {options.to}" if options.to != BRIDGE else "")),
         ),
         facts={**report, "to": options.to, **start.facts, "layout": plan.facts["layout"]},
         advice=(start.advice,),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["COMMANDS", "EXAMPLES", "OPTIONAL_GLOBS", "Entry"]
+__all__ = ["COMMANDS", "EXAMPLES", "OPTIONAL_GLOBS", "WRITERS", "Entry"]
 
 
 class Entry(NamedTuple):
@@ -45,6 +45,9 @@ COMMANDS = {
     "formats": Entry("about:formats", "About", "List the storage formats that are read and written"),
     "models": Entry("about:models", "About", "List the Hugging Face architectures that are exported and imported"),
 }
+
+WRITERS = frozenset(name for name, entry in COMMANDS.items() if entry.panel in ("Write", "Hugging Face"))
+"""The commands that write, and go on where they were stopped."""
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "": (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from distckpt_cli.choices import check_choice
 from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.options import Ckpt, options_set, spread
-from distckpt_cli.targets import Carried, TargetLayout  # noqa: TC001
+from distckpt_cli.targets import Carried, TargetLayout
 from distckpt_cli.writing import Target, Writing, carry_out
 
 if TYPE_CHECKING:
@@ -23,13 +24,14 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     needs no GPU, no Megatron and no launch script. An interrupted run continues when the same command is given again;
     DST appears only when it is complete.
     """
-    from converters.commands import LAYOUT_OPTIONS, plan_command
+    from converters.commands import plan_command
     from converters.write.reshard import ReshardOptions
 
     check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
     layout, options = options_set(target), options_set(carried)
     if not layout and not options:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in LAYOUT_OPTIONS)
+        changes = [*fields(TargetLayout), *fields(Carried)]
+        names = ", ".join(f"--{change.name.replace('_', '-')}" for change in changes)
         raise UsageProblem(
             "reshard needs at least one change",
             hint=f"give at least one of {names}; what is not given stays as it is. `distckpt inspect CKPT` shows what it is",
