@@ -126,3 +126,9 @@ def test_a_read_only_file_system(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: read_only if path == tmp_path else real(path))
     ran = here("strip", LLAMA, tmp_path / "out")
     assert (ran.code, ran.err) == (5, f"error: {tmp_path} is on a read-only file system\n")
+
+
+@pytest.mark.parametrize(("name", "no_rng"), [("llama_adam_tp2pp2", False), ("legacy_llama_adam_tp2pp2", True)])
+def test_strip_prints_the_flags_that_its_help_names(name, no_rng, tmp_path):
+    text = here("strip", GOLDEN / name, tmp_path / "out").err
+    assert ("--no-load-optim" in text, "--no-load-rng" in text) == (True, no_rng)

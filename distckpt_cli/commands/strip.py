@@ -12,8 +12,8 @@ def strip(src: Ckpt, dst: Target, writing: Writing) -> int:
     """Copy a checkpoint without optimizer, random states and the state of the rerun machine; format and layout stay.
 
     Every weight and every extra state keeps its bits. The result is a training root for torch_dist and legacy checkpoints;
-    start a job from it with --no-load-optim --no-load-rng. An interrupted run continues when the same command is given
-    again.
+    start a job from it with the flags that are printed: --no-load-optim, and of a legacy checkpoint --no-load-rng. An
+    interrupted run continues when the same command is given again.
     """
     from converters.commands import plan_command
 
