@@ -90,7 +90,7 @@ def pickled(value):
 
 @pytest.mark.parametrize(
     ("shape", "complaint"),
-    [((20, 15), "holds a bfloat16 tensor"), ((16, 20), "holds a bfloat16 tensor"), (None, "described nowhere")],
+    [((20, 15), "holds a bfloat16 tensor"), ((16, 20), "holds a bfloat16 tensor"), (None, "has no description")],
 )
 def test_a_description_that_does_not_fit(shape, complaint, copy):
     import torch

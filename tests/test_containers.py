@@ -293,7 +293,7 @@ def test_someone_else_makes_the_file_meanwhile(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Staging, "_publish_file", late)
     command = ["convert", str(golden("qwen2_weights_tp2pp2")), str(path), "--to", "torch", "--progress", "off"]
     assert main(command) == 5
-    assert "filled by someone else" in capsys.readouterr().err
+    assert "changed by another program" in capsys.readouterr().err
     assert path.read_text() == "theirs"
 
 

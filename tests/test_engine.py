@@ -398,7 +398,7 @@ def test_a_destination_filled_meanwhile_is_not_touched(llama, tmp_path):
     plan = plan_export(open_checkpoint(llama[0]), tmp_path / "out")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "theirs").write_text("x")
-    with pytest.raises(DestinationError, match="filled by someone else"):
+    with pytest.raises(DestinationError, match="changed by another program"):
         run_export(plan)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
 

@@ -432,7 +432,7 @@ BAD = {
     "quantized": (
         lambda f: cases.rewrite_config(f, quantization_config={"quant_method": "gptq"}),
         RequestError,
-        "not known here: gptq",
+        "by an unknown method: gptq",
     ),
     "no config": (lambda f: (f / "config.json").unlink(), FormatError, "no config.json"),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), FormatError, "config.json"),

@@ -101,7 +101,7 @@ def test_sections_of_a_mamba_mixer_are_one_parameter():
     "name", ["decoder.layers.0.mlp.new_thing.weight", "vision.blocks.0.weight", "decoder.x.weight"]
 )
 def test_an_unknown_parameter_has_no_place(name):
-    with pytest.raises(RequestError, match="not known where") as caught:
+    with pytest.raises(RequestError, match="does not know the position") as caught:
         Order().position(name)
     assert caught.value.tensor == name
 

@@ -245,9 +245,9 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (stated(quant_method="awq"), RequestError, "awq"),
         (stated(quant_method="gptq", bits=4), RequestError, "gptq"),
         (stated(quant_method="mxfp4"), RequestError, "mxfp4"),
-        (stated(fmt="e5m2"), RequestError, "not known here"),
+        (stated(fmt="e5m2"), RequestError, "by an unknown method"),
         (stated(quant_method="compressed-tensors", format="pack-quantized"), RequestError, "pack-quantized"),
-        (stated(quant_method=["fp8"]), RequestError, "not known here"),
+        (stated(quant_method=["fp8"]), RequestError, "by an unknown method"),
     ],
 )
 def test_what_is_not_understood_is_refused(spoil, kind, words, tmp_path):

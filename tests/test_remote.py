@@ -74,8 +74,8 @@ def test_a_file_address_is_a_disk():
     [
         ("s3://key:hush@bucket/x", "credentials"),
         ("https://host/model.tar?X-Amz-Signature=hush", "credentials"),
-        ("ftp://host/x", "no address"),
-        ("s3a://bucket/x", "no address"),
+        ("ftp://host/x", "is not an address"),
+        ("s3a://bucket/x", "is not an address"),
         ("s3:///x", "names no bucket or path"),
         ("hf://org", "names no bucket or path"),
         ("s3://bucket/a/../b", "without them"),
