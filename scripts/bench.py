@@ -39,7 +39,7 @@ COMMANDS = (*WRITERS, "load", *READERS)
 
 def write_source(folder, gib):
     """A checkpoint of about so many GiB, a record at a time."""
-    from checkpoints import write_llama
+    from harness.checkpoints import write_llama
 
     hidden, ffn, vocab = (2048, 5632, 16384) if gib >= 0.1 else (256, 512, 1024)
     layer = 2 * hidden * (3 * hidden + 3 * ffn)

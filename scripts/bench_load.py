@@ -71,9 +71,8 @@ class Room:
 
 def shards(folder, tp, rank):
     """What a rank of a Llama at this tensor-parallel size holds, as megatron-core's sharded tensors with memory."""
-    from make_big import Model
-
     from converters import load_common, load_metadata
+    from make_big import Model
 
     args = load_common(folder)["args"]
     rows = load_metadata(folder)["embedding.word_embeddings.weight"].shape[0]

@@ -31,7 +31,7 @@ from pathlib import Path
 from bench_export import MIB, REPOSITORY, machine
 
 sys.path.insert(0, str(REPOSITORY / "tests"))
-from remote_stores import file_server
+from harness.remote_stores import file_server
 
 RANGE = 4 << 20
 AHEAD = 4

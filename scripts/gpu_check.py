@@ -16,7 +16,7 @@ a process of its own that is ended after `--limit` seconds (600):
 
 What one GPU cannot show: NCCL between several, and GPUs of other machines. The report is Markdown and JSON; a step that is
 run again replaces what the report says of it. Exit code 0: all steps have passed, 1: one has not, 4: there is no GPU. With
-`--simulated` the device is the simulation of tests/simulated.py, sizes are small, and figures say nothing.
+`--simulated` the device is the simulation of tests/harness/simulated.py, sizes are small, and figures say nothing.
 """
 
 import argparse

@@ -15,9 +15,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from checkpoints import write_llama
-from device_faults import FAULTS, applied, with_fault
-from simulated import Simulated
 
 from converters import Layout, load
 from converters.dtypes import dtype
@@ -32,10 +29,13 @@ from converters.loading.prepare import prepare
 from converters.loading.rank_plan import plan_load
 from converters.loading.run import LoadOptions, LoadRequest
 from converters.planning.plan import Op
+from harness.checkpoints import write_llama
+from harness.device_faults import FAULTS, applied, with_fault
+from harness.simulated import Simulated
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MIB, GIB = 1 << 20, 1 << 30
-GPU_TESTS = ("tests/test_load.py", "tests/test_cast.py", "tests/test_load_ranks.py")
+GPU_TESTS = ("tests/load/test_load.py", "tests/unit/test_cast.py", "tests/load/test_load_ranks.py")
 _CYCLES = 20_000_000  # of the GPU's clock: about 10 ms
 _BF16_BYTES = 400 * MIB
 
@@ -277,7 +277,7 @@ def _two_ranks(asked, folder, failed, notes):
     place["PYTHONPATH"] = str(REPOSITORY)
     ranks = [
         subprocess.Popen(
-            [sys.executable, REPOSITORY / "tests/load_driver.py", work / "cases.json", work / f"{rank}.json"],
+            [sys.executable, REPOSITORY / "tests/harness/load_driver.py", work / "cases.json", work / f"{rank}.json"],
             env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)

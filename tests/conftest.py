@@ -1,23 +1,20 @@
-"""What every test shares: `tests/` and `scripts/` to import from, `--all`, the fixtures that run the real megatron-core."""
+"""What every test shares: `--all`, the fixtures that run the real megatron-core."""
 
 import gc
 import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parent.parent / "scripts"))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of child processes import the same sources
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a script; Ctrl-C is tested all the same
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from harness.processes import end_all, forget_failure
 from oracle.fixtures import megatron_checkpoint, megatron_load
-from processes import end_all, forget_failure
 
 __all__ = ["megatron_checkpoint", "megatron_load"]
 

@@ -16,7 +16,7 @@ keeps the experts of a rank in two matrices, each expert transposed:
 
 Facts: Megatron-Core 0.16.1, models/gpt/gpt_layer_specs.py (`sharded_state_dict_keys_map` of the local spec),
 transformer/moe/experts.py, transformer/transformer_block.py, models/common/language_module/language_module.py; compared
-with what the real models hold by tests/test_local.py.
+with what the real models hold by tests/layout/test_local.py.
 """
 
 from __future__ import annotations

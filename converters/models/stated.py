@@ -48,7 +48,7 @@ NEUTRAL = frozenset(
         *("expand", "mamba_expand", "mtp_layers_block_type"),  # the width is heads times head_dim
     }
 )
-"""Keys that do not change the logits; tests/test_import_config.py compares them with and without."""
+"""Keys that do not change the logits; tests/models/test_import_config.py compares them with and without."""
 
 # compared as a whole, or read by a rule into one fact
 _ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base")

@@ -2,7 +2,7 @@
 
 Everything before the elements is known from type and shape; what follows needs only their CRC-32. So a record of any size
 is written by streaming its elements into their place and sealing it at the end. The bytes are those of torch.save (2.13),
-alignment, padding and serialization id included; `tests/test_records_out.py` compares them.
+alignment, padding and serialization id included; `tests/unit/test_records_out.py` compares them.
 
 Source of the layout: torch/serialization.py, caffe2/serialize/inline_container.cc, and its zip library for archives
 beyond 4 GiB.

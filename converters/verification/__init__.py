@@ -5,9 +5,9 @@
     report.good, report.affected      # whether all is well; the tensors concerned
     messages = [finding.message for check in report.checks for finding in check.findings]
 
-tests/test_verify_swaps.py and tests/test_verify_hf.py have what production systems do to checkpoints, damage by damage, and
-the check that finds it. Without a list of the files (`write_manifest=True`, or Megatron's own `integrity.json`), made when
-the checkpoint was right, these are not found, as nothing else depends on them:
+tests/verify/test_verify_swaps.py and tests/verify/test_verify_hf.py have what production systems do to checkpoints, damage
+by damage, and the check that finds it. Without a list of the files (`write_manifest=True`, or Megatron's own
+`integrity.json`), made when the checkpoint was right, these are not found, as nothing else depends on them:
 
 - where no master weights are stored beside weights: values of another run or iteration, or exchanged between places of one
   shape (two layers, two experts, k and v), with their checksums;

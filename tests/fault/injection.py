@@ -14,7 +14,7 @@ import tarfile
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from checkpoints import GOLDEN, copy_golden, tree
+from harness.checkpoints import GOLDEN, copy_golden, tree
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("gcc") or shutil.which("cc")

@@ -8,8 +8,9 @@ import os
 import subprocess
 
 import pytest
-from checkpoints import run_cli, write_llama
 from injection import COMMANDS, COMPILER, case_of
+
+from harness.checkpoints import run_cli, write_llama
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: faults cannot be injected")
 

@@ -6,7 +6,8 @@ import signal
 import time
 
 import pytest
-from checkpoints import tree, write_llama
+
+from harness.checkpoints import tree, write_llama
 
 TILES = ("--max-memory", "1MiB", "--threads", "2", "--progress", "off")
 JOBS = {

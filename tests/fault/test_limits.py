@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from checkpoints import tree, write_llama
+
+from harness.checkpoints import tree, write_llama
 
 MIB = 1 << 20
 needs_root = pytest.mark.skipif(bool(os.geteuid()), reason="needs root")

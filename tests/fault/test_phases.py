@@ -5,7 +5,8 @@ import shutil
 import signal
 
 import pytest
-from checkpoints import golden, tree, write_llama
+
+from harness.checkpoints import golden, tree, write_llama
 
 SOURCE = golden("llama_dpreshardable_buckets_tp2dp2")  # whose optimizer state is proved before it is written
 WRITING = ("planning", "proof", "working", "checking", "publishing")

@@ -7,9 +7,10 @@ import random
 from collections import Counter
 
 import pytest
-from checkpoints import write_llama
 from crash import ABSENT, Trace, calls_for, parsed
 from injection import COMPILER, BeginningAnew, Case, PairLed, Replacing, Resuming, case_of
+
+from harness.checkpoints import write_llama
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler: calls cannot be recorded")
 

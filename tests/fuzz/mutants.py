@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.support import GOLDEN
 from hostile.corpus import ITERATION, rezip
-from support import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Callable

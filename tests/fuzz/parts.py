@@ -10,8 +10,6 @@ import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
-from fuzz.mutants import TARGETS, Mutant, contents
-
 from converters.errors import DistckptError
 from converters.formats.containers.safetensors import SafetensorsReader
 from converters.formats.dcp.geometry import tiling_problem
@@ -23,6 +21,7 @@ from converters.formats.zarr.array import parse_zarray
 from converters.names import printable
 from converters.pickles import Obj, describe, dumps, parse
 from converters.torchzip.records import locate_tensor, member_offset, read_directory, read_pickle, tensor_ref
+from fuzz.mutants import TARGETS, Mutant, contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fuzz.mutants import TARGETS, Mutant, build
-from fuzz.parts import PARTS, read_parts
-from hostile.corpus import GOOD
-from support import GOLDEN
-
 from converters.errors import DistckptError
 from distckpt_cli.app import main as distckpt
+from fuzz.mutants import TARGETS, Mutant, build
+from fuzz.parts import PARTS, read_parts
+from harness.support import GOLDEN
+from hostile.corpus import GOOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

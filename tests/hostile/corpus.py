@@ -21,16 +21,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import hostile_pickles as pickles
-import test_containers_read as containers
-import test_tar as tars
-import test_verify_damage as damage
-import test_zarr
-from checkpoints import edit_metadata
-from support import GOLDEN
-
 from converters.formats.common_state import Archive
 from converters.pickles import Global, Obj, PersId, dumps, fields, parse, set_field
+from formats import test_containers_read as containers
+from formats import test_tar as tars
+from formats import test_zarr
+from harness import hostile_pickles as pickles
+from harness.checkpoints import edit_metadata
+from harness.support import GOLDEN
+from verify import test_verify_damage as damage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

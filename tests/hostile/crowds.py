@@ -7,12 +7,11 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import test_containers_read as containers
-from checkpoints import edit_metadata
-from hostile.corpus import GOOD, ITERATION, Case, copied, first_key, renamed_key
-
 from converters.formats.common_state import Archive
 from converters.pickles import Global, Obj, fields, set_field
+from formats import test_containers_read as containers
+from harness.checkpoints import edit_metadata
+from hostile.corpus import GOOD, ITERATION, Case, copied, first_key, renamed_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.support import GOLDEN
 from hostile.corpus import GOOD, Case, fired
-from support import GOLDEN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -29,13 +29,12 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
-from hostile.watch import watch
-
 import converters
 import distckpt_cli
 from converters.errors import DistckptError
 from distckpt_cli.app import main as distckpt
 from distckpt_cli.help import LazyGroup
+from hostile.watch import watch
 
 CPU_SECONDS = 5
 WALL_SECONDS = 400  # the machine may be busy with other things

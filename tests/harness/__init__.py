@@ -1,0 +1,1 @@
+"""All that is no test: fixtures, cases, servers, drivers, the simulated GPU."""
