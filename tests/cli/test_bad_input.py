@@ -258,7 +258,7 @@ def test_wrong_options(place, capsys):
         assert re.search(sentence, text)
         assert "Traceback" not in text
     refused(capsys, 4, "128 rows", place / "src", place / "dst" / "o", "--vocab-size", "4000", hint=False)
-    refused(capsys, 4, "max-memory", place / "src", place / "dst" / "o", "--max-memory", "1kB")
+    refused(capsys, 2, "max-memory", place / "src", place / "dst" / "o", "--max-memory", "1kB")
     assert nothing_left(place / "dst")
 
 

@@ -76,7 +76,7 @@ def test_a_part_that_cannot_be_read_is_not_left_out(tmp_path):
 def test_a_path_is_quoted_for_the_shell():
     assert quoted("a b/c") == "'a b/c'"
     assert quoted("plain/path.pt") == "plain/path.pt"
-    assert quoted("a;rm\x1b") == "'a;rm\\x1b'"
+    assert quoted("a;rm\x1b") == r"$'a;rm\033'"
 
 
 def test_training_roots_side_by_side_are_counted(tmp_path):
