@@ -107,6 +107,8 @@ def main():
     size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     print(f"{source.name}: {size / GIB:.2f} GiB\n{machine()}; n = {asked.runs}, interleaved, cold cache")
     digests = set()
+    if asked.dir:
+        Path(asked.dir).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=asked.dir or source.parent, prefix="bench-") as name:
         todo = routes(source, Path(name), extra)
         chosen = {route: it for route, it in todo.items() if not asked.route or route in asked.route}
