@@ -33,9 +33,11 @@ import json, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:] = sys.argv[1:]
 sys.modules["torch"] = None
+answers, sys.stdout = sys.stdout, sys.stderr  # whatever an import prints is no answer
 from converters.models.transformers_config import from_transformers
 for line in sys.stdin:
-    print(json.dumps(from_transformers(*json.loads(line))), flush=True)
+    answers.write(json.dumps(from_transformers(*json.loads(line)), default=str) + chr(10))
+    answers.flush()
 """
 
 
@@ -81,7 +83,8 @@ def _answer(name: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        print(json.dumps([name, config]), file=process.stdin, flush=True)
+        process.stdin.write(json.dumps([name, config]) + "\n")
+        process.stdin.flush()
         line = process.stdout.readline()
     except BrokenPipeError:
         line = ""

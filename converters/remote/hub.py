@@ -18,7 +18,23 @@ if TYPE_CHECKING:
 
     from converters.remote.address import Root
 
-__all__ = ["HubStore"]
+__all__ = ["HubStore", "hub_modules"]
+
+
+def hub_modules() -> tuple[Any, Any, Any]:
+    """`huggingface_hub`, its `utils` and its `errors`, which only addresses of the hub need.
+
+    Raises:
+        RequestError: It is not installed.
+    """
+    try:
+        hub, utils, errors = (import_module(f"huggingface_hub{part}") for part in ("", ".utils", ".errors"))
+    except ImportError:
+        raise RequestError(
+            "addresses of the hub need the package huggingface_hub, which is not installed",
+            hint="pip install 'distckpt[remote]'",
+        ) from None
+    return hub, utils, errors
 
 
 class HubStore:
@@ -27,15 +43,7 @@ class HubStore:
     def __init__(self, root: Root) -> None:
         self.root = root
         self._name, _, self._revision = root.name.partition("@")
-        try:
-            self._hub: Any = import_module("huggingface_hub")
-            self._utils: Any = import_module("huggingface_hub.utils")
-            self._errors: Any = import_module("huggingface_hub.errors")
-        except ImportError:
-            raise RequestError(
-                "addresses of the hub need the package huggingface_hub, which is not installed",
-                hint="pip install 'distckpt[remote]'",
-            ) from None
+        self._hub, self._utils, self._errors = hub_modules()
         self._files: dict[str, Properties] | None = None
         self._commit = ""
 

@@ -6,10 +6,9 @@ Token, endpoint and proxies are those of `huggingface_hub`: `HF_TOKEN`, `hf auth
 from __future__ import annotations
 
 import errno
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.errors import RequestError
+from converters.remote.hub import hub_modules
 from converters.remote.patience import patiently
 from converters.remote.trouble import StatedError
 
@@ -38,15 +37,7 @@ class HubWriter:
         self.root = destination.root_and_key[0]
         self.name, _, branch = self.root.name.partition("@")
         self._branch = branch or "main"
-        try:
-            self._hub: Any = import_module("huggingface_hub")
-            self._utils: Any = import_module("huggingface_hub.utils")
-            self._errors: Any = import_module("huggingface_hub.errors")
-        except ImportError:
-            raise RequestError(
-                "addresses of the hub need the package huggingface_hub, which is not installed",
-                hint="pip install 'distckpt[remote]'",
-            ) from None
+        self._hub, self._utils, self._errors = hub_modules()
         self._utils.disable_progress_bars()  # they would be drawn over ours
         self._utils.logging.set_verbosity_error()  # its warnings show addresses that were signed
         self._api: Any = self._hub.HfApi()
