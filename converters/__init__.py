@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from converters.comparison.report import DiffReport as DiffReport
     from converters.errors import DistckptError as DistckptError
     from converters.loading.loader import LoadedState as LoadedState
-    from converters.loading.loader import LoadReport as LoadReport
     from converters.loading.loader import LoadStream as LoadStream
     from converters.loading.loader import load as load
+    from converters.loading.run import LoadReport as LoadReport
     from converters.loading.state import iter_tensors as iter_tensors
     from converters.loading.state import load_common as load_common
     from converters.loading.state import load_metadata as load_metadata
@@ -55,10 +55,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Checkpoint": "overview.checkpoint",
-    "DiffReport": "comparison.compare",
+    "DiffReport": "comparison.report",
     "DistckptError": "errors",
     "Layout": "megatron.layout",
-    "LoadReport": "loading.loader",
+    "LoadReport": "loading.run",
     "LoadStream": "loading.loader",
     "LoadedState": "loading.loader",
     "Report": "verification.report",

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     Corners = NDArray[np.int64]
 
-__all__ = ["Box", "contiguous_tiles", "find_overlap", "flat_range", "runs", "straight", "tiling_fault", "uncovered"]
-
 _PRIMES = (2**31 - 1, 2**31 - 19, 2**31 - 61)
 _FEW = 32  # boxes; more are first weighed together
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.box import Box
-from converters.chunks import Chunk, FlatPart, Part, StoredArray, ViewPart
+from converters.chunks import Chunk, FlatPart, Part, ViewPart
 from converters.dtypes import dtype
 from converters.errors import UnsupportedError
 from converters.model_parts import language_name
@@ -20,22 +20,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.dtypes import DType
-
-__all__ = [
-    "Catalog",
-    "Chunk",
-    "FileInfo",
-    "FlatPart",
-    "LowRank",
-    "ObjectInfo",
-    "Part",
-    "Problem",
-    "Remainders",
-    "StoredArray",
-    "TensorInfo",
-    "ViewPart",
-    "model_section",
-]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
 
-__all__ = ["Chunk", "FlatPart", "Part", "Scales", "StoredArray", "ViewPart"]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

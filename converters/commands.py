@@ -27,7 +27,8 @@ from converters.write.edit_args import EditOptions, plan_edit
 from converters.write.export import QUANTIZATIONS, ExportOptions, plan_export
 from converters.write.import_hf import plan_import
 from converters.write.import_start import PADDINGS, PARTS, ImportOptions
-from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.reshard import plan_reshard
+from converters.write.reshard_state import ReshardOptions
 from converters.write.write_plan import WriteOptions, run_conversion
 from converters.write.written import WriteReport
 
@@ -38,19 +39,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.formats.base import Reader
     from converters.write.write_plan import Conversion
-
-__all__ = [
-    "CHOICES",
-    "LAYOUT_OPTIONS",
-    "convert",
-    "edit_args",
-    "export_hf",
-    "import_hf",
-    "plan_command",
-    "reshard",
-    "strip",
-    "target_layout",
-]
 
 LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first_layers", "last_layers", "pp_layout")
 """Fields of `Layout` that may be asked for; what is not keeps the value that the source was saved with."""

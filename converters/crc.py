@@ -20,8 +20,6 @@ try:
 except ImportError:
     from zlib import crc32 as _crc32
 
-__all__ = ["RecordSums", "Segment", "combine", "crc32", "crc_of_zeros", "multiply"]
-
 crc32: Callable[..., int] = _crc32
 """CRC-32 of a buffer, going on from an earlier sum: `crc32(data, sum=0)`. Other threads run meanwhile."""
 

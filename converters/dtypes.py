@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from converters.errors import FormatError, RequestError, UnsupportedError
 
-__all__ = ["TYPES", "DType", "dtype", "from_option", "from_safetensors"]
-
 
 @dataclass(frozen=True, slots=True)
 class DType:

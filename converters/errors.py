@@ -7,22 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "AddressError",
-    "DamagedFileError",
-    "DestinationError",
-    "DistckptError",
-    "FormatError",
-    "IntegrityError",
-    "Interrupted",
-    "RequestError",
-    "StoreError",
-    "UnfinishedError",
-    "UnsupportedError",
-    "UsageError",
-    "from_json",
-]
-
 
 class DistckptError(Exception):
     """Base of all errors of the library: a message, details, a hint and an exit code.

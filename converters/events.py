@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Event", "FileDone", "Listener", "Moved", "Note", "Phase", "PlanReady", "Resumed", "StopFlag"]
-
 
 @dataclass(frozen=True, slots=True)
 class PlanReady:

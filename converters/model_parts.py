@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-__all__ = ["LANGUAGE", "REPLICATED", "language_name", "model_parts", "second_names", "split_part", "untrained"]
-
 LANGUAGE = "language_model."
 """The part that is divided into pipeline stages and that the training arguments describe."""
 

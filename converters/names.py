@@ -23,26 +23,6 @@ from converters.model_parts import split_part
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = [
-    "MASTER",
-    "ParsedKey",
-    "StateName",
-    "StoredKey",
-    "any_of",
-    "fold",
-    "master_name",
-    "match_glob",
-    "matcher",
-    "natural_key",
-    "parameter_of",
-    "parse_key",
-    "printable",
-    "quoted",
-    "split_wrapper",
-    "state_names",
-    "stored_key",
-]
-
 # Megatron-Core 0.6 to 0.20, megatron/core/optimizer: `chained_{i}.` marks the dense and the expert optimizer of a MoE
 _OPTIMIZER = re.compile(r"(?:chained_(\d+)\.)?optimizer\.state\.(\w+?)\.(?=[a-z])(.*)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.*)", re.DOTALL)

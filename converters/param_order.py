@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from converters.errors import RequestError
 from converters.model_parts import LANGUAGE, split_part
 
-__all__ = ["EXPERTS", "Order", "trainable"]
-
 _LAYER = (
     "input_layernorm",
     "norm",  # of Falcon-H1: before Mamba and attention

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "format_count", "format_size"]
-
 
 def format_size(nbytes: float) -> str:
     """Bytes for people: `104.70 GiB`, `0.31 MiB`, `1.27 KiB`, `12 B`."""

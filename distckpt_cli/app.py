@@ -34,8 +34,6 @@ from distckpt_cli.streams import careful_streams
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["app", "main"]
-
 # what Typer raises for a wrong command line; it has no public name for the class itself
 _Misuse = cast("type[Exception]", typer.BadParameter.__mro__[2])
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from converters.megatron.identity import Identity
     from distckpt_cli.console import Console
 
-__all__ = ["print_card"]
-
 
 def print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
     """Prints the card: what it is, the model, how it was saved, problems, components."""

@@ -16,23 +16,6 @@ from distckpt_cli.console import UsageProblem
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = [
-    "ARCHITECTURES",
-    "DEVICES",
-    "DTYPES",
-    "FORMATS",
-    "MCORE_VERSIONS",
-    "OPTIMIZERS",
-    "Words",
-    "check_choice",
-    "check_device",
-    "choice",
-    "choice_of",
-    "complete_tensors",
-    "nearest",
-    "suggestion",
-]
-
 
 @dataclass(frozen=True)
 class Words:

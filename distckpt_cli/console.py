@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["COMMAND_LINE", "NARROW", "Console", "UsageProblem", "named", "parse_size", "plain", "table"]
-
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
 """The words behind `distckpt`, as they were typed."""
 

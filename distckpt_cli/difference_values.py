@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from converters.comparison.report import DiffReport, TensorReport
     from distckpt_cli.console import Console
 
-__all__ = ["show_lines", "show_values"]
-
 _ROWS = 20  # of tensors that differ
 _LINES = 8  # of anything else
 _NARROW = 60  # columns of a terminal that has no room for all numbers

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from distckpt_cli.console import Console
 
-__all__ = ["show", "show_arguments"]
-
 _CUT = 60  # characters of an argument's value
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["EPILOG", "ExitCode"]
-
 
 class ExitCode(IntEnum):
     """What a finished process says to its caller.

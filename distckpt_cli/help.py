@@ -21,8 +21,6 @@ from distckpt_cli.exits import EPILOG
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["CONTEXT", "LazyGroup", "PlainCommand"]
-
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 _SYNONYMS = {"info": "inspect", "list": "ls", "cat": "show", "compare": "diff", "check": "verify", "help": "--help"}
 _ENVIRONMENT = [

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
-__all__ = ["launch"]
-
 _PR_SET_PDEATHSIG = 1
 _GRACE = 10.0  # seconds that ranks get to learn from each other that one has failed
 _PATIENCE = 5.0  # seconds that they get to end when told to; one that is suspended does not hear it

@@ -32,21 +32,6 @@ if TYPE_CHECKING:
 _WIDE = 70  # a terminal that has room for the bars of a tree
 _BAR = 20
 
-__all__ = [
-    "Selection",
-    "chosen_args",
-    "chosen_objects",
-    "chosen_tensors",
-    "nothing",
-    "print_args",
-    "print_files",
-    "print_objects",
-    "print_tensors",
-    "print_tree",
-    "tensor_document",
-    "tree_document",
-]
-
 
 @dataclass(frozen=True)
 class Selection:

@@ -16,25 +16,6 @@ from converters.remote.patience import RETRY_SECONDS, retry_for
 from distckpt_cli.choices import Words, check_choice, choice
 from distckpt_cli.console import COMMAND_LINE, Console, UsageProblem, parse_size
 
-__all__ = [
-    "Ckpt",
-    "FollowLinks",
-    "Json",
-    "Looking",
-    "MaxMemory",
-    "Running",
-    "Speaking",
-    "buffer_bytes",
-    "options_set",
-    "output",
-    "panel",
-    "resolve_word",
-    "resources",
-    "shard_bytes",
-    "spread",
-    "workers",
-]
-
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Value = TypeVar("_Value")
 _Command = TypeVar("_Command", bound=Callable[..., Any])

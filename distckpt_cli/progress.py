@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from converters.events import Event
     from distckpt_cli.console import Console
 
-__all__ = ["MODES", "Progress", "choose_mode", "format_time"]
-
 MODES = ("auto", "bar", "log", "off")
 _WINDOW = 30.0  # seconds over which the rate is averaged
 _REFRESH = 4  # times a second

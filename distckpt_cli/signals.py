@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-__all__ = ["STOPS", "Signalled", "raise_on_signals", "stop_on_signals"]
-
 STOPS = (signal.SIGINT, signal.SIGTERM)
 _SHOW_CURSOR = "\x1b[?25h"
 _ECHO = 2.0

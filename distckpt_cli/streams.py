@@ -15,8 +15,6 @@ from converters.errors import DestinationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["careful_streams", "drop"]
-
 
 @contextlib.contextmanager
 def careful_streams() -> Iterator[None]:

@@ -9,8 +9,6 @@ from distckpt_cli.choices import MCORE_VERSIONS, OPTIMIZERS, choice_of
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.options import panel
 
-__all__ = ["Carried", "TargetLayout", "content"]
-
 _layout, content = panel("Target layout"), panel("What to carry over")
 
 

@@ -15,8 +15,6 @@ from converters.remote.address import RemotePath
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["RECORD", "WatchRecord"]
-
 RECORD = ".distckpt-watch"
 _NEW_RECORD = f"{RECORD}.new"
 _VERSION = 1

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from converters.write.written import WriteReport
     from distckpt_cli.console import Console
 
-__all__ = ["Target", "Writing", "carry_out"]
-
 Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to make; absent or empty.")]
 
 

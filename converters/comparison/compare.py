@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from converters.execute.ranks import Ranks
     from converters.formats.base import Reader
 
-__all__ = ["DiffOptions", "DiffPlan", "plan_diff", "run_diff"]
-
 
 @dataclass(frozen=True, slots=True)
 class DiffOptions:

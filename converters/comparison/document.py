@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from converters.comparison.report import DiffReport, TensorReport
     from converters.comparison.values import Difference
 
-__all__ = ["document", "fact_document"]
-
 
 def document(report: DiffReport, *, every: bool) -> dict[str, Any]:
     """The answer as JSON has it.

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.common_state import Archive
 
-__all__ = ["Fact", "Facts", "argument_names", "compare_arguments", "compare_facts"]
-
-
 _LARGE = 64 << 20
 
 

@@ -11,8 +11,6 @@ from converters.write.imported import dequantized_folder, text_folder
 if TYPE_CHECKING:
     from converters.formats.base import Reader
 
-__all__ = ["comparable"]
-
 
 def comparable(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
     """Two checkpoints as they are compared, with a note of each that is seen as something else than is stored.

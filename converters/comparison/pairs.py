@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.models import HfMapping
 
-__all__ = ["Matching", "Pair", "Side", "match"]
-
 
 @dataclass(frozen=True)
 class Side:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from converters.comparison.values import Difference
     from converters.dtypes import DType
 
-__all__ = ["DiffReport", "TensorReport"]
-
 _SHOWN = 4
 
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from converters.execute.work_sharing import Crew
     from converters.planning.plan import Copy
 
-__all__ = ["Values", "WorkItem", "blaming", "read_values", "stretches", "tile_size"]
-
 MIB = 1 << 20
 _TILE = 2 * MIB
 _SMALLEST_TILE = 64 << 10

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from converters.catalog import ObjectInfo
     from converters.formats.base import Reader
 
-__all__ = ["contents", "extra_state", "is_empty", "unwrapped"]
-
 
 def unwrapped(tree: Any) -> Any:
     """What is in lists of one: formats wrap objects in none, one or two of them."""

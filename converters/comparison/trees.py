@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from converters.formats.common_state import Archive
     from converters.torchzip.records import TensorRef
 
-__all__ = ["ABSENT", "differences", "tensor_in"]
-
 
 class _Absent:
     def __repr__(self) -> str:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from converters.box import Box
     from converters.dtypes import DType
 
-__all__ = ["Apart", "Difference", "Pairwise", "Tolerance", "compare", "prepared", "prepared_type"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:

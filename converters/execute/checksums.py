@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from converters.crc import RecordSums
     from converters.planning.job import Job
 
-__all__ = ["seal"]
-
 
 def seal(job: Job, folder: Path, written: RecordSums, *, whole_only: bool = False) -> None:
     """Puts behind every record what ends it, and syncs the files.

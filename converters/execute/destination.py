@@ -12,17 +12,6 @@ from converters.names import listed, printable, quoted
 from converters.remote.address import RemotePath, is_bucket
 from converters.remote.writing import WRITABLE
 
-__all__ = [
-    "beside",
-    "check_destination",
-    "free_bytes",
-    "is_empty",
-    "is_full",
-    "os_trouble",
-    "replaced",
-    "resolved",
-]
-
 
 def check_destination(
     source: Path, destination: Path, *, overwrite: bool = False, file: bool = False, push: bool = False

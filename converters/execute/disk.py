@@ -15,18 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = [
-    "exchange",
-    "make_folders",
-    "opened",
-    "remove_folder",
-    "reserve",
-    "sync_folder",
-    "trouble_with",
-    "write_all",
-    "write_at",
-]
-
 _EXCHANGE = 2
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from converters.errors import DistckptError, FormatError, Interrupted, from_json
 from converters.names import printable
 
-__all__ = ["AGAIN", "Stopped", "disk_trouble", "packed", "unpacked"]
-
 AGAIN = "run the same command again; finished work is kept"
 
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from converters.events import Listener
     from converters.execute.work_sharing import Crew
 
-__all__ = ["HubUpload"]
-
 _CARD = "README.md"
 _NOT_OURS = (_CARD, ".gitattributes", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 """What people keep beside a model; it does not make a repository full, and is not removed."""

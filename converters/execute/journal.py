@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["JOURNAL", "append", "first_line", "header", "merged", "read"]
-
 JOURNAL = ".journal"
 _VERSION = 2
 _LONGEST = 1 << 20

@@ -37,8 +37,6 @@ from converters.remote.unfinished import abort_unfinished
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["Leftover", "about_run", "clear_leftover", "leftovers", "scratch_leftovers"]
-
 _UPLOADED = ".uploaded"
 _NAMES = {
     "staging": re.compile(r"\.(.+)\.distckpt-partial"),

@@ -30,8 +30,6 @@ from converters.remote.address import RemotePath
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["MEGATRON", "OURS", "Manifest", "listed_files", "read_manifest", "write_manifest"]
-
 MEGATRON, OURS = "integrity.json", "distckpt-manifest.json"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LIMIT = 256 << 20

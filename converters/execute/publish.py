@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from converters.planning.job import OutputFile, Slice
 
-__all__ = ["Staging", "TeamStaging"]
-
 
 class Staging:
     """The folder being written, held under a lock.

@@ -19,8 +19,6 @@ from converters.execute.disk import make_folders, remove_folder
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["Board", "claim", "dismiss_earlier", "is_locked", "machine"]
-
 _PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it is over
 
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.execute.ranks import Numbered, Ranks
 
-__all__ = ["Team"]
-
 T = TypeVar("T", bound="Numbered")
 
 _INTERVAL = 1.0

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Numbered", "Ranks", "listed", "on_one_machine", "shares", "spans"]
-
 _TIMEOUT = 60.0
 
 

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from converters.execute.worker import Losses
     from converters.formats.base import Reader
     from converters.io.sources import Segments
-    from converters.planning.job import Job, Task
-
-__all__ = ["Stats", "run"]
+    from converters.planning.job import Job
+    from converters.planning.tasks import Task
 
 _SAFE_POINT_SECONDS = 5.0
 _SAFE_POINT_BYTES = 1 << 30

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from converters.events import StopFlag
     from converters.execute.rank_sync import Team
 
-__all__ = ["Pool"]
-
 _POLL_SECONDS = 0.05
 
 

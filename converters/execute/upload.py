@@ -48,8 +48,6 @@ if TYPE_CHECKING:
     from converters.execute.work_sharing import Crew
     from converters.remote.address import RemotePath
 
-__all__ = ["FILES_AT_ONCE", "Upload", "mark_of", "read_mark"]
-
 _DESCRIBE = ("config.json", "common.pt", "metadata.json", ".metadata", "run_config.yaml")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _JOURNAL = ".uploaded"

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from converters.events import Event, Listener, StopFlag
 
-__all__ = ["Crew", "Worker", "scratch_folder"]
-
 _KEPT = ("finished work is kept", "run the same command again")
 
 A = TypeVar("A")

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from converters.execute.publish import Staging, TeamStaging
     from converters.execute.work_sharing import Crew
     from converters.io.sources import Segments, Sources
-    from converters.planning.job import Job, Task, Tile
+    from converters.planning.job import Job
     from converters.planning.routes import Move
-
-__all__ = ["Losses", "Worker"]
+    from converters.planning.tasks import Task, Tile
 
 Losses = dict[str, Loss]
 """What quantizing has changed, for each tensor."""
@@ -46,8 +45,11 @@ class Shared(Protocol):
     unsure: bool
     crew: Crew
 
-    def wrote(self, record: int, segment: Segment, log: Segments) -> None: ...
-    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int) -> None: ...
+    def wrote(self, record: int, segment: Segment, log: Segments) -> None:
+        """A segment of a record has been written: its checksum goes to the record's trailer, or to `log`."""
+
+    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int) -> None:
+        """A task is complete: its checksums and losses go to the journal."""
 
 
 class Worker:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from converters.errors import FormatError
 from converters.formats.common_state import Archive
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from converters.catalog import Catalog, StoredArray
+    from converters.catalog import Catalog
+    from converters.chunks import StoredArray
     from converters.param_order import Order
     from converters.torchzip.records import Payload, TensorRef
-
-__all__ = ["COMMON_OBJECT", "Reader", "ReaderPair", "ReaderView", "StoredArchive", "fingerprint_of"]
 
 COMMON_OBJECT = "common_state/shard_0_1"
 """Key of the object that holds the common state where there is no `common.pt` (Megatron-Core 0.19 and later)."""
@@ -224,10 +223,8 @@ class StoredArchive:
     key: str
 
 
-class Read(Protocol):
-    """Reads `length` bytes at `offset` of a file already chosen; fewer only at the file's end."""
-
-    def __call__(self, offset: int, length: int, /) -> bytes: ...
+Read = Callable[[int, int], bytes]
+"""Reads so many bytes (second argument) from an offset (first) of one file; fewer only at the file's end."""
 
 
 def fingerprint_of(reader: Reader) -> str:

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-__all__ = ["damaged_file", "read_part", "refuse_empty"]
-
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _DESCRIBING = (".metadata", "metadata.json", "common.pt")

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.catalog import ObjectInfo, Part, Problem, StoredArray, TensorInfo
+from converters.catalog import ObjectInfo, Problem, TensorInfo
+from converters.chunks import Part, StoredArray
 from converters.errors import FormatError
 from converters.names import natural_key, parse_key, printable
 from converters.torchzip.records import TensorRef
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
     from converters.names import ParsedKey
-
-__all__ = ["KeyedArray", "TensorsInside", "canonical_tensors", "iteration_of", "object_info"]
 
 _OBJECT = re.compile(r"(.*)/shard_([\d.]+)_([\d.]+)", re.DOTALL)
 _MOST_PIECES, _MOST_LOOKS = 1 << 23, 1 << 27  # of a key: 61 layers of 384 experts in 64 pieces are 1.5 million

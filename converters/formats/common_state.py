@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Read
     from converters.torchzip.records import TensorRef
 
-__all__ = ["Archive", "read_tree"]
-
 _LIMIT = 1 << 30
 
 

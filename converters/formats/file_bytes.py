@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Read, Reader
     from converters.planning.job import OutputFile
 
-__all__ = ["ByteCopies", "byte_copies"]
-
 _BYTE = dtype("uint8")
 _BEHIND = 1 << 40  # no checkpoint has so many records
 

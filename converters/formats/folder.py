@@ -26,22 +26,6 @@ if TYPE_CHECKING:
 
     from converters.formats.tar import Member, Tree
 
-__all__ = [
-    "Entry",
-    "Status",
-    "exists",
-    "is_file",
-    "is_folder",
-    "listing",
-    "open_source",
-    "read_at",
-    "read_small",
-    "refresh",
-    "scan",
-    "status",
-    "walk",
-]
-
 _SMALL = 256 << 20
 
 

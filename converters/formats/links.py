@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-__all__ = ["enclose", "escape", "followed_links", "follows_links", "refuse_escape"]
-
 _enclosed: dict[Path, str] = {}  # folders and files as they were named, and where they really are
 _followed: set[Path] = set()  # those of them whose links may lead out
 _VIRTUAL = ("/proc/", "/sys/", "/dev/")

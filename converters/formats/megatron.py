@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["CommonFacts", "common_facts", "find_framework", "find_producer", "megatron_catalog"]
-
 
 @dataclass(frozen=True, slots=True)
 class CommonFacts:

@@ -13,8 +13,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["parse_json", "read_json"]
-
 _LIMIT = 256 << 20
 
 

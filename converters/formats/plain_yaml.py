@@ -14,8 +14,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["PlainLoader", "read_yaml"]
-
 _LIMIT, _MOST_NODES = 8 << 20, 50_000
 
 

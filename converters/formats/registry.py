@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from converters.formats.base import Reader
 
-__all__ = ["METADATA_LIMIT", "REGISTRY", "Format", "Seen", "backend_of", "dcp_folders", "detect"]
-
-
 METADATA_LIMIT = 8 << 30
 _MEGATRON = (b"all_local_plans", b"mcore_data", b"/shard_0")
 _WRAPPED = re.compile(rb"model\d*\.module\.(?:module\.)*(?:embedding|decoder|encoder|mtp|output_layer)\.")

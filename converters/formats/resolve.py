@@ -22,8 +22,6 @@ from converters.remote.address import NO_LISTING, RemotePath, is_bucket, named_p
 if TYPE_CHECKING:
     from converters.formats.folder import Entry
 
-__all__ = ["DATA_FOLDERS", "ITERATION", "TRACKER", "iterations", "missing", "resolve", "single_files"]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_(\d{7,})|release")
 """Names of Megatron's iteration folders."""

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.formats.folder import Entry
 
-__all__ = ["SideFile", "side_files"]
-
 _MOST_FILES = 10_000
 _KINDS = (
     ("tokenizer", re.compile(r"tokenizer/.*", re.DOTALL)),

@@ -6,8 +6,6 @@ import contextlib
 import os
 from typing import Protocol
 
-__all__ = ["Content", "FileContent", "SourceFile", "close_source"]
-
 
 class Content(Protocol):
     """What the bytes of an open file are asked of: a descriptor, or an object."""

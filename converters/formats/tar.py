@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     Opened = Callable[[Path], AbstractContextManager[tuple[Callable[[int, int], bytes], int]]]
 
-__all__ = ["Member", "Tree", "is_tar", "read_tree"]
-
 _BLOCK: Final = 512
 _LONGEST_EXTENSION = 1 << 20  # a long name or a list of pax attributes
 _MOST_MEMBERS = 1 << 22

@@ -28,18 +28,6 @@ if TYPE_CHECKING:
     Bits = NDArray[Any]
     Examine = Callable[..., Sequence[Any]]
 
-__all__ = [
-    "BLOCK",
-    "CASTABLE",
-    "UNSIGNED",
-    "Arithmetic",
-    "examined",
-    "rounded",
-    "squares",
-    "unequal",
-    "widened",
-]
-
 BLOCK = 1 << 15
 """Elements that are looked at together: what is computed of them stays in the processor's cache."""
 UNSIGNED: dict[int, np.dtype[Any]] = {

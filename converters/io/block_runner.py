@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     Read = Callable[[Gatherer], NDArray[Any]]
 
-__all__ = ["TileChecker"]
-
 
 class TileChecker:
     """Runs checks on tensors, tile by tile: gatherers and scratch arrays of one thread.

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["Caster", "apply", "choose_device", "overflowed", "pinned", "underflowed"]
-
 # what torch takes from numpy without a copy
 _SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
 _BLOCK = 1 << 16  # elements looked at in one go, so that what is compared needs little memory

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     Put = Callable[[torch.Tensor], None]
     Done = Callable[[], None]
 
-__all__ = ["Device", "Host", "Lane", "Staged"]
-
 MIB = 1 << 20
 _SLOTS = 2  # one is read into while the other is on its way and worked on: reading takes longer
 

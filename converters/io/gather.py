@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     Bytes = NDArray[np.uint8]
 
-__all__ = ["DROP_BYTES", "Gatherer", "OpenFiles", "offsets"]
-
 _File = TypeVar("_File")
 _OPEN_FILES = 128
 _LEAST_READ = 1 << 20

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from converters.crc import Segment
 
-__all__ = ["JointSums", "joined"]
-
 _ORDER = (1 << 32) - 1
 
 

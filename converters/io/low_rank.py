@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.io.arithmetic import Arithmetic
 
-__all__ = ["add_product"]
-
 _FP32 = dtype("float32")
 _BLOCK_ELEMENTS = 1 << 18  # elements of each factor, and of their product, that are held at once: a mebibyte of fp32
 

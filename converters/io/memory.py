@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["cores", "enough", "free_memory", "memory_for", "workers_and_memory"]
-
 MIB = 1 << 20
 _REQUESTS_AT_ONCE = 32
 

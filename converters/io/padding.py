@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
 
-__all__ = ["mean_row"]
-
 _FP32 = dtype("float32")
 _ROWS = 1 << 18  # elements that are read in one go, in whole rows
 

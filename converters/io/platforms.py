@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from converters.io.device import Device
 
-__all__ = ["Cuda", "find_device", "gpu_of", "serial_of"]
-
 _HOST = "use the cpu: --device cpu, or device='cpu'"
 _DRIVERS = ("nvidia[0-9]*", "dxg", "nvhost*", "kfd")  # of Linux, WSL, Jetson, AMD
 

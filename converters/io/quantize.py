@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
 
-__all__ = ["Loss", "quantized"]
-
 _LARGEST = 448.0  # of E4M3
 _STRIP = 8  # blocks that are looked at together: a mebibyte of fp64, in the processor's cache
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.io.arithmetic import Arithmetic
 
-__all__ = ["Question", "RoundsTo", "Together"]
-
 
 class Question(Protocol):
     """What is asked of the elements of one or several tensors."""

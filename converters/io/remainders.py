@@ -20,8 +20,6 @@ from converters.errors import IntegrityError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["are_remainders", "join_masters", "narrowed"]
-
 _LEAST, _LARGEST = -(1 << 15), (1 << 15) - 1
 
 

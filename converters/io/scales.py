@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.io.arithmetic import Arithmetic
 
-__all__ = ["factors_of", "multiply", "multiply_codes", "packed_boxes"]
-
 _FP32 = dtype("float32")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _E2M1 = np.concatenate([_E2M1, -_E2M1])

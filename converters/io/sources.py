@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from converters.planning.tasks import Tile
     from converters.torchzip.records import Payload
 
-__all__ = ["Segments", "Sources"]
-
 _KEPT_PAYLOADS = 1 << 16
 _KEPT_CHUNKS = 64
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from converters.loading.plan import LoadPlan, ReadItem
     from converters.loading.rounds import Part
 
-__all__ = ["Buffer", "Choice", "Exchange"]
-
 MIB = 1 << 20
 _ALIGNMENT = 64
 _WORTH = 64 * MIB  # shared bytes; with less, setting up an exchange takes longer than reading

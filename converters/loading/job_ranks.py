@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from converters.events import StopFlag
 
-__all__ = ["Elsewhere", "JobRanks", "job", "lost", "refuse_differences"]
-
 _Any = TypeVar("_Any")
 _SHOWN = 8
 _PATIENCE = 5.0  # seconds that a stopped rank waits for an answer: others read their part of a round in less

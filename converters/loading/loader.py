@@ -57,8 +57,6 @@ if TYPE_CHECKING:
     from converters.loading.job_ranks import JobRanks
     from converters.loading.run import Prepared
 
-__all__ = ["LoadReport", "LoadStream", "LoadedState", "load"]
-
 MIB = 1 << 20
 
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     Task = Callable[[Gatherer, Lane], None]
 
-__all__ = ["Loading"]
-
 
 @dataclass
 class _Begun:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.planning.plan import Drop, Op
 
-__all__ = ["CopyTo", "LoadPlan", "ReadItem", "plan_pieces", "plan_whole", "whole_piece"]
-
 TILE = 8 << 20
 """The largest fetch, in bytes."""
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from converters.loading.plan import LoadPlan
     from converters.loading.run import LoadOptions, LoadRequest
 
-__all__ = ["prepare"]
-
 MIB = 1 << 20
 
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from converters.param_order import Order
     from converters.planning.plan import Piece
 
-__all__ = ["plan_load"]
-
 MIB = 1 << 20
 _SMALLEST = MIB
 _MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from converters.loading.job_ranks import JobRanks
     from converters.loading.moving import Loading
 
-__all__ = ["check_jointly", "check_whole"]
-
 
 def check_jointly(loading: Loading, ranks: JobRanks) -> tuple[int, list[int]]:
     """Compares the records that the ranks of a job have read together; every rank calls this.

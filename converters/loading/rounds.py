@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from converters.loading.plan import ReadItem
 
-__all__ = ["Part", "rounds"]
-
 MIB = 1 << 20
 _ROUND = 32 * MIB  # bytes that a round brings together; more in large groups, where each member reads one fetch
 _ALIGNMENT = 64

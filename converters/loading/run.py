@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 _Answer = TypeVar("_Answer")
 
-__all__ = ["LoadOptions", "LoadReport", "LoadRequest", "Prepared", "together"]
-
 
 @dataclass
 class LoadReport:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.formats.common_state import Archive
 
-__all__ = ["iter_tensors", "load_common", "load_metadata", "load_plain_tensors"]
-
 MIB = 1 << 20
 
 

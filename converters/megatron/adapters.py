@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, TensorInfo
 
-__all__ = ["Adapters", "Factors", "has_adapters", "is_adapter", "only_adapters", "read_adapters"]
-
 _NAME = re.compile(r"(decoder\.layers\.\d+\.(?!.*\bexperts\.).+)\.adapter\.linear_(in|out)\.weight")
 _MARK = ".adapter."
 _CLASSES = ("megatron.bridge.peft.lora.LoRA", "megatron.bridge.peft.lora.VLMLoRA")

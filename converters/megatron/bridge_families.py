@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.option_values import Facts
 
-__all__ = [
-    "DIVIDED_NORMS",
-    "FALCON_H1_SCALES",
-    "FALCON_H1_VECTORS",
-    "FAMILIES",
-    "MODELS",
-    "WIDE_NORMS",
-    "read_provider",
-]
-
 MODELS = "megatron.bridge.models."
 # fact `bridge_family` -> provider, layers, both behind `MODELS`
 FAMILIES: dict[str, tuple[str, str]] = {

@@ -15,8 +15,6 @@ from converters.megatron.megatron_args import megatron_arguments
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
-__all__ = ["beyond_provider", "provider_section"]
-
 # argument of Megatron-LM -> field of a provider, where they differ
 _FIELDS = {
     "norm_epsilon": "layernorm_epsilon",

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.megatron.layout import Layout
 
-__all__ = ["Bucket", "Buffer", "Local", "Misfit", "Rules", "arrange", "dp_chunks", "fit"]
-
 
 class Misfit(RequestError):
     """The parameters do not fill the buckets: the order or the layout that was assumed is not that of the writer."""

@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.megatron.model_args import ModelArgs
 
-__all__ = [
-    "check_stored",
-    "refuse_contradictions",
-    "refuse_damage",
-    "refuse_damaged",
-    "refuse_damaged_object",
-    "refuse_foreign_names",
-]
-
 
 def refuse_damaged(catalog: Catalog, *kinds: str) -> None:
     """`refuse_damage` of all tensors of these kinds: before planning reads the first of them."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from converters.megatron.rank_state_dict import LocalTensor
     from converters.param_order import Order
 
-__all__ = ["with_extra_states"]
-
 _LINEAR = re.compile(r"(?:.*\.)?(?:linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)")
 _TE_NORM = re.compile(r".*\.(?:\w+_layernorm|final_norm|[eh]norm|core_attention|out_norm|k_norm|ln_pre|ln_post)")
 

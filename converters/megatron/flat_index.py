@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.catalog import FlatPart, TensorInfo
+from converters.catalog import TensorInfo
+from converters.chunks import FlatPart
 from converters.megatron.buffers import Misfit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.box import Box
-    from converters.catalog import StoredArray
+    from converters.chunks import StoredArray
     from converters.dtypes import DType
     from converters.megatron.buffers import Local
-
-__all__ = ["Collected"]
 
 
 @dataclass

@@ -21,17 +21,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, ObjectInfo, Problem, TensorInfo
 
-__all__ = [
-    "Component",
-    "Identity",
-    "SavedLayout",
-    "Sharing",
-    "identify",
-    "is_buffer",
-    "is_optimizer",
-    "writer_of",
-]
-
 _DISTCP = re.compile(r"(?:.*/)?(?P<prefix>.*?)__(?P<rank>\d+)_(?P<writer>\d+)\.distcp")
 _RNG = re.compile(r"rng_state/shard_[\d.]+_(\d+)\.(\d+)(?:\.(\d+))?")
 

@@ -23,8 +23,6 @@ from converters.model_parts import REPLICATED, language_name, split_part
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-__all__ = ["missing_tensors"]
-
 # the last `layers.N` counts: a prediction layer of a hybrid has layers of its own
 _LAYER = re.compile(
     r"(?P<layer>(?:(?:decoder|encoder)\.layers|mtp\.layers)\.\d{1,5}"

@@ -21,18 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = [
-    "MOST_LAYERS",
-    "SYMBOLS",
-    "LayerPattern",
-    "all_but_every_nth",
-    "describe_layers",
-    "every_nth",
-    "moe_layers",
-    "read_pattern",
-    "symbol_of",
-]
-
 SYMBOLS = {
     "M": "Mamba",
     "G": "gated delta net",

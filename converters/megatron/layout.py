@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.megatron.model_args import ModelArgs
 
-__all__ = ["Coordinates", "Layout"]
-
 # Megatron's names of each field, newest first: arguments, then configuration
 _NAMES: dict[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size", "model_parallel_size"),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
 
-__all__ = ["check"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Limit:

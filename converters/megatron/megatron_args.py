@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.model_args import ModelArgs
 
-__all__ = ["megatron_arguments"]
-
 # argument -> field of `ModelArgs`: the newest name, but for what has a rule or another one on the command line
 _RULED = {"num_query_groups", "tied_embeddings", "rotary_base", "mla"}
 _SAME = {names[0]: name for name, (_, names) in NAMES.items() if name not in _RULED} | {

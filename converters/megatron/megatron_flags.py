@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.model_args import ModelArgs
 
-__all__ = ["HYBRID", "VERSIONS", "command_line", "inexpressible", "model_arguments"]
-
 VERSIONS = ("0.16", "0.19")
 
 # arguments whose option is the opposite, or has another name

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.megatron.model_shapes import Findings, LayerTensors
 
-__all__ = ["measure_mixers"]
-
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
 
-__all__ = ["ModelArgs"]
-
 
 @dataclass(frozen=True)
 class ModelArgs:

@@ -18,8 +18,6 @@ from converters.words import counted
 if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
 
-__all__ = ["ModelKind", "model_kind", "refuse_kind"]
-
 _LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d+)\.")
 _ADAPTER = re.compile(r"\.layers\.\d+\.(?:.*\.)?(\w+)\.adapter\.(\w+)")
 _IN = ".adapter.linear_in.weight"

@@ -16,8 +16,6 @@ from converters.megatron.rope_options import read_rope
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DEFAULTS", "NAMES", "read_options"]
-
 
 def _samples(value: Any) -> int | None:
     return as_int(value) or None

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
 
-__all__ = ["Findings", "LayerTensors", "Measured", "measure"]
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:

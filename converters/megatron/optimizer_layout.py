@@ -15,8 +15,6 @@ from converters.names import MASTER, StateName, state_names
 if TYPE_CHECKING:
     from converters.catalog import Catalog
 
-__all__ = ["OptimizerLayout", "Resharding", "optimizer_layout", "optimizer_resharding"]
-
 
 @dataclass(frozen=True, slots=True)
 class Resharding:

@@ -35,19 +35,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
 
-__all__ = [
-    "MASTERS",
-    "LostStates",
-    "OptimizerPart",
-    "Recognised",
-    "chained_entries",
-    "entry_groups",
-    "group_algorithm",
-    "optimizer_parts",
-    "stated_sharding",
-    "undecayed",
-]
-
 MASTERS = {"fp32_param": "param", "master_param": "param"}
 """Other names of the master weights."""
 

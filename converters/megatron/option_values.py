@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["Facts", "as_bool", "as_float", "as_int", "as_str"]
-
 
 def as_int(value: Any) -> int | None:
     """A whole number, also one written as a float; None for anything else, as for True."""

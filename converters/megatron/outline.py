@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.model_args import ModelArgs
 
-__all__ = ["Outline"]
-
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.")
 _MTP = re.compile(r"mtp\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
 
-__all__ = ["gated_by_shape", "odd_shapes"]
-
 Seen: TypeAlias = "dict[tuple[str, str], Counter[int]]"
 
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers|mtp\.layers)\.(\d{1,5})\.(?:transformer_layer\.)?(.*)", re.DOTALL)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.layout import Layout
 
-__all__ = ["Pipeline", "Stage", "divisors", "hybrid_stages", "parse_pp_layout", "some_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stage:

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from converters.megatron.pipeline import Stage
     from converters.megatron.split import Shard
 
-__all__ = ["LocalModel", "LocalTensor", "likely_order", "module_name"]
-
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(linear_fc([12]))\.(\w+)")

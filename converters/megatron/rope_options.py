@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.option_values import Facts
 
-__all__ = ["read_rope"]
-
 
 def read_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     """Takes how positions are rotated and scaled.

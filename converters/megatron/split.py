@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from converters.megatron.outline import Outline
     from converters.megatron.pipeline import Pipeline
 
-__all__ = ["Shard", "Split", "holders", "padded_vocab", "shards", "split_rule"]
-
 
 @dataclass(frozen=True, slots=True)
 class Split:

@@ -16,16 +16,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, TensorInfo
 
-__all__ = [
-    "embedding_name",
-    "end_of_documents",
-    "is_embedding",
-    "is_vocabulary",
-    "padding_rows",
-    "real_rows",
-    "vocabulary_rows",
-]
-
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = frozenset(
     {

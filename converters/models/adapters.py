@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
     from converters.models.model import Model
 
-__all__ = ["map_adapters"]
-
 _PREFIX = "base_model.model."
 # peft 0.21 (utils/transformers_weight_conversion.py) takes these in a model with experts for those of the experts, which
 # transformers 5 stacks, also where they are named in full: the adapter of a dense layer or a shared expert would get lost

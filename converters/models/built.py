@@ -15,8 +15,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["saved_shapes", "unlike_transformers"]
-
 _CODE = ("auto_map", "trust_remote_code", "quantization_config", "implementation", "kernel")
 _COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _HEAD = ("lm_head.weight", "embed_out.weight")  # there or not, as the embedding is tied or not

@@ -15,20 +15,6 @@ from converters.models.model import SET, UNSET
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
-__all__ = [
-    "DECODER",
-    "DENSE",
-    "GROUPED_ATTENTION",
-    "KEYS",
-    "LAYER_NORM",
-    "LLAMA",
-    "NO_BIAS",
-    "PLAIN_ROUTER",
-    "RMS",
-    "ROPE",
-]
-__all__ += ["STATED", "SWIGLU", "attention", "decoder", "dense_layers", "llama", "mixture", "rms_llama", "rope"]
-__all__ += ["window_layer_types"]
 
 # field of `ModelArgs` -> its names in config.json
 KEYS: dict[str, tuple[str, ...]] = {

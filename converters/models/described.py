@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from converters.models.model import Model
 
-__all__ = ["COMPUTED", "HEADS", "KEYS", "Described", "described", "expected_shapes", "own_names"]
-
 # made when a model is built, and stored by some versions of transformers all the same
 COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
 _BIASES = ("attention_bias", "mlp_bias", "use_bias")

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from converters.models.rules import Rule
     from converters.planning.plan import Copy, Piece, Target
 
-__all__ = ["HfMapping", "applied_rules", "check_hf_config", "emit_all", "map_to_hf"]
-
 
 @dataclass(frozen=True)
 class HfMapping:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from converters.models.model import Model
     from converters.planning.plan import Copy
 
-__all__ = ["MegatronMapping", "map_from_hf"]
-
 # DeepSeek's own files hold the embedding and the output layer once more for every prediction layer
 _SHARED = re.compile(r".*\.(?:embed_tokens|shared_head\.head)\.weight")
 

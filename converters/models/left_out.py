@@ -5,8 +5,6 @@ Sources: Megatron-LM core_v0.19.0, megatron/training/arguments.py; Megatron-Brid
 
 from __future__ import annotations
 
-__all__ = ["LEFT_OUT"]
-
 _AFTER = "Megatron-LM has no argument for norms behind attention and MLP"
 _WIDE = "norms over all heads of queries and keys"
 _BESIDE = "Megatron-LM has no argument for attention beside the MLP and for scaled logits"

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
     from converters.models.rules import Rule
 
-__all__ = ["SET", "UNSET", "Model", "not_stated"]
-
 _UNKNOWN = "is not known"
 
 

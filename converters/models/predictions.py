@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
     from converters.models.model import Model
 
-__all__ = ["can_hold_predictions", "keeps_predictions", "prediction_tensors", "with_predictions"]
-
 
 def can_hold_predictions(model: Model, args: ModelArgs) -> bool:
     """Whether the architecture has names for the prediction layers of a model."""

@@ -29,8 +29,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from converters.catalog import TensorInfo
 
-__all__ = ["Dequantized", "dequantized"]
-
 KEY = "quantization_config"
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _GROUP = 32  # codes of MXFP4 that share a scale

@@ -25,8 +25,6 @@ from converters.planning.plan import SCALE_BLOCK, Target
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Quantization", "quantization"]
-
 _FUSED = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),

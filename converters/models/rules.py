@@ -21,21 +21,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.megatron.model_args import ModelArgs
 
-__all__ = [
-    "QKV",
-    "Emit",
-    "Experts",
-    "FusedQKV",
-    "GateUp",
-    "InterleavedExperts",
-    "Joined",
-    "MissingTensor",
-    "Rename",
-    "Rule",
-    "StackedExperts",
-    "Vocab",
-]
-
 
 class MissingTensor(RequestError):
     """A rule's source does not exist."""

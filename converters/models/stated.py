@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from converters.models.model import Model
 
-__all__ = ["NEUTRAL", "departures", "stated"]
-
 NEUTRAL = frozenset(
     {
         # of any configuration: names, types of files, what is returned beside the logits, generation

@@ -22,8 +22,6 @@ from converters.names import fold, printable
 if TYPE_CHECKING:
     from converters.catalog import TensorInfo
 
-__all__ = ["TextPart", "has_text_part", "text_part"]
-
 _SAME = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 """`model_type` of a language model that has a class of its own for its positions alone -> the family that it is."""
 _STARTS = (

@@ -22,8 +22,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CODE_KEYS", "class_keys", "completed", "from_transformers"]
-
 CODE_KEYS = ("auto_map", "trust_remote_code")
 """What makes transformers look for code beside a model."""
 

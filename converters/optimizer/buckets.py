@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.planning.plan import Target
 
-__all__ = ["flatten"]
-
 _Filled = tuple[str, Box, int]
 """A parameter, a box of it, and the first element of the stored part that it fills."""
 

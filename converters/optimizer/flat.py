@@ -29,21 +29,11 @@ from converters.words import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.catalog import StoredArray
+    from converters.chunks import StoredArray
     from converters.formats.base import Reader
     from converters.megatron.buffers import Bucket, Local, Rules
     from converters.megatron.flat_index import Collected
     from converters.torchzip.records import TensorRef
-
-__all__ = [
-    "StoredBuffer",
-    "StoredFlat",
-    "StoredGroup",
-    "bucket_sizes",
-    "collect_states",
-    "read_buffers",
-    "stored_groups",
-]
 
 # (gbuf_idx, dtypes) -> state -> bucket_idx
 _Buffers: TypeAlias = "dict[tuple[int, str], dict[str, dict[int, StoredFlat]]]"

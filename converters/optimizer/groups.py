@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from converters.megatron.optimizer_parts import OptimizerPart
     from converters.pickles import Node
 
-__all__ = ["ChainedOptimizer", "ParamGroups", "PartGroups", "common_optimizer", "group_value"]
-
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
 _EXPERT = ".mlp.experts."
 

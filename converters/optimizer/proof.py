@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
 
-__all__ = ["Masters", "RoundingProof", "mismatches", "prove_masters", "proved_when_read", "refusal"]
-
 _TIED = re.compile(r"embedding\.word_embeddings\.weight \(copy of pp \d+(?:, chunk \d+)?\)")
 _TILE = 1 << 18  # elements
 

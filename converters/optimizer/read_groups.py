@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.torchzip.records import TensorRef
 
-__all__ = ["read_param_groups"]
-
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 

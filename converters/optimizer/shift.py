@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.megatron.buffers import Local
 
-__all__ = ["refuse_shifted"]
-
 _STATES = (MASTER, "exp_avg", "exp_avg_sq")
 
 

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.optimizer.flat import StoredGroup
 
-__all__ = ["Candidate", "OptimizerState", "candidates", "has_optimizer", "may_be_shifted", "optimizer_state"]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
 
-__all__ = ["as_remainders", "complete_masters", "keeps_remainders", "spread"]
-
 _FP32, _INT16 = dtype("float32"), dtype("int16")
 _SAMPLE = 1 << 12  # elements
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from converters.megatron.model_kind import ModelKind
     from converters.models import Model
 
-__all__ = ["card_document", "card_lines", "describe_kind", "describe_layout", "describe_model", "find_architecture"]
-
 _SHOWN_PROBLEMS = 8
 
 

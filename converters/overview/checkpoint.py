@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
 
-__all__ = ["Checkpoint", "TensorSlice", "as_numpy", "open"]
-
 _FRAMEWORKS = ("pt", "np")
 _TILE_BYTES = 8 << 20
 

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
 
-__all__ = ["DEFAULTS", "STAGES", "Finding", "Job", "job_findings"]
-
 _SIZES = {
     "--tensor-model-parallel-size": "tp",
     "--pipeline-model-parallel-size": "pp",

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.overview.job_fit import Job
 
-__all__ = ["job_remedy"]
-
 _NOT_WRITTEN = {"--use-precision-aware-optimizer", "--use-megatron-fsdp", "--use-torch-fsdp2"}
 
 

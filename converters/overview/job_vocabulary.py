@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
 
-__all__ = ["FLAGS", "NUMBERS", "VocabularyAnswer", "vocabulary_answers"]
-
 NUMBERS = {
     "--vocab-size": "vocab_size",
     "--padded-vocab-size": "padded",

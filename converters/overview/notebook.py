@@ -10,8 +10,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["lines_as_html", "pairs_as_html"]
-
 
 def lines_as_html(lines: Sequence[str], *, good: bool) -> str:
     """A headline, green or red, and lines below it."""

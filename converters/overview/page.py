@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from converters.megatron.identity import SavedLayout
     from converters.overview.tree import Module
 
-__all__ = ["checkpoint_page"]
-
 _MOST_CHUNKS = 500_000
 _MOST_RANKS = 4096
 

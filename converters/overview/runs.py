@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.megatron.identity import Identity
 
-__all__ = ["CheckpointSummary", "checkpoints_below", "summarize", "survey"]
-
 _DEEPEST = 8
 _GLOBAL_STEP = re.compile(r"global_step_\d+")  # ByteCheckpoint's iterations
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.overview.checkpoint import Checkpoint
 
-__all__ = ["QUANTILES", "Statistics", "tensor_statistics"]
-
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _TILE_BYTES = 4 << 20
 _HALF = 1 << 16

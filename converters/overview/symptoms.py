@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["SYMPTOMS", "Diagnosis", "Symptom", "diagnose"]
-
 _LONGEST_LINE = 4000
 _SHOWN = 160
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
 
-__all__ = ["KINDS", "Module", "module_tree"]
-
 KINDS = {"weight": "weights", "other": "other tensors", "optimizer": "optimizer state"}
 """What `TensorInfo.kind` is called, in the order in which kinds are shown."""
 

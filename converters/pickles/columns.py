@@ -35,8 +35,6 @@ from converters.pickles.templates import Ints, Template, find, make_template, na
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Bail", "Batch", "Columns"]
-
 _WINDOW: Final = 16 << 20
 _ITEM: Final = 600
 """Bytes of the longest item that becomes a template."""

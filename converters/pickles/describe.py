@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from converters.pickles.nodes import Node
 
-__all__ = ["describe"]
-
 _MORE: Final = "..."
 _TEXT: Final = 400
 """Characters of one string, bytes of one byte string."""

@@ -20,8 +20,6 @@ from converters.pickles.nodes import Global, Node, Obj, PersId
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-__all__ = ["dumps"]
-
 _BATCH: Final = 1000
 _DEPTH: Final = 180
 """Nesting we write: four Python calls per level must fit in the interpreter's recursion limit."""

@@ -24,8 +24,6 @@ from converters.pickles.stack import MISSING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Machine"]
-
 _U16: Final = Struct("<H").unpack_from
 _U32: Final = Struct("<I").unpack_from
 _I32: Final = Struct("<i").unpack_from

@@ -12,20 +12,6 @@ from typing import Any, Literal, TypeAlias
 
 from converters.errors import FormatError, RequestError
 
-__all__ = [
-    "Global",
-    "Kind",
-    "Node",
-    "Obj",
-    "PersId",
-    "PickleFormatError",
-    "UnsafePickle",
-    "fields",
-    "pairs",
-    "references",
-    "set_field",
-]
-
 Node: TypeAlias = Any
 """A plain Python value, `Global`, `Obj` or `PersId`."""
 

@@ -9,8 +9,6 @@ from converters.pickles.nodes import Global, Node, Obj, PersId, Run, Slot, Unsaf
 from converters.pickles.policy import hostile
 from converters.pickles.stack import Stack
 
-__all__ = ["HANDLERS", "Opcodes"]
-
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\Z", re.ASCII)
 _SCALARS: Final = frozenset({str, bytes, type(None), bool, Global, Obj, PersId, Run, Slot})
 _KEYS: Final = _SCALARS | {int, float, tuple, frozenset}

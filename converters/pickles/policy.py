@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from converters.pickles.nodes import Global
 
-__all__ = ["hostile", "hostile_name", "hostile_tail"]
-
 _STDLIB_OPEN: Final = frozenset({
     "__main__", "abc", "array", "bisect", "collections", "dataclasses", "datetime", "_datetime", "decimal",
     "_decimal", "_pydecimal", "enum", "fractions", "hashlib", "heapq", "ipaddress", "itertools", "_collections",

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from converters.pickles.columns import Columns
     from converters.pickles.limits import Limits
 
-__all__ = ["MISSING", "Stack"]
-
 _U32: Final = Struct("<I").unpack_from
 _I32: Final = Struct("<i").unpack_from
 _U64: Final = Struct("<Q").unpack_from

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from converters.pickles.stack import Stack
 
-__all__ = ["Block", "Ints", "Template", "find", "make_template", "narrowed", "tokenize"]
-
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Token = tuple[int, int, int]
 """Opcode, its position, the position after its argument (and after the MEMOIZE of a string)."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from converters.errors import IntegrityError, UsageError
 from converters.names import printable
 from converters.planning.plan import Op
-from converters.planning.tasks import Task, Tasks, TaskTable, Tile
+from converters.planning.tasks import Tasks, TaskTable
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.planning.plan import Drop
     from converters.planning.routes import Routes
-
-__all__ = ["Job", "OutputFile", "Seals", "Slice", "Task", "Tile"]
 
 MIB = 1 << 20
 _TILE = 8 * MIB

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
 
-__all__ = [
-    "SCALE_BLOCK",
-    "Copy",
-    "Drop",
-    "Op",
-    "Piece",
-    "Target",
-    "account",
-    "end_to_end",
-    "pieces_of",
-    "prove",
-    "reversed_copy",
-]
-
 SCALE_BLOCK = 128
 """Rows and columns of a quantized matrix that share a scale."""
 

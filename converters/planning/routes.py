@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.planning.plan import Copy, Drop
 
-__all__ = ["CopyRoutes", "Kind", "Location", "Move", "Routes", "landing", "total"]
-
 
 @dataclass(frozen=True, slots=True)
 class Location:

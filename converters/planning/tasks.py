@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.planning.routes import Routes
 
-__all__ = ["Task", "TaskTable", "Tasks", "Tile"]
-
 
 @dataclass(frozen=True, slots=True)
 class Tile:

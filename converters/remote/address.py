@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from converters.remote.store import Properties
 
-__all__ = ["NO_LISTING", "RemotePath", "Root", "is_bucket", "named_path", "repository_of"]
-
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
 _ROOT_PARTS = {"s3:": 2, "gs:": 2, "az:": 2, "http:": 2, "https:": 2, "hf:": 3}
 _SCHEMES = "s3://, gs://, az://, https://, http://, hf:// and file://"

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from converters.remote.address import RemotePath
     from converters.remote.store import Properties, Store
 
-__all__ = ["BLOCK", "RemoteContent", "background"]
-
 BLOCK = 256 << 10
 """Bytes that are fetched where less is asked for."""
 _PIECE = 8 << 20

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import Root
 
-__all__ = ["HubStore", "hub_modules"]
-
 
 def hub_modules() -> tuple[Any, Any, Any]:
     """`huggingface_hub`, its `utils` and its `errors`, which only addresses of the hub need.

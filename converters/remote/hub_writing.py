@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import RemotePath
 
-__all__ = ["HubWriter"]
-
 _T = TypeVar("_T")
 
 

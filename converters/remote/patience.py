@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import Root
 
-__all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "RETRY_SECONDS", "patiently", "retry_for"]
-
 RETRY_SECONDS = 120.0
 """For how long a request is made again by default."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0

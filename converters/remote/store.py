@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import Root
 
-__all__ = ["ObjectStore", "Properties", "Store", "store_of"]
-
 
 class Properties(NamedTuple):
     """What a store says of an object.

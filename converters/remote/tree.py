@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     Folder = dict[str, "Properties | None"]
 
-__all__ = ["Tree", "tree_of"]
-
 _T = TypeVar("_T")
 _LOOKED_INTO = 4  # folders beside each other, each with a request of its own
 _MOST_OBJECTS = 200_000  # of a listing at any depth: a whole training run is not listed for a few of its iterations

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from converters.remote.address import Root
 
-__all__ = ["CutError", "StatedError", "Trouble", "code_of", "trouble_of"]
-
 _STATUS = re.compile(r"status(?: code)?:? (\d{3})|\b(\d{3}) (?:Client|Server) Error")
 _CODE = re.compile(r"<Code>\s*([A-Za-z0-9_.]{1,60})\s*</Code>|\"?[cC]ode\"?: \"?([A-Za-z]\w{1,60})")
 _PASSING: Final = (408, 429, 500, 502, 503, 504)

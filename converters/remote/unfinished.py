@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import RemotePath
 
-__all__ = ["UnfinishedUpload", "abort_unfinished", "list_unfinished"]
-
 _RULE = "a lifecycle rule of the bucket removes them: AbortIncompleteMultipartUpload"
 
 

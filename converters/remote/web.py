@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import Root
 
-__all__ = ["WebStore"]
-
 _INDEX = ".safetensors.index.json"
 _BESIDE = (
     "config.json",

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from converters.remote.address import RemotePath
 
-__all__ = ["PART", "WRITABLE", "StoreWriter"]
-
 WRITABLE = ("s3", "gs", "az")
 """Schemes of stores that are written to."""
 PART = 8 << 20

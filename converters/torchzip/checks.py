@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     Read = Callable[[int, int], bytes]
 
-__all__ = ["check_archive"]
-
 
 def check_archive(read: Read, start: int, length: int, what: str) -> None:
     """Compares every member of an archive that is copied as it is with its checksum; holds a mebibyte at a time.

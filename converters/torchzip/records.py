@@ -31,17 +31,6 @@ if TYPE_CHECKING:
 
     Read = Callable[[int, int], bytes]
 
-__all__ = [
-    "Member",
-    "Payload",
-    "TensorLocator",
-    "TensorRef",
-    "locate_tensor",
-    "read_directory",
-    "read_pickle",
-    "tensor_ref",
-]
-
 _EOCD = struct.Struct("<IHHHHIIH")
 _EOCD64 = struct.Struct("<24xQQQQ")
 _LOCATOR64 = struct.Struct("<IIQI")

@@ -27,19 +27,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.torchzip.records import Member, Read
 
-__all__ = [
-    "ArchiveLayout",
-    "RecordLayout",
-    "archive",
-    "c_strides",
-    "empty_object",
-    "named",
-    "object_record",
-    "storage_node",
-    "tensor_node",
-    "with_pickle",
-]
-
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
 _VERSION = b"3\n"

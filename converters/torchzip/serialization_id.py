@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["serialization_id"]
-
 _MASK = (1 << 64) - 1
 _MULTIPLIER = 0xC6A4A7935BD1E995  # MurmurHash64A
 _SEED = 0xC70F6907

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from converters.formats.source_file import SourceFile
     from converters.verification.files import FileRead
 
-__all__ = ["BLOCK_BYTES", "Blocks"]
-
 BLOCK_BYTES = 8 << 20
 
 

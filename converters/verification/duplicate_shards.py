@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from converters.verification.files import RecordIndex
     from converters.verification.report import Check
 
-__all__ = ["find_twins", "fingerprint"]
-
 _SMALLEST = 64  # bytes: a bias of a few elements may well be equal
 _MOST = 10_000  # records that are looked at again
 _BLOCK = 1 << 20

@@ -9,7 +9,7 @@ A SHA-256 cannot be combined: a file that a manifest lists, or shall list, is re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.formats.base import Reader
-
-__all__ = ["FileRead", "FileTask", "RecordIndex"]
 
 PIECE_BYTES = 256 << 20  # as the number of workers does not matter, every rank cuts alike
 _BATCH_BYTES, _BATCH_FILES = 8 << 20, 256
@@ -146,7 +144,7 @@ class RecordIndex:
             try:
                 for record in self.records(position):
                     try:
-                        payload = self._reader.locate(record, lambda at, n, source=source: read_at(source, at, n))
+                        payload = self._reader.locate(record, partial(read_at, source))
                     except FormatError:
                         continue
                     out.setdefault(payload.crc_offset, []).append(record)

@@ -20,7 +20,8 @@ from converters.errors import DistckptError, FormatError, RequestError, Unsuppor
 from converters.formats.plain_json import read_json
 from converters.models import of_type
 from converters.models.built import unlike_transformers
-from converters.models.described import COMPUTED, HEADS, KEYS, described, expected_shapes, own_names
+from converters.models.config import KEYS
+from converters.models.described import COMPUTED, HEADS, described, expected_shapes, own_names
 from converters.models.predictions import can_hold_predictions, with_predictions
 from converters.models.rules import Experts
 from converters.names import fold, printable
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from converters.verification.report import Check
 
     Shapes = Mapping[str, tuple[int, ...]]
-
-__all__ = ["check_hugging_face", "check_transformers"]
 
 _WEIGHTS = re.compile(r".*\.safetensors|.*model.*\.bin")  # not training_args.bin or optimizer.bin
 _SHOWN = 12

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from converters.io.arithmetic import Arithmetic
     from converters.verification.report import Check
 
-__all__ = ["PossibleMoments", "judge_moments", "moment_bound", "moment_pairs"]
-
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"
 _FP32 = dtype("float32")
 _TINY = 1e-30  # a square below is no number of float32 with all its bits

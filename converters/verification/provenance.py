@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.verification.report import Check
 
-__all__ = ["check_origin"]
-
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _RANK = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 

@@ -12,8 +12,6 @@ from converters.words import counted
 if TYPE_CHECKING:
     from collections.abc import Container
 
-__all__ = ["Check", "Finding", "Report"]
-
 _KEPT = 200
 _SHOWN = 4
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from converters.verification.report import Check
     from converters.verification.scan import Scan
 
-__all__ = ["VerifyOptions", "unopened", "verify"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:

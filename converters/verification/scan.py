@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from converters.torchzip.records import Member, Payload
     from converters.verification.files import FileRead, FileTask, RecordIndex
 
-__all__ = ["FileWorker", "Note", "Scan", "joined"]
-
 _OBJECT_PICKLE = 64 << 20  # larger ones are compared with their checksum, not read
 _ZIP = b"PK\x03\x04"
 

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from converters.catalog import Part
+from converters.chunks import Part
 from converters.errors import DistckptError, IntegrityError, RequestError
 from converters.formats.links import escape
 from converters.megatron.damage import check_stored
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.verification.report import Check
-
-__all__ = ["check_structure", "is_tied"]
 
 _INDEXED = re.compile(r"(.*?\.?(?:layers|layer|blocks|h))\.(\d+)\.(.*)", re.DOTALL)
 _FATAL = ("metadata.json is missing", "common.pt is missing")  # Megatron opens no checkpoint without them

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.verification.report import Check, Report
 
-__all__ = ["Lookups"]
-
 SAVE = "distckpt reshard CKPT OUT --optimizer none keeps the weights"
 _CHECKS = {"equal": "copies", "rounded": "optimizer", "": "values"}
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.verification.report import Check
 
-__all__ = ["note_unknown"]
-
 # param, fp32_param and master_param are masters; Adam has two moments, Lion one, SGD and Muon a momentum, AdaptiveMuon
 # one more (training-run facts: core_v0.16.1 optimizer.py, Emerging-Optimizers v0.3.1 orthogonalized_optimizer.py)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "moment2_buffer", "step")

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from converters.io.arithmetic import Arithmetic
     from converters.verification.report import Check
 
-__all__ = ["TensorTask", "TensorWorker", "judge_values", "tile_bytes"]
-
 _TILE = 1 << 20  # elements
 _BLOCKS = 6 * 8 * BLOCK  # what is made of a block
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     from converters.planning.plan import Copy, Drop, Target
 
-__all__ = ["Accounting"]
-
 
 class Accounting:
     """Origins of target tensors, and the fate of source tensors.

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.catalog import LowRank, ViewPart
+from converters.catalog import LowRank
+from converters.chunks import ViewPart
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.formats.base import ReaderPair
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
-    from converters.catalog import Catalog, FlatPart, Part, StoredArray, TensorInfo
+    from converters.catalog import Catalog, TensorInfo
+    from converters.chunks import FlatPart, Part, StoredArray
     from converters.formats.base import Reader
     from converters.megatron.adapters import Adapters
-
-__all__ = ["Merge", "merge_adapters", "wants_peft"]
 
 _MERGED = "W + alpha / rank * B @ A in fp32, rounded once to the type of W"
 _MERGEABLE = ("float32", "float16", "bfloat16")

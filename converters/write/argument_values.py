@@ -14,8 +14,6 @@ from converters.names import printable
 from converters.pickles import Global, Obj
 from converters.write.job_arguments import shown_argument
 
-__all__ = ["LiteralText", "argument_value"]
-
 _KINDS = {
     bool: "true or false",
     int: "a whole number",

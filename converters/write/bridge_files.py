@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.layout import Layout
 
-__all__ = ["bridge_files"]
-
 _TRAINING = "megatron.bridge.training."
 # name -> (type, how struct packs it); all are tensors without axes
 _PROGRESS = {

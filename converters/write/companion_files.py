@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.write.write_plan import ExtraFile
 
-__all__ = ["hf_companions", "json_bytes", "own_tokenizer", "read_reference"]
-
 
 def read_reference(folder: Path | None) -> Mapping[str, Any]:
     """Contents of the config.json of a Hugging Face folder; empty without a folder.

@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from converters.planning.plan import Piece
     from converters.write.write_plan import ExtraFile
 
-__all__ = ["SafetensorsOptions", "TorchOptions", "plan_safetensors", "plan_torch"]
-
 SIDECAR = "distckpt.json"
 """Beside safetensors with Megatron's names: what a `model.pt` says of the job, so that the way back is open."""
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.write.write_plan import Conversion
 
-__all__ = ["WRITERS", "Writer", "plan_convert"]
-
 
 @dataclass(frozen=True, slots=True)
 class Writer:

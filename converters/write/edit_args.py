@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.formats.base import Reader
 
-__all__ = ["EditOptions", "plan_edit"]
-
 _METADATA = ".metadata"
 _METADATA_LIMIT = 1 << 30
 

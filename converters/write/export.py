@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from converters.models.quantizing import Quantization
     from converters.planning.plan import Target
 
-__all__ = ["ExportOptions", "ExportPlan", "choose_mapping", "plan_export", "run_export"]
-
 REPORT = "distckpt-report.json"
 QUANTIZATIONS = ("fp8-block",)
 _QUANTIZED = ("quantization_config", "compression_config")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from converters.planning.plan import Copy
     from converters.write.export import ExportPlan
 
-__all__ = ["completed_report", "export_report"]
-
 
 def export_report(plan: ExportPlan) -> dict[str, Any]:
     """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin."""

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Layout
     from converters.write.write_plan import ExtraFile
 
-__all__ = ["Companions", "companions", "keeps_framework"]
-
 _CONFIG, _PROGRESS = "run_config.yaml", "train_state.pt"
 _FOLDERS = {"NeMo 1": "model_weights", "NeMo 2": "weights"}
 _LIMIT = 64 << 20

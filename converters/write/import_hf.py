@@ -53,7 +53,8 @@ from converters.write.import_start import (
 )
 from converters.write.imported import ImportedReader, dequantized_folder, text_folder
 from converters.write.legacy import LegacyOptions, plan_legacy
-from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.reshard import plan_reshard
+from converters.write.reshard_state import ReshardOptions
 from converters.write.tied_head import TiedHead
 
 if TYPE_CHECKING:
@@ -69,8 +70,6 @@ if TYPE_CHECKING:
     from converters.models.importing import MegatronMapping
     from converters.planning.plan import Copy
     from converters.write.write_plan import Conversion, ExtraFile
-
-__all__ = ["FORMATS", "ImportOptions", "plan_import"]
 
 _OTHER_PART = "not of the language model (--part text)"
 _TOKENIZER_FILES = re.compile(

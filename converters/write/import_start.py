@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
 
-__all__ = [
-    "BRIDGE",
-    "FLAGS",
-    "FORMATS",
-    "PADDINGS",
-    "PARTS",
-    "TOKENIZER",
-    "ImportOptions",
-    "Start",
-    "for_bridge",
-    "for_megatron_lm",
-]
-__all__ += ["for_megatron_lm", "iteration_folder"]
 
 FLAGS, TOKENIZER, BRIDGE = "megatron_args.txt", "tokenizer", "megatron-bridge"
 FORMATS = ("torch_dist", "legacy", BRIDGE)

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.box import Box, runs
-from converters.catalog import Catalog, Chunk, TensorInfo, ViewPart
+from converters.catalog import Catalog, TensorInfo
+from converters.chunks import Chunk, ViewPart
 from converters.dtypes import dtype
 from converters.formats.base import ReaderView
 from converters.formats.common_state import Archive
@@ -30,15 +31,13 @@ from converters.planning.routes import landing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from converters.catalog import StoredArray
+    from converters.chunks import StoredArray
     from converters.dtypes import DType
     from converters.formats.base import Reader
     from converters.models.importing import MegatronMapping
     from converters.models.quantized import Dequantized
     from converters.models.text_part import TextPart
     from converters.planning.plan import Copy, Target
-
-__all__ = ["ImportedReader", "dequantized_folder", "seen", "text_folder"]
 
 
 class ImportedReader(ReaderView):

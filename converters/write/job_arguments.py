@@ -16,17 +16,6 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Layout
     from converters.optimizer.groups import ParamGroups
 
-__all__ = [
-    "LAYOUT_ARGUMENTS",
-    "change_arguments",
-    "job_flags",
-    "layout_arguments",
-    "optimizer_arguments",
-    "optimizer_flags",
-    "plain_master_arguments",
-    "shown_argument",
-]
-
 LAYOUT_ARGUMENTS = frozenset(
     (
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),

@@ -83,8 +83,6 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.planning.plan import Drop
 
-__all__ = ["LegacyOptions", "plan_legacy"]
-
 # what of a common state belongs into every rank's file, in the order in which Megatron puts it there
 _SCHEDULE = ("opt_param_scheduler", "lr_scheduler")
 _COMMON = (*_SCHEDULE, "num_floating_point_operations_so_far")

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["CARD", "loading_line", "model_card"]
-
 CARD = "README.md"
 """Its name."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.planning.plan import Target
 
-__all__ = ["reassembled"]
-
 
 def reassembled(
     stored: Mapping[str, TensorInfo],

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from converters.write.framework_files import Companions
     from converters.write.write_plan import ExtraFile
 
-__all__ = ["ReshardOptions", "ReshardPlan", "TorchDistOptions", "plan_reshard", "run_reshard"]
-
 
 @dataclass(frozen=True, slots=True)
 class TorchDistOptions(ReshardOptions):

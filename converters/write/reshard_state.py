@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from converters.megatron.outline import Outline
     from converters.optimizer.groups import ParamGroups
 
-__all__ = ["ReshardOptions", "State", "TargetState", "target_wrapper"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReshardOptions(JobOptions):

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from converters.optimizer.groups import ParamGroups
     from converters.write.reshard_state import ReshardOptions
 
-__all__ = ["Targets"]
-
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 

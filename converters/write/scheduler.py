@@ -9,8 +9,6 @@ from converters.megatron.optimizer_parts import chained_entries, entry_groups
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["build_scheduler"]
-
 
 def build_scheduler(
     tree: Mapping[Any, Any], values: Mapping[str, Any], samples: int | None, iteration: int | None

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.formats.side_files import SideFile
 
-__all__ = ["LEFT_OUT", "Beside", "copied_file", "files_beside"]
-
 _SMALL = 1 << 20
 _JOBS = ("torch_dist", "legacy")
 _RUNS = ("progress.txt", "latest_wandb_artifact_path.txt")

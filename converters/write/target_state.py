@@ -25,19 +25,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.common_state import Archive
 
-__all__ = [
-    "TRACKER",
-    "JobOptions",
-    "as_megatron_lm",
-    "chosen_optimizer",
-    "describe",
-    "iteration_folder",
-    "open_common",
-    "rng_fits",
-    "tracker",
-    "unwanted_state",
-]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 """The file that tells a job which iteration to load; Megatron writes it last."""
 _Options = TypeVar("_Options", bound="JobOptions")

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.models.importing import MegatronMapping
 
-__all__ = ["TiedHead"]
-
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 

@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
 
-__all__ = [
-    "Content",
-    "choose_content",
-    "left_out",
-    "named_optimizer",
-    "plain",
-    "state_drops",
-    "state_of_job",
-    "state_tensors",
-]
-
 
 @dataclass(frozen=True)
 class Content:

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from converters.planning.job import OutputFile
     from converters.planning.routes import Routes
 
-__all__ = ["Conversion", "ExtraFile", "Proof", "WriteOptions", "run_conversion"]
-
 _NOTHING = Status(False, False, 0, 0)
 
 ExtraFile = bytes | Path | Callable[[Stats], bytes]

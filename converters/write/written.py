@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from converters.execute.run import Stats
     from converters.write.write_plan import Conversion
 
-__all__ = ["WriteReport"]
-
 _MOVED = ("bytes_read", "bytes_written", "bytes_kept", "records_checked", "underflowed")
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from converters.overview.runs import CheckpointSummary
 
-__all__ = ["format_age", "ls", "print_summaries", "show_summaries", "summary_document"]
-
 Folders = Annotated[
     list[str] | None, typer.Argument(metavar="[PATH]...", help="Folders to search; by default the working directory.")
 ]

@@ -25,7 +25,7 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     DST appears only when it is complete.
     """
     from converters.commands import plan_command
-    from converters.write.reshard import ReshardOptions
+    from converters.write.reshard_state import ReshardOptions
 
     check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
     layout, options = options_set(target), options_set(carried)

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from distckpt_cli.console import Console
     from distckpt_cli.watch_record import WatchRecord
 
-__all__ = ["watch"]
-
 _watching = panel("Watching")
 _WRITERS = ("export-hf", "reshard", "convert", "strip")
 _OF_ONE_ITERATION = (ExitCode.NO, ExitCode.SOURCE)  # what fails with these does not keep the others waiting

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, Problem, StoredArray, TensorInfo
+from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, Problem, TensorInfo
+from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from distckpt_cli import app
 from harness.cli_support import ROOT, child, environment, same_as_file, terminal, wall_seconds

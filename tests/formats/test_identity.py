@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, StoredArray, TensorInfo
+from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, TensorInfo
+from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.formats import open_checkpoint
 from converters.megatron.identity import SavedLayout, identify, writer_of

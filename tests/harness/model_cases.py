@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.torch import load_file
 
-from converters.catalog import Catalog, StoredArray, TensorInfo
+from converters.catalog import Catalog, TensorInfo
 from converters.catalog import Part as CatalogPart
+from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.megatron.model_args import ModelArgs
 from converters.planning.plan import Op, reversed_copy

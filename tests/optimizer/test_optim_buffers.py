@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from converters.box import Box
-from converters.catalog import Catalog, Part, StoredArray, TensorInfo
+from converters.catalog import Catalog, Part, TensorInfo
+from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.formats.base import Reader

@@ -30,7 +30,7 @@ from converters.execute.publish import Staging
 from converters.execute.rank_files import Board, claim, dismiss_earlier, is_locked
 from converters.execute.ranks import Ranks, listed, shares, spans
 from converters.formats import open_checkpoint
-from converters.planning.job import Task
+from converters.planning.tasks import Task
 from converters.write.export import ExportOptions, plan_export, run_export
 from harness.checkpoints import golden, tree, write_llama
 from harness.processes import wait_until

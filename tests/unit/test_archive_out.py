@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.box import Box
-from converters.catalog import Catalog, Part, StoredArray, TensorInfo
+from converters.catalog import Catalog, Part, TensorInfo
+from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.errors import DistckptError, RequestError
 from converters.execute.publish import Staging

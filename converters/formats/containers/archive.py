@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from converters.catalog import FileInfo, StoredArray
+from converters.catalog import FileInfo
+from converters.chunks import StoredArray
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.base import Reader
 from converters.formats.folder import open_source, read_at, status
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
     from converters.formats.base import Read
     from converters.torchzip.records import TensorRef
-
-__all__ = ["FileTensor", "PtFile", "StorageReader", "Storages", "TensorFile"]
 
 
 class TensorFile(Protocol):

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from converters.pickles import Node, Obj
     from converters.planning.plan import Piece
 
-__all__ = ["ArchiveFile", "ArchiveOutput"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Storage:

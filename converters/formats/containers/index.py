@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["promised", "read_index"]
-
 _V = TypeVar("_V")
 
 

@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from converters.box import Box
-from converters.catalog import Catalog, FileInfo, FlatPart, Problem, TensorInfo
+from converters.catalog import Catalog, FileInfo, Problem, TensorInfo
+from converters.chunks import FlatPart
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError, UnsupportedError
 from converters.formats.common_state import Archive
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from converters.formats.containers.archive import TensorFile
     from converters.pickles import Node
     from converters.torchzip.records import TensorRef
-
-__all__ = ["WholeReader", "distinct", "entries"]
 
 _V = TypeVar("_V")
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from converters.formats.base import Read
 
-__all__ = ["INDEX", "SafetensorsReader"]
-
 INDEX = "model.safetensors.index.json"
 _SINGLE, _ENDING = "model.safetensors", ".safetensors"
 _SIDECAR = "distckpt.json"

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from converters.planning.plan import Target
 
-__all__ = ["DEFAULT_SHARD_BYTES", "SafetensorsLayout", "check_readable", "plan_shards"]
-
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _ALIGNMENT = 4096  # so that the elements begin on a page; the format allows any number of trailing spaces in the header
 _MAX_HEADER = 100_000_000  # safetensors refuses longer ones

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.torchzip.records import TensorRef
 
-__all__ = ["TorchFileReader"]
-
 SINGLE, NEMO, INDEX = "pytorch_model.bin", "model_weights.ckpt", "pytorch_model.bin.index.json"
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _CHUNK = re.compile(r"model\d+")  # Megatron-LM's virtual pipeline

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from converters.formats.containers.archive import PtFile
     from converters.pickles import Node
 
-__all__ = ["storages", "unread_tensors"]
-
 # what is carried as it is, or read for one rank and is the same on all
 _ELSEWHERE = ("step", "param_groups", "grad_scaler")
 

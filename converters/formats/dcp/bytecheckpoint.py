@@ -22,7 +22,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.box import Box
-from converters.catalog import FlatPart, Part, Problem, TensorInfo
+from converters.catalog import Problem, TensorInfo
+from converters.chunks import FlatPart, Part
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.dcp.torch_dcp import TorchDcpReader
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Read, StoredArchive
     from converters.formats.dcp.names import Named
     from converters.torchzip.records import TensorRef
-
-__all__ = ["ByteCheckpointReader"]
 
 _STEP = re.compile(r"global_step_(\d+)")
 _FLAT = "_flat_param"

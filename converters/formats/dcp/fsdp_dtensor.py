@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from converters.formats.dcp.stored import StoredTensor
     from converters.pickles import Node
 
-__all__ = ["FsdpDtensorReader"]
-
 _MODEL = re.compile(r"model\d*\.(?:module\.)*(.*)", re.DOTALL)
 _STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(?:module\.)+(.*)\.(\w+)", re.DOTALL)
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)(?=$|_[wv]$)")

@@ -12,8 +12,6 @@ from converters.box import Box, tiling_fault
 if TYPE_CHECKING:
     from converters.formats.dcp.stored import StoredTensor
 
-__all__ = ["tiling_problem"]
-
 
 def tiling_problem(tensor: StoredTensor) -> str | None:
     """What is wrong with the chunks of a stored tensor, in words; None if they tile it and all have a record."""

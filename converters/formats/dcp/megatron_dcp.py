@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from converters.formats.dcp.names import Path as KeyPath
     from converters.pickles import Node
 
-__all__ = ["MegatronDcpReader"]
-
 _MASTERS = "fp32_from_fp16_params"
 
 

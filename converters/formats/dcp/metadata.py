@@ -15,8 +15,6 @@ from converters.pickles.policy import hostile_tail
 if TYPE_CHECKING:
     from converters.formats.dcp.stored import DcpMetadata
 
-__all__ = ["read_metadata"]
-
 
 def read_metadata(data: bytes, what: str = ".metadata", *, fast: bool = True) -> DcpMetadata:
     """Read a `.metadata` file without loading it.

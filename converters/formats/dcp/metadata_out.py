@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from converters.formats.dcp.stored import StoredTensor
 
-__all__ = ["write_metadata"]
-
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
 _BATCH = 1000  # items between MARK and APPENDS or SETITEMS, as CPython's pickler

@@ -13,8 +13,6 @@ from converters.pickles import Obj, PickleFormatError, dumps, fields, parse, set
 if TYPE_CHECKING:
     from converters.catalog import ObjectInfo
 
-__all__ = ["with_longer_record"]
-
 _HINT = "distckpt reshard CKPT OUT --mcore 0.16 writes common.pt, which is edited without .metadata"
 
 

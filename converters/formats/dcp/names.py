@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from converters.pickles import Node
 
-__all__ = ["Named", "hugging_face", "name_keys", "paths"]
-
 _MODEL = re.compile(r"model(_?state(_?dict)?)?|module|state_dict|weights|net(work)?", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim(izer)?s?(_?state(_?dict)?)?", re.IGNORECASE)
 _FLATTENED = re.compile(r"(?:optimizers?\.)?state\.(.+)\.([^.]+)", re.DOTALL)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from converters.catalog import FileInfo, Problem, StoredArray
+from converters.catalog import FileInfo, Problem
+from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.base import Reader, StoredArchive
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.base import Read
     from converters.formats.dcp.stored import DcpMetadata, StoredObject, StoredTensor
-
-__all__ = ["DcpReader", "merged", "read_folder", "save_id"]
 
 
 def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
     from converters.pickles.machine import Machine
 
-__all__ = ["Schema"]
-
 _MAX_SIZE: Final = 1 << 62
 _MAX_DIMS: Final = 32
 

@@ -14,19 +14,6 @@ if TYPE_CHECKING:
 
     from converters.pickles import Node
 
-__all__ = [
-    "OBJECT",
-    "Chunks",
-    "DcpMetadata",
-    "Ints",
-    "Matched",
-    "Points",
-    "Records",
-    "StoredObject",
-    "StoredTensor",
-    "match",
-]
-
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 OBJECT: Final = -1

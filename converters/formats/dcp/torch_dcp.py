@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from converters.catalog import Catalog, Part, Problem, TensorInfo
+from converters.catalog import Catalog, Problem, TensorInfo
+from converters.chunks import Part
 from converters.formats.canonical import iteration_of
 from converters.formats.dcp.names import hugging_face, name_keys, paths
 from converters.formats.dcp.reader import DcpReader
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.formats.dcp.names import Named, Path
-
-__all__ = ["TorchDcpReader"]
 
 
 class TorchDcpReader(DcpReader):

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.formats.dcp.names import Path as KeyPath
 
-__all__ = ["VeScaleReader"]
-
 _TYPED = re.compile(r"torch\.\w+")
 _KEY = re.compile(r"torch\.\w+?\.(.+)\.(\w+)", re.DOTALL)
 _MASTERS = {"shard_casted_float16_groups": "param"}

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from converters.optimizer.state import OptimizerState
     from converters.pickles import Node
 
-__all__ = ["Chains"]
-
 _ADAM = ("param", "exp_avg", "exp_avg_sq")
 _Chunks = Sequence[Sequence["LocalTensor"]]
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["MODEL", "OPTIMIZER", "Grid", "find_grid", "rank_folder", "rank_folders"]
-
 MODEL, OPTIMIZER = "model_optim_rng.pt", "distrib_optim.pt"
 _MOST_RANKS = 1_000_000
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from converters.formats.containers.archive import PtFile
     from converters.pickles import Node
 
-__all__ = ["common_optimizer", "group_members"]
-
 _OUTER = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 

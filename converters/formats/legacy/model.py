@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from converters.formats.legacy.rank_model import RankModel
     from converters.pickles import Node
 
-__all__ = ["Rank", "WholeModel"]
-
 Rank = tuple[int, int, int]
 """(tp, pp, ep)"""
 

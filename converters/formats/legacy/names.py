@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     from converters.megatron.split import Shard
 
-__all__ = ["Piece", "QkvOrder", "layer_number", "local_experts", "module_order", "pieces", "plain_name", "segments"]
-
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12])\.(weight|bias)(\d*)")
 _SEQUENTIAL = re.compile(r"(.*\.mlp\.experts)\.local_experts\.(\d+)\.(.*)")

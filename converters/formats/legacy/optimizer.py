@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Layout
     from converters.torchzip.records import TensorRef
 
-__all__ = ["FlatFile", "Owned", "dealt_members", "locate_plain", "optimizer_entries", "plain_members", "tensors_in"]
-
 _MOST_PADDING = 1 << 17  # elements behind a bucket
 DEEPEST = 64  # a pickle may hold a dictionary that holds itself
 

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from converters.pickles import Node
     from converters.planning.plan import Piece
 
-__all__ = ["Chain", "buffers", "flat_optimizer", "flat_starts", "flat_state", "model_state", "plain_optimizer"]
-
 
 @dataclass(frozen=True)
 class Chain:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from converters.formats.containers.archive import PtFile, TensorFile
     from converters.pickles import Node
 
-__all__ = ["CHUNK", "EXTRA", "RankModel", "flattened"]
-
 CHUNK = re.compile(r"model(\d*)")
 EXTRA = "._extra_state"
 

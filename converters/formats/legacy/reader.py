@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.box import Box
-from converters.catalog import Catalog, FileInfo, FlatPart, ObjectInfo, Problem, TensorInfo
+from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInfo
+from converters.chunks import FlatPart
 from converters.errors import DamagedFileError, FormatError, RequestError, UnsupportedError
 from converters.formats.broken import read_part
 from converters.formats.common_state import Archive
@@ -53,8 +54,6 @@ if TYPE_CHECKING:
     from converters.formats.legacy.grid import Grid
     from converters.megatron.layout import Layout
     from converters.pickles import Node
-
-__all__ = ["LegacyReader"]
 
 _AXES = ("tensor", "pipeline", "expert")  # of `Rank`
 

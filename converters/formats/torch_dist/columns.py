@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from converters.formats.torch_dist.parts import ArrayOut
     from converters.planning.plan import Drop
 
-__all__ = ["Columns", "stack"]
-
 
 class Columns:
     """Canonical tensors and where their records lie.

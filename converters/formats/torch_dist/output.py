@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from converters.planning.routes import Kind
     from converters.torchzip.records_out import RecordLayout
 
-__all__ = ["TorchDistOutput"]
-
 
 class TorchDistOutput:
     """The files of a checkpoint, from what is in them. Implements `Routes` and `Seals` of a job.

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.planning.plan import Drop
 
-__all__ = ["ArrayOut", "BucketOut", "Cut", "ObjectOut"]
-
 
 @dataclass(frozen=True)
 class Cut:

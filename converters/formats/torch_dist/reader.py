@@ -22,8 +22,6 @@ from converters.formats.dcp.reader import DcpReader, save_id
 from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, find_producer, megatron_catalog
 
-__all__ = ["TorchDistReader"]
-
 
 class TorchDistReader(DcpReader):
     """An open torch_dist checkpoint."""

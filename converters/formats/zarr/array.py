@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.catalog import StoredArray
+from converters.chunks import StoredArray
 from converters.dtypes import TYPES, DType, dtype
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.folder import scan
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.formats.folder import Entry
-
-__all__ = ["ArraySpec", "ChunkFiles", "parse_zarr_json", "parse_zarray", "scan_chunks"]
 
 # zarr's spelling -> ours; Megatron writes "bfloat16" over the "<V2" that zarr makes of a type it does not know
 _DTYPES = {

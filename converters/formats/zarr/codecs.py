@@ -16,8 +16,6 @@ from converters.names import printable
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Codec"]
-
 
 @dataclass(frozen=True, slots=True)
 class Codec:

@@ -27,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
-from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, StoredArray, TensorInfo
+from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError
 from converters.formats.base import Reader
 from converters.formats.canonical import KeyedArray, TensorsInside, canonical_tensors, object_info
@@ -43,10 +43,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
+    from converters.chunks import StoredArray
     from converters.formats.base import Read
     from converters.formats.folder import Entry
-
-__all__ = ["ZarrReader"]
 
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt")
 _CHUNK = re.compile(r"\d+(\.\d+)*")
