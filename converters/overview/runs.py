@@ -20,7 +20,7 @@ from converters.errors import (
     UnsupportedError,
 )
 from converters.formats import open_checkpoint
-from converters.formats.folder import exists, is_file, is_folder, read_small, scan
+from converters.formats.folder import exists, is_file, is_folder, read_small, scan, walk
 from converters.formats.links import enclose
 from converters.formats.registry import detect
 from converters.formats.resolve import DATA_FOLDERS, ITERATION, TRACKER, iterations, missing, single_files
@@ -58,7 +58,7 @@ class CheckpointSummary:
         layout: Of the job that saved it.
         optimizer: Name of the optimizer's layout, "none" without one.
         nbytes: Bytes of its files.
-        modified: When its folder last changed, in seconds since 1970.
+        modified: When its folder last changed, in seconds since 1970; None if that is not known.
         latest: The run's tracker file names it.
     """
 
@@ -201,10 +201,17 @@ def _architecture(catalog: Catalog, identity: Identity) -> str | None:
 
 
 def _modified(path: Path) -> float | None:
+    """When a checkpoint changed; None if nothing says so.
+
+    A folder of an object store has no time of its own: its newest file's counts. The hub tells no times at all.
+    """
     try:
-        return path.stat().st_mtime
-    except OSError:
+        seconds = path.stat().st_mtime
+        if not seconds and is_folder(path):
+            seconds = max((file.mtime_ns // 10**9 for _, file in walk(path)), default=0)
+    except (OSError, DistckptError):
         return None
+    return seconds or None
 
 
 def _tracked(path: Path) -> bool:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -15,6 +16,7 @@ from converters.errors import AddressError, IntegrityError
 from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import open_source, read_at, walk
+from converters.overview.runs import survey
 from converters.remote.address import RemotePath, named_path
 from converters.remote.content import BLOCK
 from converters.remote.tree import tree_of
@@ -186,6 +188,19 @@ def test_commands_that_read(url, capsys):
     assert url in capsys.readouterr().out
     assert main(["diff", url, str(GOLDEN / LLAMA)]) == 0
     assert "identical in everything" in capsys.readouterr().out
+
+
+def test_ls_shows_the_age_of_the_newest_object(url, hub, capsys):
+    """A folder of a store has no time of its own, and the hub tells no times."""
+    before = time.time()
+    (of_s3,) = survey(url)
+    assert of_s3.modified is not None
+    assert before - 3600 < of_s3.modified < before + 60  # uploaded by this session
+    (of_hub,) = survey("hf://org/hf_llama_safetensors")
+    assert of_hub.modified is None
+    assert main(["ls", "hf://org/hf_llama_safetensors"]) == 0
+    row = capsys.readouterr().out.splitlines()[1]
+    assert row.split()[-2:] == ["-", "hf://org/hf_llama_safetensors"]
 
 
 def test_import_hf(uploaded, proxy, tmp_path):
