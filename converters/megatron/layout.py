@@ -25,6 +25,7 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.megatron.model_fields import OPTIONS
 from converters.megatron.pipeline import Pipeline, hybrid_stages, parse_pp_layout
 from converters.words import counted
 
@@ -34,13 +35,7 @@ if TYPE_CHECKING:
 
 # Megatron's names of each field, newest first: arguments, then configuration
 _NAMES: dict[str, tuple[str, ...]] = {
-    "tp": ("tensor_model_parallel_size", "model_parallel_size"),
-    "pp": ("pipeline_model_parallel_size",),
-    "vpp": ("virtual_pipeline_model_parallel_size",),
-    "cp": ("context_parallel_size",),
-    "ep": ("expert_model_parallel_size",),
-    "etp": ("expert_tensor_parallel_size",),
-    "dp": ("data_parallel_size",),
+    **{name: OPTIONS[name] for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")},
     "first_layers": ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
     "last_layers": ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
     "account_for_embedding": ("account_for_embedding_in_pipeline_split",),

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.megatron.model_options import NAMES
+from converters.megatron.model_fields import OPTIONS
+from converters.megatron.rope_options import YARN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,22 +19,12 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
 # argument -> field of `ModelArgs`: the newest name, but for what has a rule or another one on the command line
-_RULED = {"num_query_groups", "tied_embeddings", "rotary_base", "mla"}
-_SAME = {names[0]: name for name, (_, names) in NAMES.items() if name not in _RULED} | {
+_RULED = {"num_query_groups", "tied_embeddings", "rotary_base", "mla", "norm_epsilon", "zero_centered_norm"}
+_SAME = {options[0]: name for name, options in OPTIONS.items() if name not in _RULED} | {
     "norm_epsilon": "norm_epsilon",
     "apply_layernorm_1p": "zero_centered_norm",
     "padded_vocab_size": "padded_vocab_size",
     "normalization": "normalization",
-}
-for _only_configured in ("layernorm_epsilon", "layernorm_zero_centered_gamma"):
-    del _SAME[_only_configured]
-_ROPE = {
-    "rotary_scaling_factor": "rope_factor",
-    "original_max_position_embeddings": "rope_original_max_position_embeddings",
-    "beta_fast": "rope_beta_fast",
-    "beta_slow": "rope_beta_slow",
-    "mscale": "rope_mscale",
-    "mscale_all_dim": "rope_mscale_all_dim",
 }
 # (gated, activation) -> the arguments that choose it
 _ACTIVATIONS: dict[tuple[bool, str], dict[str, Any]] = {
@@ -105,7 +96,7 @@ def _rope(model: ModelArgs, notes: list[str]) -> dict[str, Any]:
         )
         return {"rotary_seq_len_interpolation_factor": model.rope_factor}
     if kind == "yarn":
-        values = {argument: getattr(model, name) for argument, name in _ROPE.items()}
+        values = {argument: getattr(model, name) for name, (argument, _) in YARN.items()}
         if model.mla:
             return {"rope_type": "yarn", **values}
         return {f"yarn_{name}": value for name, value in values.items()}

@@ -31,8 +31,8 @@ _UNLESS = {
 # in a Namespace, but not on the command line: they follow from others, or from the job
 _UNSAID = {
     *("original_max_position_embeddings", "beta_fast", "beta_slow", "fp16", "params_dtype"),
-    *("yarn_rotary_scaling_factor", "yarn_mscale", "yarn_mscale_all_dim", "rope_scaling_factor"),
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size", "world_size"),
+    *("rope_scaling_factor", "tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("expert_model_parallel_size", "world_size"),
 }
 # of YaRN without latent attention: an attribute of the configuration -> the option that sets it (argument_utils.py,
 # _apply_yarn_config_from_args, core_v0.19.0)
@@ -40,9 +40,6 @@ _YARN = {
     "yarn_rotary_scaling_factor": "rotary_scaling_factor",
     "yarn_mscale": "mscale",
     "yarn_mscale_all_dim": "mscale_all_dim",
-    "yarn_original_max_position_embeddings": "yarn_original_max_position_embeddings",
-    "yarn_beta_fast": "yarn_beta_fast",
-    "yarn_beta_slow": "yarn_beta_slow",
 }
 HYBRID = frozenset({"is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"})
 """What says that a model is a stack of single layers; `ModelArgs.layer_pattern` is what it says."""
@@ -138,7 +135,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in arguments.items():
         option = f"--{_YARN.get(name, name).replace('_', '-')}"
-        if name in _UNSAID - _YARN.keys() or value is None:
+        if name in _UNSAID or value is None:
             continue
         if value is False:
             words += [_UNLESS[name]] if _UNLESS.get(name) else []

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from converters.catalog import model_section
 from converters.megatron.layer_census import missing_tensors
 from converters.megatron.layer_pattern import describe_layers
-from converters.megatron.model_options import DEFAULTS, read_options
+from converters.megatron.model_fields import DEFAULTS, ModelFields
+from converters.megatron.model_options import read_options
 from converters.megatron.model_shapes import measure
 from converters.megatron.option_values import Facts
 from converters.megatron.part_shapes import odd_shapes
@@ -28,15 +29,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ModelArgs:
+class ModelArgs(ModelFields):
     """What is known of a model; a field is None when nothing says.
-
-    Sizes are in elements. `vocab_size` is the number of real rows, `padded_vocab_size` the stored one. `window_size` is
-    how many positions a query sees, its own included. `activation` is "silu", "gelu" (exact), "gelu_tanh",
-    "quick_gelu", "relu2", "relu" or the name that the configuration gave; `gated` says whether it multiplies a second
-    projection. `moe_layers` and `linear_layers` (those with linear attention) have one entry per decoder layer,
-    `layer_pattern` of a hybrid model has one symbol (`layer_pattern.SYMBOLS`). `rope_scaling` is None, "linear", "llama3"
-    or "yarn"; the `rope_*` numbers belong to it. `tp` to `world_size` describe the job that saved.
 
     `extras` holds options, under the name they were given, that change the forward pass and have no field here: an
     exporter that does not know one must refuse. `notes` are sentences on options that do not mean what they say,
@@ -45,83 +39,6 @@ class ModelArgs:
     "shape of TENSOR", or "default".
     """
 
-    num_layers: int | None = None
-    layer_pattern: str | None = None
-    hidden_size: int | None = None
-    num_attention_heads: int | None = None
-    num_query_groups: int | None = None
-    head_dim: int | None = None
-    ffn_hidden_size: int | None = None
-    vocab_size: int | None = None
-    padded_vocab_size: int | None = None
-    max_position_embeddings: int | None = None
-    normalization: str | None = None
-    norm_epsilon: float | None = None
-    zero_centered_norm: bool | None = None
-    tied_embeddings: bool | None = None
-    gated: bool | None = None
-    activation: str | None = None
-    add_bias_linear: bool | None = None
-    add_qkv_bias: bool | None = None
-    qk_layernorm: bool | None = None
-    window_size: int | None = None
-    position_embedding_type: str | None = None
-    rotary_base: float | None = None
-    rotary_percent: float | None = None
-    rotary_interleaved: bool | None = None
-    rope_scaling: str | None = None
-    rope_factor: float | None = None
-    rope_low_freq_factor: float | None = None
-    rope_high_freq_factor: float | None = None
-    rope_original_max_position_embeddings: int | None = None
-    rope_beta_fast: float | None = None
-    rope_beta_slow: float | None = None
-    rope_mscale: float | None = None
-    rope_mscale_all_dim: float | None = None
-    num_experts: int | None = None
-    moe_topk: int | None = None
-    moe_ffn_hidden_size: int | None = None
-    moe_layers: tuple[bool, ...] | None = None
-    moe_shared_expert_size: int | None = None
-    moe_shared_expert_gate: bool | None = None
-    moe_score_function: str | None = None
-    moe_pre_softmax: bool | None = None
-    moe_num_groups: int | None = None
-    moe_group_topk: int | None = None
-    moe_scaling_factor: float | None = None
-    moe_expert_bias: bool | None = None
-    moe_aux_loss: float | None = None
-    mla: bool | None = None
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_head_dim: int | None = None
-    qk_pos_emb_head_dim: int | None = None
-    v_head_dim: int | None = None
-    mla_down_fused: bool | None = None
-    mtp_num_layers: int | None = None
-    linear_layers: tuple[bool, ...] | None = None
-    linear_num_key_heads: int | None = None
-    linear_num_value_heads: int | None = None
-    linear_key_head_dim: int | None = None
-    linear_value_head_dim: int | None = None
-    linear_conv_kernel_dim: int | None = None
-    mamba_num_heads: int | None = None
-    mamba_head_dim: int | None = None
-    mamba_num_groups: int | None = None
-    mamba_state_dim: int | None = None
-    dtype: str | None = None
-    init_method_std: float | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    tp: int | None = None
-    pp: int | None = None
-    vpp: int | None = None
-    ep: int | None = None
-    etp: int | None = None
-    cp: int | None = None
-    dp: int | None = None
-    world_size: int | None = None
-    consumed_train_samples: int | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -173,6 +90,9 @@ class ModelArgs:
         return [*out, *missing_tensors(catalog.weights), *odd_shapes(catalog.weights, options)]
 
 
+_NONE_IF_ZERO = ("num_experts", "mtp_num_layers", "vpp", "consumed_train_samples")
+
+
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return "".join("01"[int(v)] for v in value)
@@ -200,7 +120,7 @@ class _Collected(Facts):
             unused += [name for name in values if name.startswith("moe_")]
         if not values.get("moe_scaling_factor"):
             unused.append("moe_scaling_factor")
-        for name in (*unused, *(n for n in ("num_experts", "mtp_num_layers", "vpp") if not values.get(n))):
+        for name in (*unused, *(n for n in _NONE_IF_ZERO if not values.get(n))):
             values.pop(name, None)
         if values.get("add_bias_linear") and not values.get("mla"):
             values["add_qkv_bias"] = True

@@ -1,6 +1,6 @@
 """How Megatron-LM's Namespace, Bridge's run_config.yaml and NeMo's model.yaml spell the options of a model.
 
-One table of names for the options that are plain numbers, and a function for each group that needs a rule.
+The names of options that are plain numbers are in `model_fields`; here is a function for each group that needs a rule.
 """
 
 from __future__ import annotations
@@ -10,134 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 from converters.megatron.bridge_families import read_provider
 from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, moe_layers, read_pattern
+from converters.megatron.model_fields import DEFAULTS, FIELD_TYPES, OPTIONS
 from converters.megatron.option_values import Facts, as_bool, as_float, as_int, as_str
 from converters.megatron.rope_options import read_rope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 
-def _samples(value: Any) -> int | None:
-    return as_int(value) or None
-
-
-# field -> how to read it, and its names, newest first. Sources: Megatron-LM core_v0.4 to 0.20 arguments.py,
-# TransformerConfig (Bridge and NeMo 2 dump its fields), NeMo 1 megatron_gpt_config.yaml; last, transformers' config.json
-NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "num_layers": (as_int, ("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")),
-    "hidden_size": (as_int, ("hidden_size", "n_embd")),
-    "num_attention_heads": (as_int, ("num_attention_heads", "n_head")),
-    "num_query_groups": (as_int, ("num_query_groups", "num_key_value_heads")),
-    "head_dim": (as_int, ("kv_channels", "head_dim")),
-    "ffn_hidden_size": (as_int, ("ffn_hidden_size", "intermediate_size", "n_inner")),
-    "vocab_size": (as_int, ("vocab_size",)),
-    "max_position_embeddings": (as_int, ("max_position_embeddings", "seq_length", "encoder_seq_length")),
-    "norm_epsilon": (as_float, ("layernorm_epsilon", "norm_epsilon")),
-    "zero_centered_norm": (as_bool, ("layernorm_zero_centered_gamma", "apply_layernorm_1p")),
-    "tied_embeddings": (as_bool, ("share_embeddings_and_output_weights",)),
-    "add_bias_linear": (as_bool, ("add_bias_linear", "bias")),
-    "add_qkv_bias": (as_bool, ("add_qkv_bias", "qkv_bias")),
-    "qk_layernorm": (as_bool, ("qk_layernorm",)),
-    "position_embedding_type": (as_str, ("position_embedding_type",)),
-    "rotary_base": (as_float, ("rotary_base",)),
-    "rotary_percent": (as_float, ("rotary_percent", "rotary_percentage")),
-    "rotary_interleaved": (as_bool, ("rotary_interleaved",)),
-    "num_experts": (as_int, ("num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts")),
-    "moe_topk": (as_int, ("moe_router_topk", "num_experts_per_tok")),
-    "moe_ffn_hidden_size": (as_int, ("moe_ffn_hidden_size", "ffn_hidden_size")),
-    "moe_shared_expert_size": (as_int, ("moe_shared_expert_intermediate_size",)),
-    "moe_shared_expert_gate": (as_bool, ("moe_shared_expert_gate",)),
-    "moe_score_function": (as_str, ("moe_router_score_function",)),
-    "moe_pre_softmax": (as_bool, ("moe_router_pre_softmax",)),
-    "moe_num_groups": (as_int, ("moe_router_num_groups",)),
-    "moe_group_topk": (as_int, ("moe_router_group_topk",)),
-    "moe_scaling_factor": (as_float, ("moe_router_topk_scaling_factor",)),
-    "moe_expert_bias": (as_bool, ("moe_router_enable_expert_bias",)),
-    "moe_aux_loss": (as_float, ("moe_aux_loss_coeff",)),
-    "mla": (as_bool, ("multi_latent_attention",)),
-    "q_lora_rank": (as_int, ("q_lora_rank",)),
-    "kv_lora_rank": (as_int, ("kv_lora_rank",)),
-    "qk_head_dim": (as_int, ("qk_head_dim",)),
-    "qk_pos_emb_head_dim": (as_int, ("qk_pos_emb_head_dim",)),
-    "v_head_dim": (as_int, ("v_head_dim",)),
-    "mla_down_fused": (as_bool, ("mla_down_proj_fusion",)),
-    "mtp_num_layers": (as_int, ("mtp_num_layers",)),
-    "mamba_num_heads": (as_int, ("mamba_num_heads",)),
-    "mamba_head_dim": (as_int, ("mamba_head_dim",)),
-    "mamba_num_groups": (as_int, ("mamba_num_groups",)),
-    "mamba_state_dim": (as_int, ("mamba_state_dim",)),
-    "linear_num_key_heads": (as_int, ("linear_num_key_heads",)),
-    "linear_num_value_heads": (as_int, ("linear_num_value_heads",)),
-    "linear_key_head_dim": (as_int, ("linear_key_head_dim",)),
-    "linear_value_head_dim": (as_int, ("linear_value_head_dim",)),
-    "linear_conv_kernel_dim": (as_int, ("linear_conv_kernel_dim",)),
-    "init_method_std": (as_float, ("init_method_std",)),
-    "attention_dropout": (as_float, ("attention_dropout",)),
-    "hidden_dropout": (as_float, ("hidden_dropout",)),
-    "tp": (as_int, ("tensor_model_parallel_size", "model_parallel_size")),
-    "pp": (as_int, ("pipeline_model_parallel_size",)),
-    "vpp": (as_int, ("virtual_pipeline_model_parallel_size",)),
-    "ep": (as_int, ("expert_model_parallel_size",)),
-    "etp": (as_int, ("expert_tensor_parallel_size", "expert_tensor_model_parallel_size")),
-    "cp": (as_int, ("context_parallel_size",)),
-    "dp": (as_int, ("data_parallel_size",)),
-    "world_size": (as_int, ("world_size",)),
-    "consumed_train_samples": (_samples, ("consumed_train_samples",)),
-}
-# what an option that a version did not have yet amounts to
-DEFAULTS: dict[str, Any] = {
-    "norm_epsilon": 1e-5,
-    "zero_centered_norm": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "rotary_base": 10000.0,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "moe_score_function": "softmax",
-    "moe_pre_softmax": False,
-    "moe_shared_expert_gate": False,
-    "moe_expert_bias": False,
-    "mla": False,
-}
-# what is not understood of them stays among the extras, so that neither a default nor absence stands for it
+_READERS = {"int": as_int, "float": as_float, "bool": as_bool, "str": as_str}
+# of these, what is not understood stays among the extras, so that neither a default nor absence stands for it
 _NEVER_ASSUMED = {*DEFAULTS, "moe_num_groups", "moe_group_topk", "moe_scaling_factor"}
-# options that change the forward pass, by the value that leaves it unchanged (besides None and absence)
-_EXTRAS: dict[str, Any] = {
-    "activation_func_clamp_value": 0,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_output_gate": False,
-    "attn_logit_softcapping": 0,
-    "bridge_family": "",  # these three: `read_provider`, in arguments that were made of its facts
-    "enable_hyper_connections": False,
-    "experimental_attention_variant": "",
-    "final_logit_softcapping": 0,
-    "glu_linear_offset": 0.0,
-    "headscale": False,
-    "heterogeneous_block_specs": False,
-    "heterogeneous_layers_config_encoded_json": "",
-    "hybrid_layer_pattern": "",
-    "interleaved_attn_pattern": [],
-    "hybrid_override_pattern": "",
-    "is_hybrid_model": False,
-    "linear_attention_freq": 0,
-    "moe_apply_probs_on_input": False,
-    "moe_latent_size": 0,
-    "moe_mlp_glu_interleave_size": 0,
-    "moe_router_force_biased": 0,
-    "moe_router_force_load_balancing": False,
-    "moe_router_topk_limited_devices": 0,
-    "moe_shared_expert_glu_interleave_size": 0,
-    "mtp_use_repeated_layer": False,
-    "no_rope_freq": 0,
-    "qk_l2_norm": False,
-    "query_pre_attn_scalar": 0,
-    "rotary_base_local": 0,
-    "scale_embeddings": False,
-    "softmax_scale": 0,
-    "softmax_type": "vanilla",
-    "use_mup": False,
-    "window_attn_skip_freq": 0,
-}
+# options that change the forward pass unless they are absent, 0 or empty
+_EXTRAS = (
+    *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "attention_output_gate"),
+    *("attn_logit_softcapping", "bridge_family", "enable_hyper_connections", "experimental_attention_variant"),
+    *("final_logit_softcapping", "glu_linear_offset", "headscale", "heterogeneous_block_specs"),
+    *("heterogeneous_layers_config_encoded_json", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *("interleaved_attn_pattern", "is_hybrid_model", "linear_attention_freq", "moe_apply_probs_on_input"),
+    *("moe_latent_size", "moe_mlp_glu_interleave_size", "moe_router_force_biased", "moe_router_force_load_balancing"),
+    *("moe_router_topk_limited_devices", "moe_shared_expert_glu_interleave_size", "mtp_use_repeated_layer"),
+    *("no_rope_freq", "qk_l2_norm", "query_pre_attn_scalar", "rotary_base_local", "scale_embeddings"),
+    *("softmax_scale", "use_mup", "window_attn_skip_freq"),
+)
 
 
 def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
@@ -148,19 +43,20 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
         options: Option -> value; inert pickled values are recognised by their `name`.
     """
     options = read_provider(facts, label, options)
-    for name, (convert, spellings) in NAMES.items():
+    for name, spellings in OPTIONS.items():
         for spelling in spellings:
             stated = options.get(spelling)
-            value = convert(stated)
+            value = _READERS[FIELD_TYPES[name]](stated)
             if value is not None:
                 facts.put(name, value, f"{label}.{spelling}")
                 break
             if stated is not None and name in _NEVER_ASSUMED:  # a rotary base for each layer, say
                 facts.extras.setdefault(spelling, stated)
-    for name, neutral in _EXTRAS.items():
-        value = options.get(name)
-        if value is not None and value is not False and value != neutral:
-            facts.extras.setdefault(name, value)
+    for name in _EXTRAS:
+        if options.get(name):
+            facts.extras.setdefault(name, options[name])
+    if options.get("softmax_type") not in (None, "vanilla"):
+        facts.extras.setdefault("softmax_type", options["softmax_type"])
     _read_negated(facts, label, options)
     _read_normalization(facts, label, options)
     _read_activation(facts, label, options)

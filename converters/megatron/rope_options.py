@@ -78,8 +78,8 @@ def _read_mla_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None
 
 def _yarn(options: Mapping[str, Any]) -> dict[str, Any]:
     """YaRN's numbers; those that the command line cannot set are defaults of MLATransformerConfig."""
-    numbers = {name: _first(options, f"yarn_{old}", old) for name, (old, _) in _YARN.items()}
-    return {name: _YARN[name][1] if value is None else value for name, value in numbers.items()}
+    numbers = {name: _first(options, f"yarn_{old}", old) for name, (old, _) in YARN.items()}
+    return {name: YARN[name][1] if value is None else value for name, value in numbers.items()}
 
 
 def _put_rope(facts: Facts, kind: str | None, numbers: Mapping[str, Any], source: str) -> None:
@@ -99,8 +99,7 @@ _NEMO_LLAMA3 = {
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_max_position_embeddings": "old_context_len",
 }
-# field -> option, default (core 0.14 transformer_config.py, MLATransformerConfig)
-_YARN: dict[str, tuple[str, Any]] = {
+YARN: dict[str, tuple[str, Any]] = {
     "rope_factor": ("rotary_scaling_factor", 40.0),
     "rope_original_max_position_embeddings": ("original_max_position_embeddings", None),
     "rope_beta_fast": ("beta_fast", 32.0),
@@ -108,6 +107,7 @@ _YARN: dict[str, tuple[str, Any]] = {
     "rope_mscale": ("mscale", 1.0),
     "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
 }
+"""Field -> option, default (core 0.14 transformer_config.py, MLATransformerConfig)."""
 
 
 def _first(options: Mapping[str, Any], *names: str) -> Any:
