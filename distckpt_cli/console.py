@@ -31,6 +31,7 @@ COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=(
 
 _STYLES = {"error": "31;1", "warning": "33;1", "ok": "32", "dim": "2", "bold": "1", "hint": "36"}
 _LABEL = 10  # width of the labels of a card: "model     "
+_MOST_FACTS = 8
 NARROW = 60
 """Columns below which a table row that does not fit puts its name on a line of its own."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtp])(i)?b|b|bytes)?", re.IGNORECASE)
@@ -184,6 +185,15 @@ class Console:
         else:
             self.out(shown + lines[0])
         self.lines(" " * _LABEL + line for line in lines[1:])
+
+    def facts(self, label: str, texts: Sequence[str], *, style: str | None = None) -> None:
+        """Facts under one label: the first few, or all with `-v`."""
+        shown = texts if self.verbose else texts[:_MOST_FACTS]
+        for text in shown:
+            self.fact(label, text, style=style)
+            label, style = "", None
+        if len(texts) > len(shown):
+            self.fact("", f"and {len(texts) - len(shown):,} more (-v)")
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """The answer as one JSON document with its schema's name; ASCII only, so that no name can act on a terminal.

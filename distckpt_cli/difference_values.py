@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.names import fold, printable
 from converters.words import format_size
-from distckpt_cli.console import table
+from distckpt_cli.console import NARROW, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,23 +15,12 @@ if TYPE_CHECKING:
     from distckpt_cli.console import Console
 
 _ROWS = 20  # of tensors that differ
-_LINES = 8  # of anything else
-_NARROW = 60  # columns of a terminal that has no room for all numbers
-
-
-def show_lines(console: Console, label: str, lines: Sequence[str], *, style: str | None = None) -> None:
-    """Prints the first few of some lines, or all with `-v`."""
-    shown = lines if console.verbose else lines[:_LINES]
-    for number, line in enumerate(shown):
-        console.fact(label if not number else "", line, style=style if not number else None)
-    if len(lines) > len(shown):
-        console.fact("", f"and {len(lines) - len(shown):,} more (-v)")
 
 
 def show_values(console: Console, report: DiffReport, *, flat: bool) -> None:
     """Prints what was found of the values: a line if they agree, else a table."""
     plan = report.plan
-    show_lines(console, "config", plan.matching.config, style="error")
+    console.facts("config", plan.matching.config, style="error")
     if plan.options.quick:
         console.fact("values", "not compared (--quick)")
         return
@@ -77,14 +66,8 @@ def _severity(tensor: TensorReport) -> tuple[int, float, float, int]:
 def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> None:
     rows = _rows(tensors, flat=flat)
     shown = rows if flat or console.verbose else rows[:_ROWS]
-    narrow = console.width is not None and console.width < _NARROW
-    columns = [
-        ">MAX ABS",
-        *([] if narrow else [">MAX REL"]),
-        ">COSINE",
-        ">DIFFERING",
-        *([] if narrow else ["FIRST AT"]),
-    ]
+    narrow = console.width is not None and console.width < NARROW
+    columns = [">MAX ABS", ">MAX REL", ">COSINE", ">DIFFERING", "FIRST AT", "TENSOR"]
     lines = []
     for text, members in shown:
         values = [t.values for t in members if t.values is not None]
@@ -98,10 +81,13 @@ def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> 
             _cosine(min(v.cosine for v in values)),
             f"{count:,} of {total:,}",
             _index(first[0]) if first and len(members) == 1 else "-",
+            printable(text),
         ]
-        lines.append([*(cells[:1] + cells[2:4] if narrow else cells), printable(text)])
-    wide = console.width is None or all(len(line) <= console.width for line in table([*columns, "TENSOR"], lines))
-    header, *body = table([*columns, "TENSOR"], lines, None if wide else 1)
+        lines.append(cells)
+    if narrow:  # no room for all numbers
+        columns, *lines = ([row[0], *row[2:4], row[5]] for row in (columns, *lines))
+    wide = console.width is None or all(len(line) <= console.width for line in table(columns, lines))
+    header, *body = table(columns, lines, None if wide else 1)
     console.out(console.style(header, "bold"))
     console.lines(body)
     if len(rows) > len(shown):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters.comparison.document import fact_document
 from converters.comparison.pairs import Side
@@ -12,17 +12,19 @@ from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
 from converters.names import any_of, fold, matcher, printable
 from converters.words import counted
-from distckpt_cli.difference_values import show_lines, show_values
+from distckpt_cli.difference_values import show_values
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from converters.comparison.facts import Fact
-    from converters.comparison.report import DiffReport, TensorReport
+    from converters.comparison.report import DiffReport
     from converters.formats.base import Reader
     from distckpt_cli.console import Console
 
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 _CUT = 60  # characters of an argument's value
 
 
@@ -40,17 +42,15 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
         for text in plan.notes:
             console.note(text)
     _show_structure(console, report)
-    _show_facts(console, "arguments", plan.arguments, _arguments(report), names)
-    _show_facts(console, "state", plan.facts.differing, _agreeing(report), names)
+    _show_facts(console, "arguments", plan.arguments, _agreeing_arguments(report))
+    _show_facts(console, "state", plan.facts.differing, _agreeing_state(report))
     show_values(console, report, flat=flat)
     if report.identical:
-        how = (
-            "in every value that counts; job settings, padding or stored types differ"
-            if _uncounted(report)
-            else "in everything"
-        )
+        how = "in everything"
         if plan.options.quick:
             how = "in everything but values, which were not compared"
+        elif _has_uncounted(report):
+            how = "in every value that counts; job settings, padding or stored types differ"
         console.fact("identical", how, style="ok")
         return
     console.fact("different", report.verdict, style="error")
@@ -84,15 +84,15 @@ def _show_structure(console: Console, report: DiffReport) -> None:
     text = f"{both:,} in both" + ("" if trouble else ", with the same shapes and types")
     console.fact("tensors", text if both else "none in both")
     for number, side in enumerate(report.plan.sides):
-        show_lines(console, f"only in {side.label}", _only(report, number), style="error")
+        console.facts(f"only in {side.label}", _only(report, number), style="error")
     lines = []
     for (a, b), names in _grouped((shapes, name) for name, shapes in matching.shapes.items()).items():
         lines += [f"{text}  {_shape(a)} in A, {_shape(b)} in B" for text, _ in fold(names)]
-    show_lines(console, "shapes", lines, style="error")
-    show_lines(console, "types", types, style=None if report.plan.options.tolerance else "error")
-    show_lines(console, "padding", _padding(report))
+    console.facts("shapes", lines, style="error")
+    console.facts("types", types, style=None if report.plan.options.tolerance else "error")
+    console.facts("padding", _padding(report))
     reasons = _grouped((reason, name) for name, reason in matching.skipped.items())
-    show_lines(console, "left out", [f"{reason} ({_count(names)})" for reason, names in reasons.items()])
+    console.facts("left out", [f"{reason} ({_count(names)})" for reason, names in reasons.items()])
 
 
 def _only(report: DiffReport, number: int) -> list[str]:
@@ -106,13 +106,9 @@ def _only(report: DiffReport, number: int) -> list[str]:
 
 
 def _types(report: DiffReport) -> list[str]:
-    groups: dict[str, list[TensorReport]] = defaultdict(list)
-    for tensor in report.tensors:
-        if not tensor.same_type:
-            a, b = ("/".join(kind.short for kind in kinds) for kinds in tensor.types)
-            groups[f"{a} in A, {b} in B"].append(tensor)
     out = []
-    for text, tensors in groups.items():
+    for (types_a, types_b), tensors in _grouped((t.types, t) for t in report.tensors if not t.same_type).items():
+        a, b = ("/".join(kind.short for kind in kinds) for kinds in (types_a, types_b))
         values = [t.values for t in tensors if t.values is not None]
         more = ""
         if values and len(values) == len(tensors):
@@ -122,12 +118,12 @@ def _types(report: DiffReport) -> list[str]:
                 more = "; B is A, rounded"
             elif all(v.rounds_b for v in values):
                 more = "; A is B, rounded"
-        out.append(f"{text} ({_count([t.name for t in tensors])}){more}")
+        out.append(f"{a} in A, {b} in B ({_count([t.name for t in tensors])}){more}")
     return out
 
 
 def _padding(report: DiffReport) -> list[str]:
-    out: dict[str, list[str]] = defaultdict(list)
+    lines = []
     for tensor in report.tensors:
         texts = []
         if tensor.pair.rows:
@@ -135,8 +131,8 @@ def _padding(report: DiffReport) -> list[str]:
         if tensor.padding is not None and tensor.padding.differing:
             texts.append("other contents")
         if texts:
-            out[f"of the vocabulary: {', '.join(texts)}; not counted"].append(tensor.name)
-    return [f"{text}  ({_count(names)})" for text, names in out.items()]
+            lines.append((f"of the vocabulary: {', '.join(texts)}; not counted", tensor.name))
+    return [f"{text}  ({_count(names)})" for text, names in _grouped(lines).items()]
 
 
 def _shape(shape: Sequence[int]) -> str:
@@ -145,48 +141,46 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _count(names: Sequence[str]) -> str:
     folded = [text for text, _ in fold(names)]
-    if len(folded) == 1:
-        return folded[0]
-    return f"{len(names):,} tensors"
+    return folded[0] if len(folded) == 1 else f"{len(names):,} tensors"
 
 
-def _grouped(pairs: Iterable[tuple[Any, str]]) -> dict[Any, list[str]]:
-    out: dict[Any, list[str]] = defaultdict(list)
-    for key, name in pairs:
-        out[key].append(name)
-    return out
+def _grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    groups: dict[_Key, list[_Value]] = defaultdict(list)
+    for key, value in pairs:
+        groups[key].append(value)
+    return groups
 
 
 # ---------------------------------------------------------------------- arguments and state
 
 
-def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: str, names: tuple[str, str]) -> None:
-    counted = [fact for fact in facts if fact.counts]
-    others = [fact for fact in facts if not fact.counts]
-    if not counted and not agreeing:
+def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: str) -> None:
+    counting = [fact for fact in facts if fact.counts]
+    ignored = [fact for fact in facts if not fact.counts]
+    if not counting and not agreeing:
         return
-    if counted:
-        show_lines(console, label, _folded(counted), style="error")
+    if counting:
+        console.facts(label, _folded(counting), style="error")
     else:
         console.fact(label, agreeing)
-    if others and label == "arguments":
-        values = sum(fact.a is not ABSENT and fact.b is not ABSENT for fact in others)
-        missing = f", {len(others) - values:,} exist on one side only" if len(others) > values else ""
+    if ignored and label == "arguments":
+        values = sum(fact.on_both_sides for fact in ignored)
+        missing = f", {len(ignored) - values:,} exist on one side only" if len(ignored) > values else ""
         differ = f"{values:,} {'other differs' if values == 1 else 'others differ'}"
         console.fact("", f"{differ}{missing}; not counted (--args lists them)")
-    elif others and console.verbose:
-        for fact in others:
-            console.fact("", f"{fact.name}: {_fact(fact)}  ({fact.note}; not counted)")
+    elif console.verbose:
+        for fact in ignored:
+            console.fact("", f"{fact.name}: {_describe(fact)}  ({fact.note}; not counted)")
 
 
 def _folded(facts: Sequence[Fact]) -> list[str]:
     """A line for each, those that say the same of several layers or ranks as one."""
-    groups = _grouped((_fact(fact), fact.name) for fact in facts)
+    groups = _grouped((_describe(fact), fact.name) for fact in facts)
     return [f"{name}: {text}" for text, names in groups.items() for name, _ in fold(names)]
 
 
-def _fact(fact: Fact) -> str:
-    if fact.a is ABSENT or fact.b is ABSENT:
+def _describe(fact: Fact) -> str:
+    if not fact.on_both_sides:
         return f"only in {'B' if fact.a is ABSENT else 'A'}"
     a, b = _value(fact.a), _value(fact.b)
     return f"{a} in A, {b} in B" if a != b else f"not the same ({a})"
@@ -199,11 +193,9 @@ def _value(value: Any, most: int = _CUT) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _arguments(report: DiffReport) -> str:
+def _agreeing_arguments(report: DiffReport) -> str:
     sides = report.plan.sides
-    if report.plan.options.tensors:
-        return ""
-    if report.plan.matching.config:
+    if report.plan.options.tensors or report.plan.matching.config:
         return ""
     if any(side.is_hf for side in sides):
         stated = all(side.catalog.config for side in sides if side.is_hf)
@@ -213,7 +205,7 @@ def _arguments(report: DiffReport) -> str:
     return "of the model agree" if all(side.catalog.args or side.catalog.config for side in sides) else ""
 
 
-def _agreeing(report: DiffReport) -> str:
+def _agreeing_state(report: DiffReport) -> str:
     compared = report.plan.facts.compared
     one = len(compared) == 1 and not compared[0].endswith("s")
     return f"{', '.join(compared)} agree{'s' if one else ''}" if compared else ""
@@ -222,7 +214,7 @@ def _agreeing(report: DiffReport) -> str:
 # ---------------------------------------------------------------------- the end
 
 
-def _uncounted(report: DiffReport) -> bool:
+def _has_uncounted(report: DiffReport) -> bool:
     plan = report.plan
     facts = any(not fact.counts for fact in (*plan.arguments, *plan.facts.differing))
     return facts or bool(plan.matching.skipped) or bool(_padding(report)) or bool(_types(report))
@@ -232,14 +224,13 @@ def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:
     plan, out = report.plan, []
     damaged = [text[0] for text in plan.notes if " is damaged: " in text]
     out += [f"distckpt verify {name}" for side, name in zip("AB", names, strict=True) if side in damaged]
-    ignorable = []
-    if any(name.startswith("optimizer.") for side in plan.matching.only for name in side):
-        ignorable.append("optimizer")
-    groups = {fact.group for fact in plan.facts.differing if fact.counts}
-    if "random state" in groups:
-        ignorable.append("rng_state")
-    if any(f.name.startswith("opt_param_scheduler") for f in plan.facts.differing if f.counts):
-        ignorable.append("opt_param_scheduler")
+    counting = [fact for fact in plan.facts.differing if fact.counts]
+    suspects = {
+        "optimizer": any(name.startswith("optimizer.") for side in plan.matching.only for name in side),
+        "rng_state": any(fact.group == "random state" for fact in counting),
+        "opt_param_scheduler": any(fact.name.startswith("opt_param_scheduler") for fact in counting),
+    }
+    ignorable = [word for word, differs in suspects.items() if differs]
     if ignorable:
         words = " ".join(f"--ignore {word}" for word in ignorable)
         out.append(f"distckpt diff {names[0]} {names[1]} {words}")
@@ -282,9 +273,9 @@ def show_arguments(
     if not any(map(wanted, names)):
         raise nothing("argument", pattern, names)
     facts = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2]) and not unwanted(f.name)]
-    both = [f for f in facts if f.a is not ABSENT and f.b is not ABSENT]
+    both = [f for f in facts if f.on_both_sides]
     code = ExitCode.NO if any(f.counts for f in facts) else ExitCode.OK
-    single = [[f for f in facts if f.a is not ABSENT and f.b is ABSENT], [f for f in facts if f.a is ABSENT]]
+    single = [[f for f in facts if f.b is ABSENT], [f for f in facts if f.a is ABSENT]]
     if console.json_requested:
         console.document("distckpt.diff/1", {"identical": not code, "arguments": [fact_document(f) for f in facts]})
         return code

@@ -113,6 +113,8 @@ class Running(Speaking):
 
         super().__post_init__()
         choose_mode(self.progress)
+        if self.threads is not None and self.threads < 1:
+            raise UsageProblem(f"--threads {self.threads} is not a number of workers", hint="give 1 or more")
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
@@ -226,17 +228,6 @@ def buffer_bytes(text: str | None) -> int | None:
         UsageProblem: Not a size.
     """
     return None if text is None else parse_size(text, "--max-memory")
-
-
-def workers(threads: int | None) -> int | None:
-    """What `--threads` means.
-
-    Raises:
-        UsageProblem: Less than one.
-    """
-    if threads is not None and threads < 1:
-        raise UsageProblem(f"--threads {threads} is not a number of workers", hint="give 1 or more")
-    return threads
 
 
 def options_set(group: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
 from distckpt_cli.console import COMMAND_LINE, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import MaxMemory, Running, buffer_bytes, output, resources, workers
+from distckpt_cli.options import MaxMemory, Running, buffer_bytes, output, resources
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,7 +58,7 @@ class Writing(Running):
         """What the library's `WriteOptions` take."""
         return {
             "max_memory": buffer_bytes(self.max_memory),
-            "threads": workers(self.threads),
+            "threads": self.threads,
             "overwrite": self.overwrite,
             "device": self.device,
             "scratch": named_path(self.scratch).absolute() if self.scratch else None,

@@ -52,6 +52,11 @@ class Fact:
     counts: bool = True
     note: str = ""
 
+    @property
+    def on_both_sides(self) -> bool:
+        """Whether A and B have a value."""
+        return self.a is not ABSENT and self.b is not ABSENT
+
 
 @dataclass
 class Facts:

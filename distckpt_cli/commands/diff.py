@@ -11,9 +11,9 @@ from converters.names import quoted
 from distckpt_cli.choices import ARCHITECTURES
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Looking, MaxMemory, buffer_bytes, resolve_word, spread, workers
+from distckpt_cli.options import Looking, MaxMemory, buffer_bytes, output, panel, resolve_word, spread
 
-_WHAT = "What to compare"
+_compared = panel("What to compare")
 
 
 @spread
@@ -24,48 +24,35 @@ def diff(
     ],
     *,
     tensors: Annotated[
-        list[str] | None,
-        typer.Option(metavar="GLOB", help="Compare only tensors that match; may be repeated.", rich_help_panel=_WHAT),
+        list[str] | None, _compared(metavar="GLOB", help="Compare only tensors that match; may be repeated.")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
+        _compared(
             metavar="GLOB",
             help="Leave out tensors, or args.NAME, iteration, rng_state, opt_param_scheduler; may be repeated.",
-            rich_help_panel=_WHAT,
         ),
     ] = None,
     rtol: Annotated[
-        float | None,
-        typer.Option(metavar="X", min=0, help="Values may differ by X times the larger one.", rich_help_panel=_WHAT),
+        float | None, _compared(metavar="X", min=0, help="Values may differ by X times the larger one.")
     ] = None,
-    atol: Annotated[
-        float | None, typer.Option(metavar="X", min=0, help="Values may differ by X.", rich_help_panel=_WHAT)
-    ] = None,
+    atol: Annotated[float | None, _compared(metavar="X", min=0, help="Values may differ by X.")] = None,
     quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Compare no values: only names, shapes, types, arguments, state.", rich_help_panel=_WHAT
-        ),
+        bool, _compared("--quick", help="Compare no values: only names, shapes, types, arguments, state.")
     ] = False,
-    args: Annotated[
-        str | None,
-        typer.Option(metavar="[GLOB]", help="Compare the training arguments only.", rich_help_panel=_WHAT),
-    ] = None,
+    args: Annotated[str | None, _compared(metavar="[GLOB]", help="Compare the training arguments only.")] = None,
     arch: Annotated[
         str | None,
-        typer.Option(
+        _compared(
             metavar="NAME",
             help="Architecture of the Hugging Face folder, if it is ambiguous.",
-            rich_help_panel=_WHAT,
             autocompletion=ARCHITECTURES.complete,
         ),
     ] = None,
     vocab_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Rows of the vocabulary without padding.", rich_help_panel=_WHAT),
+        int | None, _compared(metavar="N", min=1, help="Rows of the vocabulary without padding.")
     ] = None,
-    flat: Annotated[bool, typer.Option("--flat", help="One row per tensor.", rich_help_panel="Output")] = False,
+    flat: Annotated[bool, output("--flat", help="One row per tensor.")] = False,
     max_memory: MaxMemory = None,
     looking: Looking,
 ) -> int:
@@ -99,7 +86,7 @@ def diff(
         arch=arch,
         vocab_size=vocab_size,
         max_memory=buffer_bytes(max_memory),
-        threads=workers(looking.threads),
+        threads=looking.threads,
     )
     names = quoted(a), quoted(b)
     follow = looking.follow_links

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from converters.names import listed, quoted
 from converters.words import counted, format_size
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Looking, spread, workers
+from distckpt_cli.options import Ckpt, Looking, panel, spread
 
 if TYPE_CHECKING:
     from converters.verification.report import Check, Report
 
-_PANEL = "What to check"
+_checked = panel("What to check")
 _SHOWN = 8
 _WORDS = {
     "ok": ("ok", "ok"),
@@ -30,23 +28,18 @@ _WORDS = {
 def verify(
     ckpt: Ckpt,
     *,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Check structure only; read no tensor data.", rich_help_panel=_PANEL)
-    ] = False,
+    quick: Annotated[bool, _checked("--quick", help="Check structure only; read no tensor data.")] = False,
     values: Annotated[
         bool,
-        typer.Option(
-            "--values",
-            help="Check values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.",
-            rich_help_panel=_PANEL,
+        _checked(
+            "--values", help="Check values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others."
         ),
     ] = False,
     write_manifest: Annotated[
         bool,
-        typer.Option(
+        _checked(
             "--write-manifest",
             help="If nothing is wrong, write SHA-256 of all files: integrity.json, as Megatron-Core 0.17.1 and later.",
-            rich_help_panel=_PANEL,
         ),
     ] = False,
     looking: Looking,
@@ -67,8 +60,7 @@ def verify(
     from converters.formats import open_checkpoint
     from converters.verification.run import VerifyOptions, unopened, verify
 
-    threads = workers(looking.threads)
-    options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=threads)
+    options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=looking.threads)
     try:
         reader = open_checkpoint(ckpt, follow_links=looking.follow_links)
     except DamagedFileError as error:
@@ -98,11 +90,7 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
         rate = f", {format_size(report.bytes_read / report.seconds)}/s" if report.seconds > 0.05 else ""
         files = counted(report.files, "file")
         console.fact("read", f"{format_size(report.bytes_read)} from {files}, {report.seconds:.1f} s{rate}")
-    left = report.unchecked if console.verbose else report.unchecked[:_SHOWN]
-    for number, text in enumerate(left):
-        console.fact("" if number else "unchecked", text)
-    if len(left) < len(report.unchecked):
-        console.fact("", f"and {len(report.unchecked) - len(left):,} more (-v)")
+    console.facts("unchecked", report.unchecked)
     unchecked = f"  (not checked: {len(report.unchecked):,})" if report.unchecked else ""
     console.fact("good" if report.good else "damaged", ckpt + unchecked, style="ok" if report.good else "error")
     if not report.good:
