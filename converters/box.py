@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from types import EllipsisType
 
     from numpy.typing import NDArray
@@ -106,31 +107,30 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
 
-def contiguous_tiles(box: Box, max_elements: int) -> Iterator[Box]:
+def contiguous_tiles(box: Box, max_elements: int, axis: int = 0) -> Iterator[Box]:
     """Cuts `box` into boxes of at most `max_elements`, each contiguous in C order within `box`, in C order.
 
     The answer is in the coordinates of `box`. Whole trailing axes are kept together as long as they fit.
+
+    Args:
+        axis: The first along which it may be cut: along those before it, it has one element.
     """
-    if box.volume == 0:
+    if not box.volume:
         return
-    axis, inner = 0, box.volume
-    while inner > max_elements or axis == 0:
-        if axis == len(box.shape):  # a scalar
-            yield box
-            return
-        inner //= box.shape[axis]
-        axis += 1
-    axis -= 1
-    size = max(1, max_elements // inner)
+    if axis == len(box.shape):
+        yield box
+        return
+    row = math.prod(box.shape[axis + 1 :])
+    if row <= max_elements:
+        yield from box.split(axis, max(1, max_elements // row))
+        return
+    for part in box.split(axis, 1):
+        yield from contiguous_tiles(part, max_elements, axis + 1)
 
-    def descend(current: Box, depth: int) -> Iterator[Box]:
-        if depth == axis:
-            yield from current.split(axis, size)
-            return
-        for part in current.split(depth, 1):
-            yield from descend(part, depth + 1)
 
-    yield from descend(box, 0)
+def strides(shape: Sequence[int]) -> list[int]:
+    """Distance between neighbours along each axis of a C-order array, in elements."""
+    return list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else []
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]]]:
@@ -140,12 +140,8 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]
         `(first, length, outer)`: the element offset of the first run, the number of elements in each contiguous run,
         and for each remaining outer axis, outermost first, `(count, stride)` in elements.
     """
-    strides, stride = [], 1
-    for n in reversed(shape):
-        strides.append(stride)
-        stride *= n
-    strides.reverse()
-    first = sum(a * s for a, s in zip(box.start, strides, strict=True))
+    steps = strides(shape)
+    first = sum(a * step for a, step in zip(box.start, steps, strict=True))
     length, axis = 1, len(shape)
     while axis > 0:
         axis -= 1
@@ -154,8 +150,14 @@ def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]
             break
     else:
         axis = 0
-    outer = [(box.shape[d], strides[d]) for d in range(axis) if box.shape[d] != 1]
+    outer = [(box.shape[d], steps[d]) for d in range(axis) if box.shape[d] != 1]
     return first, length, outer
+
+
+def run_starts(first: int, outer: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Element offsets of the runs that `runs` describes, in order."""
+    for steps in itertools.product(*([index * stride for index in range(count)] for count, stride in outer)):
+        yield first + sum(steps)
 
 
 def straight(box: Box, shape: Sequence[int]) -> Iterator[Box]:
@@ -178,10 +180,7 @@ def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
     if not shape:
         yield Box((), ())
         return
-    inner = [1]
-    for n in reversed(shape[1:]):
-        inner.append(inner[-1] * n)
-    inner.reverse()
+    inner = strides(shape)
     position, end = start, start + length
     while position < end:
         axis = 0  # the outermost axis along which we stand at a beginning and have at least one whole step left
@@ -191,8 +190,8 @@ def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
         for stride in inner:
             index.append(rest // stride)
             rest %= stride
-        steps = min((end - position) // inner[axis], shape[axis] - index[axis]) if shape else 1
-        yield Box(tuple(index), (*(1,) * axis, steps, *shape[axis + 1 :]) if shape else ())
+        steps = min((end - position) // inner[axis], shape[axis] - index[axis])
+        yield Box(tuple(index), (*(1,) * axis, steps, *shape[axis + 1 :]))
         position += steps * inner[axis]
 
 
@@ -277,14 +276,6 @@ def _weighed(boxes: Sequence[Box], shape: Sequence[int] | None = None) -> bool:
     return _tile(low, stops.max(axis=0) if shape is None else np.asarray(shape, np.int64), starts, stops)
 
 
-def _cuts(boxes: Iterable[Box], axis: int) -> list[int]:
-    points: set[int] = set()
-    for box in boxes:
-        points.add(box.start[axis])
-        points.add(box.start[axis] + box.shape[axis])
-    return sorted(points)
-
-
 def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """The positions of two boxes that share an element, or None when all are disjoint.
 
@@ -336,8 +327,9 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
 def _gap(within: Box, boxes: list[Box], axis: int) -> Box | None:
     if axis == len(within.start):
         return None if boxes else within
-    stop = within.start[axis] + within.shape[axis]
-    cuts = sorted({within.start[axis], stop, *(p for p in _cuts(boxes, axis) if within.start[axis] < p < stop)})
+    start, stop = within.start[axis], within.start[axis] + within.shape[axis]
+    edges = {edge for box in boxes for edge in (box.start[axis], box.start[axis] + box.shape[axis])}
+    cuts = sorted({start, stop, *(edge for edge in edges if start < edge < stop)})
     seen: set[tuple[int, ...]] = set()
     for low, high in itertools.pairwise(cuts):
         slab = Box(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from converters.box import Box, flat_range, runs, straight
+from converters.box import Box, flat_range, runs, straight, strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,6 +124,12 @@ class StoredArray:
     extent: tuple[int, ...] | None = None
     scales: Scales | None = None
 
+    @classmethod
+    def one_chunk(cls, key: str, shape: tuple[int, ...], record: int) -> StoredArray:
+        """An array that one record holds."""
+        starts, sizes = np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64)
+        return cls(key, shape, starts, sizes, np.array([record], np.int64))
+
     def rows(self, prefix: tuple[int, ...]) -> NDArray[np.int64]:
         """Positions of the chunks that hold elements whose first indices are `prefix`."""
         hit = np.arange(len(self.starts), dtype=np.int64)
@@ -195,7 +201,7 @@ class Part:
                 base, stride = 0, 1
                 for a, n, i in reversed(list(zip(at.start, at.shape, self.prefix, strict=False))):
                     base, stride = base + (i - a) * stride, stride * n
-                first = sum(i * s for i, s in zip(box.start, _strides(self.block), strict=True)) - start[-1]
+                first = sum(i * s for i, s in zip(box.start, strides(self.block), strict=True)) - start[-1]
                 inner = Box(at.start[depth:], at.shape[depth:])
                 yield inner, first + base * inner.volume
 
@@ -274,10 +280,3 @@ class ViewPart:
     def chunks(self) -> Iterator[Chunk]:
         """The pieces, in the coordinates of the tensor."""
         return iter(self.pieces)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    out = [1]
-    for n in reversed(shape[1:]):
-        out.append(out[-1] * n)
-    return out[::-1]

@@ -37,8 +37,7 @@ from converters.execute.disk import (
 )
 from converters.execute.journal import JOURNAL
 from converters.execute.rank_files import dismiss_earlier
-from converters.formats.folder import open_source, read_at
-from converters.formats.source_file import close_source
+from converters.formats.folder import open_source
 from converters.names import printable
 from converters.torchzip.checks import check_archive
 
@@ -344,12 +343,12 @@ def _write_slice(fd: int, piece: Slice) -> None:
     try:
         what = f"{printable(path.name)} at {offset}"
         if piece.plain < 0:
-            check_archive(lambda begin, n: read_at(source, begin, n), offset, length, what)
+            check_archive(source.read, offset, length, what)
         while length:
-            data = read_at(source, offset, min(length, 1 << 20))
+            data = source.read(offset, min(length, 1 << 20))
             if not data:
                 raise FormatError(f"{printable(path.name)} ends early: {length} bytes are missing at {offset}")
             write_at(fd, data, at)
             offset, at, length = offset + len(data), at + len(data), length - len(data)
     finally:
-        close_source(source)
+        source.close()

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from converters.box import runs
+from converters.box import run_starts, runs
 from converters.crc import crc32
 from converters.errors import RequestError
 from converters.execute.destination import os_trouble
 from converters.execute.disk import trouble_with, write_at
 from converters.io.cast import Caster, overflowed, pinned, underflowed
-from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles, offsets
+from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles
 from converters.io.quantize import Loss, quantized
 from converters.planning.plan import Op
 
@@ -147,8 +147,8 @@ class Worker:
         path = self._shared.staging.folder / self._shared.job.files[move.file].name
         try:
             fd = self._outputs.get(path)
-            for skip in offsets(outer):
-                piece, inside = data[at : at + length * size], (first + skip) * size
+            for start in run_starts(first, outer):
+                piece, inside = data[at : at + length * size], start * size
                 write_at(fd, piece, move.offset + inside)
                 if move.record >= 0:
                     segment = (move.base + inside, len(piece), crc32(piece))

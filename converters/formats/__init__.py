@@ -10,6 +10,7 @@ from converters.formats.broken import refuse_empty
 from converters.formats.folder import is_folder, listing
 from converters.formats.registry import REGISTRY, backend_of, detect
 from converters.formats.resolve import resolve
+from converters.formats.source_file import read_failure
 from converters.names import printable
 from converters.remote.address import named_path
 
@@ -49,8 +50,7 @@ def open_checkpoint(path: str | Path, name: str | None = None, *, follow_links: 
         opened.catalog = replace(opened.catalog, opened=path_named if outer else folder)
         return opened
     except OSError as error:  # a failing disk, a folder that may not be listed
-        what = printable(str(error.filename or path))
-        raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+        raise read_failure(error.filename or path, error) from error
 
 
 def _refuse_partial(folder: Path) -> None:
@@ -64,11 +64,10 @@ def _refuse_partial(folder: Path) -> None:
 
 
 def _named(name: str) -> Format:
-    for entry in REGISTRY:
-        if entry.name == name:
-            return entry
-    names = ", ".join(entry.name for entry in REGISTRY)
-    raise RequestError(f"there is no format {printable(name)!r}", hint=f"known: {names}")
+    by_name = {entry.name: entry for entry in REGISTRY}
+    if name not in by_name:
+        raise RequestError(f"there is no format {printable(name)!r}", hint=f"known: {', '.join(by_name)}")
+    return by_name[name]
 
 
 def _unreadable(folder: Path) -> FormatError:

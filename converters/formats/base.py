@@ -16,6 +16,7 @@ from converters.errors import FormatError
 from converters.formats.common_state import Archive
 from converters.formats.folder import exists, refresh
 from converters.formats.links import followed_links
+from converters.formats.source_file import read_failure
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -238,5 +239,4 @@ def fingerprint_of(reader: Reader) -> str:
         digest, links = reader.fingerprint(), "".join(followed_links(reader.files))
         return hashlib.sha256(f"{digest}{links}".encode()).hexdigest() if links else digest
     except OSError as error:
-        what = printable(str(error.filename or reader.catalog.path))
-        raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+        raise read_failure(error.filename or reader.catalog.path, error) from error

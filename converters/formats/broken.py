@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from converters.errors import DamagedFileError, FormatError, UnsupportedError
-from converters.formats.folder import is_file, open_source, read_at
+from converters.formats.folder import is_file, open_source
 from converters.names import printable, quoted
 from converters.pickles import PickleFormatError
 
@@ -75,7 +75,7 @@ def _trouble(path: Path) -> str | None:
         with open_source(path) as source:
             if not source.size:
                 return f"{shown} is empty (0 bytes)"
-            head, tail = read_at(source, 0, 4), read_at(source, max(0, source.size - 22), 22)
+            head, tail = source.read(0, 4), source.read(max(0, source.size - 22), 22)
     except (OSError, FormatError):
         return None
     cut = f"{shown} is cut short or damaged at its end ({source.size:,} bytes)"

@@ -151,8 +151,7 @@ class TensorsInside:
     def array(self, key: str, ref: TensorRef) -> StoredArray:
         """The array of a tensor (`tensor_ref` of a node in the value) inside the object of a key."""
         number = self._refs.setdefault((key, ref), self._first + len(self._refs))
-        starts, sizes = np.zeros((1, len(ref.shape)), np.int64), np.array([ref.shape], np.int64)
-        return StoredArray(key, ref.shape, starts, sizes, np.array([number], np.int64))
+        return StoredArray.one_chunk(key, ref.shape, number)
 
     def find(self, record: int) -> tuple[str, TensorRef] | None:
         """Key and tensor of a record; None for one that is not of a tensor inside an object."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import crc32
 from converters.errors import FormatError
-from converters.formats.folder import open_source, read_at
+from converters.formats.folder import open_source
 from converters.pickles import dumps
 from converters.torchzip.records import member_offset, read_directory, read_pickle
 from converters.torchzip.records_out import archive, object_record
@@ -34,7 +34,7 @@ def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) 
     """
     with open_source(path) as source:
         size = source.size if length is None else length
-        return read_pickle(lambda at, n: read_at(source, at, n), start, size, what)
+        return read_pickle(source.read, start, size, what)
 
 
 class Archive:
@@ -53,7 +53,7 @@ class Archive:
     def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
         with open_source(path) as source:
             size = source.size if length is None else length
-            self._read(lambda at, n: read_at(source, at, n), start, size, what or path.name)
+            self._read(source.read, start, size, what or path.name)
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Archive:

@@ -9,8 +9,6 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from converters.box import Box
 from converters.catalog import TensorInfo
 from converters.chunks import Part, StoredArray
@@ -114,7 +112,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
 
 
 def _array(name: str, size: int, record: int) -> TensorInfo:
-    stored = StoredArray(name, (size,), np.array([[0]]), np.array([[size]]), np.array([_BEHIND + record]))
+    stored = StoredArray.one_chunk(name, (size,), _BEHIND + record)
     return TensorInfo(name, _BYTE, (size,), "other", (Part(stored),))
 
 

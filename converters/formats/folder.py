@@ -11,7 +11,7 @@ import contextlib
 import os
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from converters.errors import FormatError
 from converters.formats.links import escape, follows_links, refuse_escape
@@ -21,10 +21,12 @@ from converters.names import printable
 from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from pathlib import Path
 
     from converters.formats.tar import Member, Tree
+
+    Entry: TypeAlias = "os.DirEntry[str] | _ListedEntry"
 
 _SMALL = 256 << 20
 
@@ -45,40 +47,6 @@ class Status(NamedTuple):
     mtime_ns: int
 
 
-class Entry(Protocol):
-    """Something in a folder; `os.DirEntry` is one."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether it is a folder."""
-        ...
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Whether it is a regular file."""
-        ...
-
-    def is_symlink(self) -> bool:
-        """Whether it is a symbolic link."""
-        ...
-
-    def stat(self, *, follow_symlinks: bool = True) -> _Sizes:
-        """Size and time."""
-        ...
-
-
-class _Sizes(Protocol):
-    """The part of `os.stat_result` that a file in a tar file has, too."""
-
-    @property
-    def st_size(self) -> int: ...
-    @property
-    def st_mtime_ns(self) -> int: ...
-
-
 def open_source(path: Path) -> SourceFile:
     """Opens a regular file for reading; devices, pipes and folders are refused without waiting on them.
 
@@ -86,48 +54,42 @@ def open_source(path: Path) -> SourceFile:
         FormatError: Missing, not a regular file, no permission, a link out of the checkpoint, or in a tar file that is
             refused.
     """
-    if isinstance(path, RemotePath):
-        return _open_object(path)
-    refuse_escape(path)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return _open_object(path) if isinstance(path, RemotePath) else _open_file(path)
     except FileNotFoundError:
         raise _missing(path) from None
     except NotADirectoryError:
         return _open_member(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise FormatError(f"cannot read {printable(str(path))}: {error.strerror}") from error
+
+
+def _open_file(path: Path) -> SourceFile:
+    refuse_escape(path)
+    content = FileContent(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     try:
-        file_stat = os.fstat(fd)
-    except OSError as error:
-        os.close(fd)
-        raise _unreadable(path, error) from error
-    if not stat.S_ISREG(file_stat.st_mode):
-        os.close(fd)
-        raise FormatError(f"{printable(str(path))} is not a regular file")
-    return SourceFile(FileContent(fd), 0, file_stat.st_size, path.name)
+        file_stat = os.fstat(content.fd)
+        if not stat.S_ISREG(file_stat.st_mode):
+            raise _not_regular(path)
+    except (OSError, FormatError):
+        os.close(content.fd)
+        raise
+    return SourceFile(content, 0, file_stat.st_size, path.name)
 
 
 def _open_object(path: RemotePath) -> SourceFile:
     from converters.remote.content import RemoteContent
     from converters.remote.store import store_of
 
-    try:
-        properties = path.properties()
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except NotADirectoryError:
-        return _open_member(path)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    properties = path.properties()
     if properties is None:
-        raise FormatError(f"{printable(str(path))} is not a regular file")
+        raise _not_regular(path)
     root, key = path.root_and_key
     return SourceFile(RemoteContent(store_of(root), key, properties, path), 0, properties.size, path.name)
 
 
-def _unreadable(path: Path, error: OSError) -> FormatError:
-    return FormatError(f"cannot read {printable(str(path))}: {error.strerror}")
+def _not_regular(path: Path) -> FormatError:
+    return FormatError(f"{printable(str(path))} is not a regular file")
 
 
 def read_small(path: Path, limit: int = _SMALL) -> bytes:
@@ -139,19 +101,7 @@ def read_small(path: Path, limit: int = _SMALL) -> bytes:
     with open_source(path) as source:
         if source.size > limit:
             raise FormatError(f"{printable(path.name)} is {source.size} bytes, more than the {limit} it may have")
-        return read_at(source, 0, source.size)
-
-
-def read_at(source: SourceFile, offset: int, length: int) -> bytes:
-    """`length` bytes at `offset`, fewer only at the end of the file: network file systems may return them in pieces.
-
-    Raises:
-        FormatError: Reading failed.
-    """
-    try:
-        return source.content.read(source.base + offset, max(min(length, source.size - offset), 0))
-    except OSError as error:
-        raise FormatError(f"reading {printable(source.name)} failed: {error.strerror or error}") from error
+        return source.read(0, source.size)
 
 
 def refresh(path: Path) -> None:
@@ -250,15 +200,19 @@ def walk(folder: Path, within: str = "") -> Iterator[tuple[str, Status]]:
             yield from walk(folder / entry.name, f"{within}{entry.name}/")
         else:
             with contextlib.suppress(FileNotFoundError):  # gone meanwhile
-                follow = follows_links(folder) and entry.is_file()
-                size = entry.stat(follow_symlinks=follow)
-                file = entry.is_file(follow_symlinks=follow)
-                yield f"{within}{entry.name}", Status(False, file, size.st_size, size.st_mtime_ns)
+                yield f"{within}{entry.name}", entry_status(folder, entry)
+
+
+def entry_status(folder: Path, entry: Entry) -> Status:
+    """What an entry of a folder is that is no folder; a link is a regular file only if it may be followed."""
+    follow = follows_links(folder) and entry.is_file()
+    size = entry.stat(follow_symlinks=follow)
+    return Status(False, entry.is_file(follow_symlinks=follow), size.st_size, size.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class _ListedEntry:
-    """Something in a folder that the kernel does not know, of a tar file or a store: an `Entry`. A folder has no size."""
+    """Something in a folder of a tar file or of a store, as `os.DirEntry` has it. A folder has no size."""
 
     name: str
     _size: int | None
@@ -320,7 +274,7 @@ def _tar_around(path: Path) -> _TarMember | None:
         if not stat.S_ISREG(file_stat.st_mode) or escape(outer) is not None:
             return None
         tree = read_tree(
-            outer, (file_stat.st_dev, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns), _open_tar
+            outer, (file_stat.st_dev, file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns), open_source
         )
         if tree is None:
             return None
@@ -334,12 +288,6 @@ def _open_member(path: Path) -> SourceFile:
     if around is None or member is None:
         raise _missing(path)
     return SourceFile(open_source(around.tar).content, member.offset, member.size, path.name)
-
-
-@contextlib.contextmanager
-def _open_tar(path: Path) -> Iterator[tuple[Callable[[int, int], bytes], int]]:
-    with open_source(path) as source:
-        yield lambda at, length: read_at(source, at, length), source.size
 
 
 def _missing(path: Path) -> FormatError:

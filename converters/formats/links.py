@@ -36,7 +36,12 @@ def enclose(root: Path, *, follow_links: bool = False) -> None:
 
 def follows_links(path: Path) -> bool:
     """Whether a link at or below a path may lead out of the checkpoint that it is in."""
-    return bool(_followed) and next((p for p in (path, *path.parents) if p in _enclosed), None) in _followed
+    return bool(_followed) and _checkpoint_of(path) in _followed
+
+
+def _checkpoint_of(path: Path) -> Path | None:
+    """The innermost enclosed folder or file at or around a path."""
+    return next((folder for folder in (path, *path.parents) if folder in _enclosed), None)
 
 
 def followed_links(paths: Iterable[Path]) -> Iterator[str]:
@@ -46,7 +51,7 @@ def followed_links(paths: Iterable[Path]) -> Iterator[str]:
         OSError: One cannot be asked.
     """
     for path in paths if _followed else ():
-        root = next((folder for folder in (path, *path.parents) if folder in _enclosed), None)
+        root = _checkpoint_of(path)
         if root is None or root not in _followed:
             continue
         real = path.resolve()
@@ -60,7 +65,7 @@ def escape(path: Path) -> str | None:
 
     A folder in Hugging Face's cache is all links into `blobs` beside its `snapshots`: those are its own.
     """
-    root = next((folder for folder in (path, *path.parents) if folder in _enclosed), None)
+    root = _checkpoint_of(path)
     if root is None:
         return None
     inner = itertools.takewhile(lambda folder: folder != root, (path, *path.parents))

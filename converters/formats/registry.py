@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 from converters.errors import FormatError
 from converters.formats.broken import damaged_file
-from converters.formats.folder import exists, is_file, is_folder, listing, open_source, read_at, read_small
+from converters.formats.folder import exists, is_file, is_folder, listing, open_source, read_small
 from converters.names import natural_key, printable
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Seen:
         if not is_file(self.path):
             return b""
         with open_source(self.path) as source:
-            return read_at(source, 0, 512)
+            return source.read(0, 512)
 
     def has(self, *endings: str) -> bool:
         """Whether a name in the folder ends so."""

@@ -210,18 +210,19 @@ def _is_dir(entry: Entry) -> bool:
 def _by_tracker(root: Path) -> Path:
     text = read_small(root / TRACKER, 4096).decode("ascii", "replace").strip()
     names = iterations(root)
-    if text != "release" and not text.isdigit():
+    if text == "release":
+        candidates = [root / "release"]
+    elif text.isdigit():
+        candidates = [root / f"iter_{int(text):07d}", root / f"global_step_{int(text)}"]  # the latter of ByteCheckpoint
+    else:
+        candidates = []
+    folder = next((candidate for candidate in candidates if is_folder(candidate)), None)
+    if folder is None:
+        wrong = f"says {printable(text)!r}, which is neither a number nor 'release'"
+        if candidates:
+            wrong = f"names iteration {text}, but there is no {candidates[0].name}"
         raise FormatError(
-            f"{TRACKER} says {printable(text)!r}, which is neither a number nor 'release'",
-            details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
-            hint=f"name the iteration: {quoted(root / names[-1])}" if names else None,
-        )
-    folder = root / ("release" if text == "release" else f"iter_{int(text):07d}")
-    if text.isdigit() and not is_folder(folder) and is_folder(root / f"global_step_{int(text)}"):
-        return root / f"global_step_{int(text)}"  # ByteCheckpoint
-    if not is_folder(folder):
-        raise FormatError(
-            f"{TRACKER} names iteration {text}, but there is no {folder.name}",
+            f"{TRACKER} {wrong}",
             details=[f"iterations present: {', '.join(names[-5:]) or 'none'}"],
             hint=f"name the iteration: {quoted(root / names[-1])}" if names else None,
         )
@@ -268,13 +269,13 @@ def missing(path: Path) -> FormatError:
     near: list[str] = []
     with contextlib.suppress(OSError):
         near = difflib.get_close_matches(path.name, listing(parent), n=1)
-    hint = f"did you mean {quoted(parent / near[0])}?" if near else None
-    if (
-        hint is None and len(path.parts) == 2 and not path.is_absolute() and not exists(parent)
-    ):  # meta-llama/Llama-3.1-8B
-        hint = f"a model of the Hugging Face hub is hf://{printable(path.as_posix())}"
+    hint = None
     if path.parts[:1] in (("http:",), ("https:",)):
         hint = NO_LISTING
+    elif near:
+        hint = f"did you mean {quoted(parent / near[0])}?"
+    elif len(path.parts) == 2 and not path.is_absolute() and not exists(parent):  # meta-llama/Llama-3.1-8B
+        hint = f"a model of the Hugging Face hub is hf://{printable(path.as_posix())}"
     return FormatError(f"{printable(str(path))} does not exist", hint=hint)
 
 

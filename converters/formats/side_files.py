@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
-from converters.formats.folder import Status, is_folder, scan, walk
-from converters.formats.links import follows_links
+from converters.formats.folder import entry_status, is_folder, scan, walk
+from converters.formats.source_file import read_failure
 from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.catalog import Catalog
-    from converters.formats.folder import Entry
+    from converters.formats.folder import Entry, Status
 
 _MOST_FILES = 10_000
 _KINDS = (
@@ -89,9 +89,7 @@ def side_files(catalog: Catalog) -> list[SideFile]:
                     )
                 out.append(SideFile(path, _kind(path) if state.file else "special", state.size, state.mtime_ns))
     except OSError as error:
-        raise FormatError(
-            f"reading {printable(str(error.filename or folder))} failed: {error.strerror or error}"
-        ) from error
+        raise read_failure(error.filename or folder, error) from error
     strays = (info.name for info in catalog.files if info.role == "other" and info.name.partition("/")[0] in within)
     sizes = {info.name: info.size or 0 for info in catalog.files}
     return out + [SideFile(name, _kind(name), sizes[name], 0) for name in strays]
@@ -100,10 +98,8 @@ def side_files(catalog: Catalog) -> list[SideFile]:
 def _below(catalog: Catalog, entry: Entry) -> Iterator[tuple[str, Status]]:
     if entry.is_dir(follow_symlinks=False):
         yield from walk(catalog.path / entry.name, f"{entry.name}/")
-        return
-    follow = follows_links(catalog.path) and entry.is_file()
-    state = entry.stat(follow_symlinks=follow)
-    yield entry.name, Status(False, entry.is_file(follow_symlinks=follow), state.st_size, state.st_mtime_ns)
+    else:
+        yield entry.name, entry_status(catalog.path, entry)
 
 
 def _kind(name: str) -> str:

@@ -6,21 +6,21 @@ import contextlib
 import os
 from typing import Protocol
 
+from converters.errors import FormatError
+from converters.names import printable
+
 
 class Content(Protocol):
     """What the bytes of an open file are asked of: a descriptor, or an object."""
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills `view` from an offset on; returns how many bytes came, less than asked for at any time."""
-        ...
 
     def read(self, offset: int, length: int) -> bytes:
         """So many bytes from an offset on; less only at the end."""
-        ...
 
     def expect(self, offset: int, length: int) -> None:
         """Says that a range will be read from front to back, by one thread."""
-        ...
 
     def read_rows(self, rows: memoryview, offset: int, stride: int) -> None:
         """Fills the rows of a matrix of bytes, each `stride` bytes behind the one before.
@@ -28,7 +28,6 @@ class Content(Protocol):
         Raises:
             EOFError: The file ends before.
         """
-        ...
 
 
 class FileContent:
@@ -87,7 +86,24 @@ class SourceFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        close_source(self)
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file. That it fails (a network file system, gone) changes nothing about what was read."""
+        if isinstance(self.content, FileContent):
+            with contextlib.suppress(OSError):
+                os.close(self.content.fd)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes at `offset`, fewer only at the end of the file.
+
+        Raises:
+            FormatError: Reading failed.
+        """
+        try:
+            return self.content.read(self.base + offset, max(min(length, self.size - offset), 0))
+        except OSError as error:
+            raise read_failure(self.name, error) from error
 
     def read_into(self, view: memoryview, offset: int) -> int:
         """Fills `view` from an offset on; returns how many bytes came, less than asked for at the end or any time."""
@@ -115,8 +131,6 @@ class SourceFile:
         self.content.expect(self.base + offset, length)
 
 
-def close_source(source: SourceFile) -> None:
-    """Closes a file that was only read; that it fails (a network file system, gone) changes nothing about what was read."""
-    if isinstance(source.content, FileContent):
-        with contextlib.suppress(OSError):
-            os.close(source.content.fd)
+def read_failure(path: object, error: OSError) -> FormatError:
+    """The error that says what could not be read, a file or a folder, and why."""
+    return FormatError(f"reading {printable(str(path))} failed: {error.strerror or error}")

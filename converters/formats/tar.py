@@ -22,10 +22,9 @@ from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
-    Opened = Callable[[Path], AbstractContextManager[tuple[Callable[[int, int], bytes], int]]]
+    from converters.formats.source_file import SourceFile
 
 _BLOCK: Final = 512
 _LONGEST_EXTENSION = 1 << 20  # a long name or a list of pax attributes
@@ -61,19 +60,19 @@ def is_tar(head: bytes) -> bool:
 
 
 @lru_cache(maxsize=4)
-def read_tree(path: Path, identity: tuple[int, ...], opened: Opened) -> Tree | None:
+def read_tree(path: Path, identity: tuple[int, ...], open_source: Callable[[Path], SourceFile]) -> Tree | None:
     """The folders and files in a tar file; None if it is something else. The last few are remembered.
 
     Args:
         path: The tar file, a regular file.
         identity: Device, inode, size and time of the file: another file of the same name is read anew.
-        opened: Opens it, and says what reads it and how large it is.
+        open_source: Opens it.
 
     Raises:
         FormatError: Cut short, or with members that are refused; the message names the member.
     """
-    with opened(path) as (read, size):
-        return _Scan(read, size, printable(path.name)).tree() if is_tar(read(0, _BLOCK)) else None
+    with open_source(path) as source:
+        return _Scan(source, printable(path.name)).tree() if is_tar(source.read(0, _BLOCK)) else None
 
 
 @dataclass
@@ -87,8 +86,8 @@ class _Extension:
 class _Scan:
     """One pass over the headers of a tar file."""
 
-    def __init__(self, read: Callable[[int, int], bytes], size: int, what: str) -> None:
-        self._read, self._size, self._what = read, size, what
+    def __init__(self, source: SourceFile, what: str) -> None:
+        self._read, self._size, self._what = source.read, source.size, what
         self._tree: Tree = {"": {}}
 
     def tree(self) -> Tree:

@@ -80,7 +80,7 @@ class Lane:
 
 
 class Device:
-    """Where tensors go. What is here is right where that is this machine's memory.
+    """Where tensors go: this machine's memory, unless a subclass says otherwise.
 
     Attributes:
         name: As torch spells it: `cpu`, `cuda:0`.
@@ -133,10 +133,6 @@ class Device:
     def serial(self) -> str:
         """What tells it from other devices of its machine, however processes number them; empty for the host."""
         return ""
-
-
-class Host(Device):
-    """This machine's memory."""
 
 
 @dataclass

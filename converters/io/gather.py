@@ -9,20 +9,20 @@ sources.complete(gatherer)                            # what is still unread of 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from converters.box import Box, contiguous_tiles, runs
+from converters.box import Box, contiguous_tiles, run_starts, runs
 from converters.chunks import Chunk
 from converters.crc import crc32
 from converters.errors import FormatError
-from converters.formats.folder import open_source, read_at
-from converters.formats.source_file import close_source
+from converters.formats.folder import open_source
+from converters.formats.source_file import SourceFile, read_failure
 from converters.io.arithmetic import UNSIGNED, Arithmetic, examined
 from converters.io.low_rank import add_product
 from converters.io.padding import mean_row
@@ -32,7 +32,7 @@ from converters.io.scales import factors_of, multiply, multiply_codes, packed_bo
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -74,10 +74,13 @@ class Gatherer:
         self._scratch = np.empty(0, np.uint8)
         self._halves = np.empty((2, 0), np.uint16)
         self._beside = np.empty(0, np.uint8)
-        self._arithmetic: Arithmetic | None = None
         self._whole: tuple[int, Bytes] = (-1, self._beside)
-        self._files = OpenFiles(open_source, close_source)
+        self._files = OpenFiles(open_source, SourceFile.close)
         self.segments: Segments | None = None
+
+    @cached_property
+    def _arithmetic(self) -> Arithmetic:
+        return Arithmetic()  # most who read compute nothing, and need no scratch arrays
 
     def close(self) -> None:
         """Closes all files."""
@@ -109,7 +112,6 @@ class Gatherer:
         if info.mean_rows:
             self._pad(info, box, elements)
         if info.update is not None:
-            self._arithmetic = self._arithmetic or Arithmetic()
             add_product(self._arithmetic, info.update, box, elements, dtype, self._fill_again)
         if info.rounds_to is not None:
             self._prove(info, info.rounds_to, box, elements)
@@ -135,7 +137,7 @@ class Gatherer:
             row = self._sources.mean(
                 info.name, lambda: mean_row(info, lambda some, into: self._fill(info, some, into, checked=False))
             )
-            elements[first:] = row[tuple(slice(at, at + n) for at, n in zip(box.start[1:], box.shape[1:], strict=True))]
+            elements[first:] = row[Box(box.start[1:], box.shape[1:]).slices]
 
     def _fill_again(self, info: TensorInfo, box: Box, elements: NDArray[Any]) -> None:
         """As `_fill`, of a small tensor that is read for many tiles: its records are checked once, when first needed."""
@@ -147,7 +149,6 @@ class Gatherer:
 
     def _multiply(self, scales: Scales, chunk: Chunk, part: Box, into: NDArray[Any], target: DType) -> None:
         """Reads quantized elements and their scales, which are as good as none beside them, and multiplies both."""
-        self._arithmetic = self._arithmetic or Arithmetic()
         inside = chunk.stored(part)[0]
         grid = factors_of(inside, scales)
         factors = np.empty(grid.shape, UNSIGNED[scales.dtype.itemsize])
@@ -162,7 +163,6 @@ class Gatherer:
 
     def _unpack(self, scales: Scales, chunk: Chunk, part: Box, into: NDArray[Any], target: DType) -> None:
         """As `_multiply`, of codes that share a byte: whole blocks of them are read, some rows at a time."""
-        self._arithmetic = self._arithmetic or Arithmetic()
         inside, shape = chunk.stored(part)
         (block,), (factor,) = scales.block, scales.part.chunks()
         values = np.empty(inside.shape, into.dtype)
@@ -207,7 +207,6 @@ class Gatherer:
         Raises:
             IntegrityError: One does not.
         """
-        self._arithmetic = self._arithmetic or Arithmetic()
         common = box.intersect(Box.whole(weight.shape)) if box.shape else box  # rows may pad the vocabulary
         size = weight.dtype.itemsize
         for part in contiguous_tiles(common, _JOINED) if common else ():
@@ -224,7 +223,9 @@ class Gatherer:
         """Where a record's elements lie."""
         reader = self._sources.reader
         path = reader.files[reader.file_of(record)]
-        return self._sources.payload(record, lambda: reader.locate(record, self._reader(path)))
+        return self._sources.payload(
+            record, lambda: reader.locate(record, lambda at, n: self._files.get(path).read(at, n))
+        )
 
     def read_through(self, record: int, payload: Payload, start: int, nbytes: int) -> None:
         """Reads a range of a record's member for its checksum alone, a tile at a time."""
@@ -241,12 +242,6 @@ class Gatherer:
     def _resized(self, buffer: Bytes, nbytes: int) -> Bytes:
         return buffer if buffer.nbytes >= nbytes else self._allocate(nbytes)
 
-    def _reader(self, path: Path) -> Callable[[int, int], bytes]:
-        def read(offset: int, length: int) -> bytes:
-            return read_at(self._files.get(path), offset, length)
-
-        return read
-
     def _read_part(self, chunk: Chunk, part: Box, into: NDArray[Any], *, checked: bool = True) -> None:
         payload, size = self.payload(chunk.record), into.itemsize
         payload = payload if checked else replace(payload, crc=None)
@@ -258,21 +253,18 @@ class Gatherer:
         every = len(shape) > 1 and inside.shape[-1] < shape[-1] <= _NEIGHBOURS  # not one system call for each
         whole = Box((*inside.start[:-1], 0), (*inside.shape[:-1], shape[-1])) if every else inside
         first, length, outer = runs(whole, shape)
-        begin = payload.offset + (chunk.base + first) * size
-        if begin + length * size > payload.offset + payload.nbytes:
+        if (chunk.base + first + length) * size > payload.nbytes:
             raise FormatError(f"a chunk reaches beyond its record of {payload.nbytes} bytes")
         straight = into.flags.c_contiguous and not chunk.transposed and not every
         packed = into.reshape(-1).view(np.uint8) if straight else self.scratch(whole.volume * size)
         at, strip = 0, outer[-1] if outer and length * size < _SHORT_RUN else None
-        for skip in offsets(outer[:-1] if strip else outer):
-            nbytes = length * size * (strip[0] if strip else 1)
+        for start in run_starts(chunk.base + first, outer[:-1] if strip else outer):
+            nbytes, begin = length * size * (strip[0] if strip else 1), payload.offset + start * size
             piece = packed[at : at + nbytes]
             if strip:
-                self._read_strip(
-                    chunk.record, payload, begin + skip * size, strip[1] * size, piece.reshape(strip[0], -1)
-                )
+                self._read_strip(chunk.record, payload, begin, strip[1] * size, piece.reshape(strip[0], -1))
             else:
-                self._read_bytes(chunk.record, payload, begin + skip * size, piece)
+                self._read_bytes(chunk.record, payload, begin, piece)
             at += nbytes
         if not straight:
             values = packed.view(into.dtype).reshape(whole.shape)
@@ -300,7 +292,7 @@ class Gatherer:
         except EOFError:
             raise _short(path, offset + (len(into) - 1) * stride + length) from None
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise read_failure(path.name, error) from error
         self._sources.read(into.size)
         if payload.crc is not None:
             sums = [crc32(row.data) for row in into]
@@ -326,7 +318,7 @@ class Gatherer:
             if len(view) >= DROP_BYTES and self._sources.drop:
                 source.forget(offset, len(view))
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise read_failure(path.name, error) from error
         self._sources.read(len(view))
         if payload.crc is not None:
             segment = (offset - payload.crc_offset, len(view), crc32(view))
@@ -375,18 +367,5 @@ def _ordinary(nbytes: int) -> Bytes:
     return np.empty(nbytes, np.uint8)
 
 
-def offsets(outer: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Element offsets of the runs of a box, from the (count, stride) pairs that `box.runs` gives."""
-    if not outer:
-        yield 0
-        return
-    for index in itertools.product(*(range(count) for count, _ in outer)):
-        yield sum(i * stride for i, (_, stride) in zip(index, outer, strict=True))
-
-
 def _short(path: Path, needed: int) -> FormatError:
     return FormatError(f"{printable(path.name)} ends early", details=[f"needed bytes up to {needed}"])
-
-
-def _unreadable(path: Path, error: OSError) -> FormatError:
-    return FormatError(f"reading {printable(path.name)} failed: {error.strerror or error}")

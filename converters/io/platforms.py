@@ -6,16 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
-from converters.io.device import Host, Staged
+from converters.io.device import Device, Staged
 from converters.io.memory import enough, memory_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-
-    from converters.io.device import Device
-
 _HOST = "use the cpu: --device cpu, or device='cpu'"
 _DRIVERS = ("nvidia[0-9]*", "dxg", "nvhost*", "kfd")  # of Linux, WSL, Jetson, AMD
 
@@ -31,14 +28,13 @@ class Cuda(Staged):
         import torch
 
         self.name, self._device = f"cuda:{index}", torch.device("cuda", index)
-        self._home: Any = torch.cuda.current_stream(self._device)
+        self._cuda: Any = torch.cuda
+        self._home = self._cuda.current_stream(self._device)
         self.room()  # the driver's word on whether this process can use it
 
     def enter(self) -> None:
         """Called in each thread of the library: new ones stand at device 0, and would take memory on it."""
-        import torch
-
-        torch.cuda.set_stream(self._home)
+        self._cuda.set_stream(self._home)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Host memory from which a copy does not wait; torch's allocator keeps it for the next load.
@@ -54,48 +50,33 @@ class Cuda(Staged):
         Raises:
             RequestError: There is none left.
         """
-        import torch
-
-        with torch.cuda.stream(self._home):
+        with self._cuda.stream(self._home):
             return memory_for(dtype, shape, self._device)
 
     def stream(self) -> Any:
         """A queue of work that does not wait for others."""
-        import torch
-
-        cuda: Any = torch.cuda
-        return cuda.Stream(self._device)
+        return self._cuda.Stream(self._device)
 
     def event(self) -> Any:
         """A point in a stream; the thread that waits for it does not spin."""
-        import torch
-
-        cuda: Any = torch.cuda
-        return cuda.Event(blocking=True)
+        return self._cuda.Event(blocking=True)
 
     def do(self, work: Callable[[], None]) -> None:
         """Has the home stream do something."""
-        import torch
-
-        with torch.cuda.stream(self._home), enough(self.name):
+        with self._cuda.stream(self._home), enough(self.name):
             work()
 
     def mark(self) -> Any:
         """Where the home stream stands."""
-        import torch
-
-        cuda: Any = torch.cuda
-        event = cuda.Event()
+        event = self._cuda.Event()
         event.record(self._home)
         return event
 
     def submit(self, stream: Any, work: Callable[[], None], event: Any, after: Sequence[Any] = ()) -> None:
         """Has a stream do something when marks have come, and the event come behind it."""
-        import torch
-
         for mark in after:
             stream.wait_event(mark)
-        with torch.cuda.stream(stream), enough(self.name):
+        with self._cuda.stream(stream), enough(self.name):
             work()
             event.record(stream)
 
@@ -105,19 +86,15 @@ class Cuda(Staged):
 
     def room(self) -> int:
         """What the driver has, and what torch's allocator holds without using it."""
-        import torch
-
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device))
+        free, _ = self._cuda.mem_get_info(self._device)
+        return int(free + self._cuda.memory_reserved(self._device) - self._cuda.memory_allocated(self._device))
 
     def serial(self) -> str:
         """What tells it from other devices of its machine: its place on the bus, which NCCL compares, too.
 
         Empty for a slice of a GPU (MIG): NCCL takes two slices of one for the same GPU, and refuses.
         """
-        import torch
-
-        return serial_of(torch.cuda.get_device_properties(self._device))
+        return serial_of(self._cuda.get_device_properties(self._device))
 
 
 def serial_of(properties: Any) -> str:
@@ -166,7 +143,7 @@ def find_device(name: str, local_rank: int = 0) -> Device:
         RequestError: There is no such device here, what there is, is named; or it cannot be used.
     """
     if name == "cpu":
-        return Host()
+        return Device()
     kind, colon, number = name.partition(":")
     if kind != "cuda" or (colon and not (number.isascii() and number.isdecimal())):
         raise RequestError(f"unknown device {name!r}", hint="cpu, cuda or cuda:N")
@@ -187,6 +164,4 @@ def find_device(name: str, local_rank: int = 0) -> Device:
         return Cuda(index)
     except RuntimeError as error:
         why = (str(error).splitlines() or [""])[0]
-        raise RequestError(
-            f"cuda:{index} cannot be used: {why}", hint="use the cpu: --device cpu, or device='cpu'"
-        ) from error
+        raise RequestError(f"cuda:{index} cannot be used: {why}", hint=_HOST) from error

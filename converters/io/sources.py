@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
 from converters.errors import DistckptError, IntegrityError
-from converters.formats.folder import open_source, read_at
+from converters.formats.folder import open_source
 from converters.megatron.damage import check_stored
 from converters.names import printable
 from converters.remote.address import RemotePath
@@ -132,7 +132,7 @@ class Sources:
     def _locate(self, record: int) -> None:
         """What cannot be located is located again, and its error raised, by whoever reads it."""
         with contextlib.suppress(DistckptError), open_source(self.reader.files[self.reader.file_of(record)]) as source:
-            self.payload(record, lambda: self.reader.locate(record, lambda at, length: read_at(source, at, length)))
+            self.payload(record, lambda: self.reader.locate(record, source.read))
 
     def is_new(self, record: int) -> bool:
         """Whether this is the first call for a record."""

@@ -8,6 +8,7 @@ it contains, and a node may be a dict key (`MetadataIndex` in torch's `.metadata
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from converters.errors import FormatError, RequestError
@@ -26,6 +27,7 @@ class UnsafePickle(PickleFormatError):
     """The pickle names something that has no business in a checkpoint, or plays a trick on its reader."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Global:
     """The name of something in a Python module; never imported.
 
@@ -35,12 +37,9 @@ class Global:
         offset: Where the opcode stood in the pickle, in bytes; -1 for one that we made.
     """
 
-    __slots__ = ("module", "name", "offset")
-
-    def __init__(self, module: str, name: str, offset: int = -1) -> None:
-        self.module = module
-        self.name = name
-        self.offset = offset
+    module: str
+    name: str
+    offset: int = -1
 
     @property
     def path(self) -> str:
@@ -51,6 +50,7 @@ class Global:
         return f"<global {self.path}>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Obj:
     """A call or a construction that was never made.
 
@@ -59,35 +59,26 @@ class Obj:
         args: Its positional arguments.
         kwargs: Its keyword arguments (`newobj_ex` only).
         kind: Which opcode asked for it.
+        state: What would have gone to `__setstate__` or `__dict__`; None if nothing.
+
+    Attributes:
+        items: Elements of a list subclass; None if nothing was appended.
+        pairs: Entries of a dict subclass (`OrderedDict`), in order; None if nothing was set.
     """
 
-    __slots__ = ("args", "func", "items", "kind", "kwargs", "pairs", "state")
-
-    def __init__(
-        self,
-        func: Global,
-        args: tuple[Node, ...] = (),
-        kwargs: dict[str, Node] | None = None,
-        kind: Kind = "reduce",
-        state: Node = None,
-    ) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.kind: Kind = kind
-        self.state = state
-        """What would have gone to `__setstate__` or `__dict__`; None if nothing."""
-        self.items: list[Node] | None = None
-        """Elements of a list subclass; None if nothing was appended."""
-        self.pairs: list[tuple[Node, Node]] | None = None
-        """Entries of a dict subclass (`OrderedDict`), in order; None if nothing was set."""
+    func: Global
+    args: tuple[Node, ...] = ()
+    kwargs: dict[str, Node] | None = None
+    kind: Kind = "reduce"
+    state: Node = None
+    items: list[Node] | None = field(default=None, init=False)
+    pairs: list[tuple[Node, Node]] | None = field(default=None, init=False)
 
     def __repr__(self) -> str:
-        from converters.pickles.describe import describe
-
-        return f"<{describe(self, max_depth=2, max_nodes=16)}>"
+        return _described(self)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PersId:
     """A reference to something stored outside the pickle (torch: a storage).
 
@@ -95,17 +86,19 @@ class PersId:
         value: The reference, for torch `("storage", <global torch.FloatStorage>, "0", "cpu", numel)`.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: Node) -> None:
-        self.value = value
+    value: Node
 
     def __repr__(self) -> str:
-        from converters.pickles.describe import describe
-
-        return f"<{describe(self, max_depth=2, max_nodes=16)}>"
+        return _described(self)
 
 
+def _described(node: Obj | PersId) -> str:
+    from converters.pickles.describe import describe
+
+    return f"<{describe(node, max_depth=2, max_nodes=16)}>"
+
+
+@dataclass(slots=True, eq=False)
 class Slot:
     """In the tree of a repeated item: the place of a value that differs from item to item (see `columns`).
 
@@ -114,13 +107,11 @@ class Slot:
         is_ref: Whether the column holds memo indexes instead of integers.
     """
 
-    __slots__ = ("index", "is_ref")
-
-    def __init__(self, index: int, is_ref: bool) -> None:
-        self.index = index
-        self.is_ref = is_ref
+    index: int
+    is_ref: bool
 
 
+@dataclass(slots=True, eq=False)
 class Run:
     """In a list or a dict: stands for many items that were read as columns (see `columns`).
 
@@ -129,11 +120,8 @@ class Run:
         count: Items it stands for; 0 if it is the value of the key that does.
     """
 
-    __slots__ = ("count", "number")
-
-    def __init__(self, number: int, count: int) -> None:
-        self.number = number
-        self.count = count
+    number: int
+    count: int
 
 
 def _state_dicts(obj: Obj) -> list[dict[Node, Node]]:

@@ -81,23 +81,18 @@ class Seals(Protocol):
     @property
     def apart(self) -> bool:
         """See above."""
-        ...
 
     def fills(self) -> Iterable[tuple[int, int, int]]:
         """`(record, first byte, bytes)` of payload that no source fills: it stays zero."""
-        ...
 
     def nbytes(self, record: int) -> int:
         """Payload bytes of a record."""
-        ...
 
     def rereads(self) -> Iterable[tuple[int, int, int]]:
         """`(record, file, first byte)` of payloads whose sums are not taken on the way, but from the file at the end."""
-        ...
 
     def seal(self, record: int, crc: int) -> tuple[int, list[tuple[int, bytes]]]:
         """The file of a record and what stands around its payload as `(offset, bytes)`, given the payload's CRC-32."""
-        ...
 
     def end(self) -> Iterable[tuple[int, list[tuple[int, bytes]]]]:
         """What ends the files, as `seal` gives it, when all records are sealed.
@@ -105,7 +100,6 @@ class Seals(Protocol):
         Raises:
             DistckptError: One was not.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from converters.box import Box, find_overlap, runs, uncovered
+from converters.box import Box, find_overlap, run_starts, runs, uncovered
 from converters.errors import RequestError
 from converters.names import fold, listed_lines
 from converters.words import counted
@@ -122,10 +122,7 @@ class Piece(Target):
         for box in self.fills:
             if box.volume:
                 first, length, outer = runs(box, self.laid)
-                starts = [first]
-                for count, stride in outer:
-                    starts = [start + index * stride for start in starts for index in range(count)]
-                yield from ((start * size, length * size) for start in starts)
+                yield from ((start * size, length * size) for start in run_starts(first, outer))
 
 
 def end_to_end(pieces: Iterable[tuple[int, Piece]], dtype: DType, numel: int) -> list[Piece]:

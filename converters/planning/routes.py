@@ -79,27 +79,21 @@ class Routes(Protocol):
         Raises:
             RequestError: See `planning.plan.prove`.
         """
-        ...
 
     def sources(self) -> Sequence[str]:
         """The source tensors to be read, in the order that fills the output files one after the other."""
-        ...
 
     def reached(self, source: str, box: Box) -> Iterable[Move]:
         """The places that take elements of a box of a source tensor."""
-        ...
 
     def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
         """The output files that take elements of a box of a source tensor, and the bytes they take."""
-        ...
 
     def kinds(self, sources: Mapping[str, TensorInfo]) -> set[Kind]:
         """What happens to elements: type at the source, type at the target, operation. Mere moving may be left out."""
-        ...
 
     def digest(self) -> str:
         """Changes when any of it changes."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
 from converters.events import Moved
-from converters.formats.folder import read_at
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Blocks:
         begin = at - self._start
         if begin >= 0 and begin + length <= len(self._view):
             return bytes(self._view[begin : begin + length])
-        return read_at(self._source, at, length)
+        return self._source.read(at, length)
 
     def stream(self, at: int, length: int) -> Iterator[memoryview]:
         """The bytes of a range, in pieces that are overwritten when the next one is asked for.

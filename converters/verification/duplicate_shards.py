@@ -10,12 +10,12 @@ need not be a box of a tensor (flat buckets, views on one storage).
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from converters.errors import FormatError
-from converters.formats.folder import open_source, read_at
+from converters.formats.folder import open_source
 from converters.names import fold, printable
 
 if TYPE_CHECKING:
@@ -139,10 +139,6 @@ def _same(reader: Reader, one: int, other: int) -> bool:
 
 def _blocks(reader: Reader, record: int) -> Iterator[bytes]:
     with open_source(reader.files[reader.file_of(record)]) as source:
-
-        def read(at: int, n: int) -> Any:
-            return read_at(source, at, n)
-
-        payload = reader.locate(record, read)
+        payload = reader.locate(record, source.read)
         for at in range(payload.offset, payload.offset + payload.nbytes, _BLOCK):
-            yield read_at(source, at, min(_BLOCK, payload.offset + payload.nbytes - at))
+            yield source.read(at, min(_BLOCK, payload.offset + payload.nbytes - at))

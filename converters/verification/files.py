@@ -9,14 +9,13 @@ A SHA-256 cannot be combined: a file that a manifest lists, or shall list, is re
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from converters.errors import FormatError
-from converters.formats.folder import open_source, read_at
-from converters.formats.source_file import close_source
+from converters.formats.folder import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -144,12 +143,12 @@ class RecordIndex:
             try:
                 for record in self.records(position):
                     try:
-                        payload = self._reader.locate(record, partial(read_at, source))
+                        payload = self._reader.locate(record, source.read)
                     except FormatError:
                         continue
                     out.setdefault(payload.crc_offset, []).append(record)
             finally:
-                close_source(source)
+                source.close()
         return out
 
     def __len__(self) -> int:

@@ -22,7 +22,6 @@ from converters.errors import FormatError, UnsupportedError
 from converters.events import FileDone
 from converters.formats.base import StoredArchive
 from converters.formats.folder import is_folder, open_source
-from converters.formats.source_file import close_source
 from converters.names import printable
 from converters.torchzip.records import member_offset, read_directory, read_pickle
 from converters.verification.blocks import BLOCK_BYTES, Blocks
@@ -186,7 +185,7 @@ class FileWorker:
         except OSError as error:
             out.note("checksums", f"reading {printable(file.name)} failed: {error.strerror or error}")
         finally:
-            close_source(source)
+            source.close()
         out.read += blocks.read
 
     def _contents(self, file: FileRead, blocks: Blocks, out: Scan) -> None:

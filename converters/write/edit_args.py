@@ -19,7 +19,7 @@ from converters.execute.destination import check_destination
 from converters.formats.base import COMMON_OBJECT
 from converters.formats.dcp.moved_records import with_longer_record
 from converters.formats.file_bytes import byte_copies
-from converters.formats.folder import exists, open_source, read_at, read_small, walk
+from converters.formats.folder import exists, open_source, read_small, walk
 from converters.formats.legacy.grid import MODEL
 from converters.formats.side_files import side_files
 from converters.megatron.layout import Layout
@@ -224,16 +224,12 @@ def _legacy(catalog: Catalog, changes: _Changes) -> dict[str, OutputFile]:
             continue
         path = catalog.path / file.name
         with open_source(path) as source:
-
-            def read(at: int, n: int, source: Any = source) -> bytes:
-                return read_at(source, at, n)
-
-            members = read_directory(read, 0, file.size, file.name)
-            tree = read_pickle(read, 0, file.size, file.name, members=members)
+            members = read_directory(source.read, 0, file.size, file.name)
+            tree = read_pickle(source.read, 0, file.size, file.name, members=members)
             if not isinstance(tree, dict):
                 raise FormatError(f"{printable(file.name)} is not a dictionary")
             changes.apply(tree.get("args"), file.name)
-            pieces, size = with_pickle(read, members, dumps(tree, 2), PurePath(MODEL).stem, file.name)
+            pieces, size = with_pickle(source.read, members, dumps(tree, 2), PurePath(MODEL).stem, file.name)
         slices = [
             Slice(
                 at,

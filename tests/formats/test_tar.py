@@ -12,8 +12,7 @@ import pytest
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
-from converters.formats.folder import exists, is_file, is_folder, listing, open_source, read_at, scan, status
-from converters.formats.source_file import close_source
+from converters.formats.folder import exists, is_file, is_folder, listing, open_source, scan, status
 from distckpt_cli.app import main
 from harness.checkpoints import golden
 from harness.support import GOLDEN
@@ -142,13 +141,13 @@ def test_files_and_folders_inside(tmp_path):
             continue
         content = path.read_bytes()
         file = open_source(inside)
-        assert (file.size, read_at(file, 0, 1 << 20)) == (len(content), content)
-        assert read_at(file, 5, 3) == content[5:8]
-        assert read_at(file, len(content) - 1, 100) == content[-1:]  # and nothing of the member that follows
-        assert read_at(file, len(content), 1) == b""
+        assert (file.size, file.read(0, 1 << 20)) == (len(content), content)
+        assert file.read(5, 3) == content[5:8]
+        assert file.read(len(content) - 1, 100) == content[-1:]  # and nothing of the member that follows
+        assert file.read(len(content), 1) == b""
         view = memoryview(bytearray(len(content) + 50))
         assert file.read_into(view, 0) == len(content)
-        close_source(file)
+        file.close()
     for absent in ("nothing", "model_config.yaml/below", "../it.tar", "model_weights/../model_config.yaml"):
         assert not exists(source / absent)
         with pytest.raises(FormatError):
@@ -170,8 +169,8 @@ def test_members_beyond_8_gib(form, tmp_path):
         file.seek(big.size, os.SEEK_CUR)
         file.write(small.tobuf(form) + b"here".ljust(512, b"\0") + bytes(1024))
     file = open_source(tmp_path / "big.tar" / "small")
-    assert read_at(file, 0, 10) == b"here"
-    close_source(file)
+    assert file.read(0, 10) == b"here"
+    file.close()
     assert status(tmp_path / "big.tar" / "big").size == 9 << 30
 
 

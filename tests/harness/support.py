@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.dtypes import TYPES
-from converters.formats.folder import open_source, read_at
+from converters.formats.folder import open_source
 from converters.megatron.split import shards
 from converters.remote.address import RemotePath
 
@@ -48,7 +48,7 @@ def _fetched(path: RemotePath) -> str:
     """A copy in memory of an object, for as long as this process lives."""
     fd = os.memfd_create("object")
     with open_source(path) as source:
-        os.write(fd, read_at(source, 0, source.size))
+        os.write(fd, source.read(0, source.size))
     return f"/proc/self/fd/{fd}"
 
 

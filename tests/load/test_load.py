@@ -21,7 +21,7 @@ from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.io import device as device_module
 from converters.io.cast import apply, choose_device
-from converters.io.device import Host
+from converters.io.device import Device
 from converters.io.gather import Gatherer
 from converters.io.memory import enough, free_memory
 from converters.io.platforms import Cuda, find_device, gpu_of, serial_of
@@ -268,7 +268,7 @@ def patch_device(monkeypatch, device):
     """The GPU that a load finds."""
     for module in ("loader", "state"):
         monkeypatch.setattr(
-            f"converters.loading.{module}.find_device", lambda name, local=0: device if "cuda" in name else Host()
+            f"converters.loading.{module}.find_device", lambda name, local=0: device if "cuda" in name else Device()
         )
 
 
@@ -523,7 +523,7 @@ def test_a_stream_does_not_run_ahead(big):
     """What is begun and not taken stays below the limit, or is one tensor for each thread."""
     made = []
 
-    class Counting(Host):
+    class Counting(Device):
         def empty(self, dtype, shape):
             made.append(tuple(shape))
             return super().empty(dtype, shape)
@@ -676,7 +676,7 @@ def test_too_little_memory_is_an_error_with_the_numbers(big, monkeypatch):
 
 def test_memory_that_runs_out_later_is_an_error_in_our_words():
     with pytest.raises(RequestError, match=r"cpu is out of memory: \(1125899906842624,\) elements of float32"):
-        Host().empty("float32", (1 << 50,))
+        Device().empty("float32", (1 << 50,))
     texts = {
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."): "cuda:0 is out of memory: CUDA out",
         RuntimeError("CUDA error: out of memory\nCompile with"): "cuda:0 is out of memory: CUDA error: out of memory",
@@ -785,7 +785,7 @@ def test_which_gpu_without_a_launcher(monkeypatch):
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     names = []
-    monkeypatch.setattr("converters.loading.state.find_device", lambda *name: names.append(name) or Host())
+    monkeypatch.setattr("converters.loading.state.find_device", lambda *name: names.append(name) or Device())
     iter_tensors(golden("llama_adam_tp2pp2"), device="cuda")
     assert names == [("cuda", 1)]
 

@@ -15,7 +15,7 @@ import pytest
 from converters.errors import AddressError, IntegrityError
 from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
-from converters.formats.folder import open_source, read_at, walk
+from converters.formats.folder import open_source, walk
 from converters.overview.runs import survey
 from converters.remote.address import RemotePath, named_path
 from converters.remote.content import BLOCK
@@ -262,8 +262,8 @@ def test_ranges(proxy, server):
         assert source.size == len(data)
         ranges = [(0, 1), (5, 100), (BLOCK - 3, 10), (0, BLOCK), (7, 2 * BLOCK), (0, len(data)), (100, BLOCK + 1)]
         for offset, length in ranges:
-            assert read_at(source, offset, length) == data[offset : offset + length]
-        assert read_at(source, len(data) - 4, 100) == data[-4:]
+            assert source.read(offset, length) == data[offset : offset + length]
+        assert source.read(len(data) - 4, 100) == data[-4:]
         rows = bytearray(5 * 11)
         source.read_rows(memoryview(rows).cast("B", (5, 11)), 1000, 70_000)
         assert bytes(rows) == b"".join(data[1000 + n * 70_000 :][:11] for n in range(5))
@@ -282,11 +282,11 @@ def test_a_range_that_is_expected(proxy, server):
             source.expect(0, len(data))
             at = 0
             for length in order:
-                piece = read_at(source, at, length)
+                piece = source.read(at, length)
                 assert piece == data[at : at + length]
                 at += len(piece)
             assert at == len(data)
-            assert read_at(source, 1 << 20, 3 << 20) == data[1 << 20 : 4 << 20]  # back to the front
+            assert source.read(1 << 20, 3 << 20) == data[1 << 20 : 4 << 20]  # back to the front
         spans = [span.removeprefix("bytes=").split("-") for _, _, span in proxy.taken() if span]
         fetched = sum(int(last) - int(first) + 1 for first, last in spans)
         assert fetched <= len(data) + (3 << 20) + 3 * BLOCK
@@ -296,7 +296,7 @@ def test_a_long_object_in_pieces(proxy, server):
     data = os.urandom(1 << 20) * 27
     remote_stores.put(server, "ranges/long.bin", data)
     with open_source(named_path("s3://models/ranges/long.bin")) as source:
-        assert read_at(source, 3, len(data) - 3) == data[3:]
+        assert source.read(3, len(data) - 3) == data[3:]
     assert len(proxy.taken()) > 3
 
 
@@ -448,7 +448,7 @@ def test_a_replaced_object_is_noticed(server, proxy):
     with open_source(path) as opened:
         remote_stores.put(server, key, data[:-1] + bytes([data[-1] ^ 1]))  # the same size, in the same second
         with pytest.raises(IntegrityError, match="changed while it was read"):
-            read_at(opened, 0, 10)
+            opened.read(0, 10)
     assert fingerprint_of(reader) != before
 
 

@@ -10,7 +10,7 @@ from converters.errors import RequestError
 from converters.events import Note
 from converters.formats import open_checkpoint
 from converters.io.cast import Caster, apply, choose_device
-from converters.io.device import Host
+from converters.io.device import Device
 from converters.io.platforms import Cuda
 from converters.planning.plan import Op
 from converters.write.export import ExportOptions, plan_export
@@ -101,7 +101,7 @@ def gpu(request, monkeypatch):
     if request.param == "cuda":
         return "cuda:0"
     device = Simulated()
-    find = lambda name, local=0: Host() if name == "cpu" else device  # noqa: E731
+    find = lambda name, local=0: Device() if name == "cpu" else device  # noqa: E731
     monkeypatch.setattr("converters.io.cast.find_device", find)
     return device.name
 

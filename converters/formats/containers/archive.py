@@ -10,13 +10,11 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from converters.catalog import FileInfo
 from converters.chunks import StoredArray
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.base import Reader
-from converters.formats.folder import open_source, read_at, status
+from converters.formats.folder import open_source, status
 from converters.pickles import PickleFormatError, parse_stream
 from converters.torchzip.records import Member, Payload, member_offset, read_directory, read_pickle
 
@@ -80,11 +78,7 @@ class PtFile:
             FormatError: Missing, cut short, unsafe, or not a zip archive at all.
         """
         with open_source(folder / name) as source:
-            size = source.size
-
-            def read(at: int, n: int) -> bytes:
-                return read_at(source, at, n)
-
+            read, size = source.read, source.size
             if read(0, 4) != b"PK\x03\x04":
                 raise _no_archive(read(0, 256), name, size)
             members = read_directory(read, 0, size, name)
@@ -116,8 +110,8 @@ class PtFile:
             size = "missing" if entry is None else f"{entry.size} bytes"
             raise FormatError(f"{self.name}: member {member} is {size}")
         with open_source(folder / self.name) as source:
-            begin = member_offset(lambda at, n: read_at(source, at, n), 0, entry, self.name)
-            return read_at(source, begin, entry.size)
+            begin = member_offset(source.read, 0, entry, self.name)
+            return source.read(begin, entry.size)
 
 
 def _no_archive(head: bytes, name: str, size: int) -> FormatError:
@@ -175,17 +169,12 @@ class Storages:
         key = (file.position, ref.storage, ref.dtype.name)
         array = self.arrays.get(key)
         if array is None:
+            name = f"{file.name}: data/{ref.storage}"
             size = self._sizes[file.position].get(ref.storage)
             if size != ref.storage_numel * ref.dtype.itemsize:
                 have = "no such member" if size is None else f"{size} bytes"
-                raise FormatError(
-                    f"{file.name}: data/{ref.storage} should have {ref.storage_numel * ref.dtype.itemsize} bytes, "
-                    f"found {have}"
-                )
-            name = f"{file.name}: data/{ref.storage}"
-            starts, sizes = np.zeros((1, 1), np.int64), np.array([[ref.storage_numel]], np.int64)
-            records = np.array([len(self.records)], np.int64)
-            array = self.arrays[key] = StoredArray(name, (ref.storage_numel,), starts, sizes, records)
+                raise FormatError(f"{name} should have {ref.storage_numel * ref.dtype.itemsize} bytes, found {have}")
+            array = self.arrays[key] = StoredArray.one_chunk(name, (ref.storage_numel,), len(self.records))
             self.records.append((file, ref.storage))
         return array
 

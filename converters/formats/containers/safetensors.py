@@ -20,7 +20,7 @@ from converters.formats.broken import read_part
 from converters.formats.containers.archive import FileTensor
 from converters.formats.containers.index import promised, read_index
 from converters.formats.containers.reader import WholeReader
-from converters.formats.folder import exists, is_folder, listing, open_source, read_at
+from converters.formats.folder import exists, is_folder, listing, open_source
 from converters.formats.plain_json import parse_json, read_json
 from converters.names import listed, printable, quoted
 from converters.torchzip.records import Payload, TensorRef
@@ -130,11 +130,11 @@ def _read(folder: Path, name: str, problems: list[Problem]) -> SafetensorsFile:
     what = printable(name)
     with open_source(folder / name) as source:
         size = source.size
-        length = int.from_bytes(read_at(source, 0, 8), "little")
+        length = int.from_bytes(source.read(0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             limit = f"the format allows {_MAX_HEADER:,}" if length > _MAX_HEADER else f"the file has {size:,}"
             raise FormatError(f"{what} is cut short or damaged: its header would be {length:,} bytes, {limit}")
-        raw = read_at(source, 8, length)
+        raw = source.read(8, length)
     if raw[:1] != b"{":
         raise FormatError(f"{what} is not a safetensors file: its header begins with {raw[:1]!r}")
     header = parse_json(raw, f"the header of {what}")

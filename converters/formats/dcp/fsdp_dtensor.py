@@ -31,7 +31,7 @@ from converters.formats.canonical import canonical_tensors, iteration_of, object
 from converters.formats.common_state import Archive
 from converters.formats.dcp.names import paths
 from converters.formats.dcp.reader import DcpReader
-from converters.formats.folder import open_source, read_at
+from converters.formats.folder import open_source
 from converters.formats.megatron import common_facts
 from converters.names import StateName, printable
 from converters.torchzip.records_out import storage_node, tensor_node
@@ -132,7 +132,7 @@ class FsdpDtensorReader(DcpReader):
         for file, group in itertools.groupby(stored, key=lambda o: o.file):
             with open_source(self.files[file]) as source:
                 for item in group:
-                    raw = read_at(source, item.offset, item.length)
+                    raw = source.read(item.offset, item.length)
                     if raw not in parsed:
                         parsed[raw] = self.object_value(item.key)
                     out[item.key] = parsed[raw]
@@ -212,8 +212,8 @@ class FsdpDtensorReader(DcpReader):
             raise FormatError(f"{printable(stored.key)} is not stored in one piece")
         record = int(array.records[0])
         with open_source(self.files[self.file_of(record)]) as source:
-            payload = self.locate(record, lambda at, n: read_at(source, at, n))
-            return read_at(source, payload.offset, payload.nbytes)
+            payload = self.locate(record, source.read)
+            return source.read(payload.offset, payload.nbytes)
 
 
 class _Common(Mapping[str, Any]):
