@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -31,60 +31,58 @@ output, resources = panel("Output"), panel("Resources")
 Ckpt = Annotated[
     str, typer.Argument(metavar="CKPT", help="A checkpoint: its folder, the training run's folder, or a file inside.")
 ]
-Json = Annotated[bool, output("--json", help="Print one JSON document.")]
 FollowLinks = Annotated[
     bool, typer.Option("--follow-links", help="Read files that are links out of the checkpoint's folder.")
-]
-Quiet = Annotated[bool, output("-q", "--quiet", help="Answer and errors only: no progress, notes or next steps.")]
-Silent = Annotated[bool, output("--silent", help="Errors only; the exit code is the answer.")]
-Verbose = Annotated[int, output("-v", "--verbose", count=True, help="Print more; twice: tracebacks.")]
-ProgressMode = Annotated[
-    str,
-    output(
-        metavar="MODE",
-        envvar="DISTCKPT_PROGRESS",
-        help="auto, bar, log (a line every 30 s) or off.",
-        autocompletion=choice("auto", "bar", "log", "off").complete,
-    ),
 ]
 MaxMemory = Annotated[
     str | None,
     resources(metavar="SIZE", help="Buffers of all workers; by default 64MiB, where an object store is read 512MiB."),
 ]
-Threads = Annotated[
-    int | None,
-    resources(metavar="N", help="Workers; by default one for each core, 4 to 8; where an object store is read, 32."),
-]
-RankTimeout = Annotated[
-    float,
-    resources(
-        metavar="SECONDS",
-        envvar="DISTCKPT_RANK_TIMEOUT",
-        min=0.1,
-        help="With several ranks: one that is silent for this time counts as lost; at the start, five times as long.",
-    ),
-]
 
-RetryFor = Annotated[
-    float,
-    resources(
-        metavar="SEC",
-        envvar="DISTCKPT_RETRY_FOR",
-        min=0,
-        help="Object stores: how long a failing request is retried.",
-    ),
-]
+
+def value(
+    option: Callable[..., Any],
+    metavar: str | None,
+    help: str,
+    words: Words | None = None,
+    *names: str,
+    default: Any = None,
+    **settings: Any,
+) -> Any:
+    """A field of a group of options (see `spread`) for an option with a value.
+
+    Args:
+        option: `typer.Option`, or that of a `panel`.
+        words: What it takes: completed by the shell, other words are refused.
+        names: If they are not the field's.
+        settings: Further arguments of `typer.Option`.
+    """
+    if words is not None:
+        settings["autocompletion"] = words.complete
+    return field(default=default, metadata={"option": option(*names, metavar=metavar, help=help, **settings)})
+
+
+def flag(option: Callable[..., Any], help: str, *names: str) -> Any:
+    """As `value`, for an option that is given or not."""
+    return field(default=False, metadata={"option": option(*names, help=help)})
 
 
 @dataclass(frozen=True)
 class Speaking:
     """How much every command says; what is not listed here means the same in all of them."""
 
-    as_json: Json = False
-    quiet: Quiet = False
-    silent: Silent = False
-    verbose: Verbose = 0
-    retry_for: RetryFor = RETRY_SECONDS
+    as_json: bool = flag(output, "Print one JSON document.", "--json")
+    quiet: bool = flag(output, "Answer and errors only: no progress, notes or next steps.", "-q", "--quiet")
+    silent: bool = flag(output, "Errors only; the exit code is the answer.", "--silent")
+    verbose: int = value(output, None, "Print more; twice: tracebacks.", None, "-v", "--verbose", default=0, count=True)
+    retry_for: float = value(
+        resources,
+        "SEC",
+        "Object stores: how long a failing request is retried.",
+        default=RETRY_SECONDS,
+        envvar="DISTCKPT_RETRY_FOR",
+        min=0,
+    )
 
     def __post_init__(self) -> None:
         retry_for(self.retry_for)
@@ -103,9 +101,27 @@ class Speaking:
 class Running(Speaking):
     """The options of every command that takes its time."""
 
-    progress: ProgressMode = "auto"
-    threads: Threads = None
-    rank_timeout: RankTimeout = 60.0
+    progress: str = value(
+        output,
+        "MODE",
+        "auto, bar, log (a line every 30 s) or off.",
+        choice("auto", "bar", "log", "off"),
+        default="auto",
+        envvar="DISTCKPT_PROGRESS",
+    )
+    threads: int | None = value(
+        resources,
+        "N",
+        "Workers; by default one for each core, 4 to 8; where an object store is read, 32.",
+    )
+    rank_timeout: float = value(
+        resources,
+        "SECONDS",
+        "With several ranks: one that is silent for this time counts as lost; at the start, five times as long.",
+        default=60.0,
+        envvar="DISTCKPT_RANK_TIMEOUT",
+        min=0.1,
+    )
     follow_links: FollowLinks = False
 
     def __post_init__(self) -> None:
@@ -131,15 +147,13 @@ class Running(Speaking):
 class Looking(Running):
     """The options of a command that reads everything and writes nothing."""
 
-    scratch: Annotated[
-        str | None,
-        resources(
-            metavar="DIR",
-            envvar="DISTCKPT_SCRATCH",
-            help="Under torchrun or srun: where ranks meet, shared by all machines; by default the temporary folder, on "
-            "several machines the working directory.",
-        ),
-    ] = None
+    scratch: str | None = value(
+        resources,
+        "DIR",
+        "Under torchrun or srun: where ranks meet, shared by all machines; by default the temporary folder, on several "
+        "machines the working directory.",
+        envvar="DISTCKPT_SCRATCH",
+    )
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
@@ -151,9 +165,10 @@ class Looking(Running):
 
 
 def spread(command: _Command) -> _Command:
-    """Lets a command take a group of options as one parameter: a dataclass whose fields are annotated for Typer.
+    """Lets a command take a group of options as one parameter: a dataclass.
 
-    Typer sees the fields as parameters of the command; the command sees the dataclass.
+    Typer sees its fields as parameters of the command; the command sees the dataclass. A field says which option it is by
+    `value` or `flag`, or by an annotation as a parameter has it.
     """
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
@@ -162,12 +177,13 @@ def spread(command: _Command) -> _Command:
         if name not in groups:
             parameters.append(parameter.replace(annotation=hints[name]))
             continue
-        own = get_type_hints(groups[name], include_extras=True)
+        types = get_type_hints(groups[name], include_extras=True)
         inherited = {f.name for f in fields(groups[name])} - vars(groups[name])["__annotations__"].keys()
-        parameters += [
-            inspect.Parameter(f.name, _KEYWORD, default=_default(f), annotation=own[f.name])
-            for f in sorted(fields(groups[name]), key=lambda f: f.name in inherited)
-        ]
+        for f in sorted(fields(groups[name]), key=lambda f: f.name in inherited):
+            option = f.metadata.get("option")
+            annotation = types[f.name] if option is None else Annotated[types[f.name], option]
+            default = inspect.Parameter.empty if f.default is MISSING else f.default
+            parameters.append(inspect.Parameter(f.name, _KEYWORD, default=default, annotation=annotation))
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
@@ -191,10 +207,6 @@ def spread(command: _Command) -> _Command:
     run.__signature__ = inspect.Signature(parameters, return_annotation=hints.get("return"))  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run  # type: ignore[return-value]
-
-
-def _default(field: Field[Any]) -> Any:
-    return inspect.Parameter.empty if field.default is MISSING else field.default
 
 
 def resolve_word(find: Callable[[str], _Value], word: str | None) -> _Value | None:

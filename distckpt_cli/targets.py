@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from distckpt_cli.choices import MCORE_VERSIONS, OPTIMIZERS, choice_of
 from distckpt_cli.console import UsageProblem
-from distckpt_cli.options import panel
+from distckpt_cli.options import flag, panel, value
 
 _layout, content = panel("Target layout"), panel("What to carry over")
 
@@ -16,23 +15,16 @@ _layout, content = panel("Target layout"), panel("What to carry over")
 class TargetLayout:
     """The layout of the job that will load the result; None keeps the size that the source was saved with."""
 
-    tp: Annotated[int | None, _layout(metavar="T", help="Tensor-parallel size.")] = None
-    pp: Annotated[int | None, _layout(metavar="P", help="Pipeline stages.")] = None
-    vpp: Annotated[int | None, _layout(metavar="V", help="Model chunks of each pipeline rank.")] = None
-    ep: Annotated[int | None, _layout(metavar="E", help="Expert-parallel size.")] = None
-    etp: Annotated[
-        int | None, _layout(metavar="X", help="Tensor-parallel size of experts; follows --tp where it was the same.")
-    ] = None
-    cp: Annotated[int | None, _layout(metavar="C", help="Context-parallel size.")] = None
-    dp: Annotated[
-        int | None,
-        _layout(metavar="D", help="Data-parallel size; by default the source's, or the smallest that fits --ep."),
-    ] = None
-    first_layers: Annotated[int | None, _layout(metavar="N", help="Layers of the first pipeline stage.")] = None
-    last_layers: Annotated[int | None, _layout(metavar="N", help="Layers of the last pipeline stage.")] = None
-    pp_layout: Annotated[str | None, _layout(metavar="STR", help="Megatron's pipeline layout: 'Ettt|(tt|)*3,m|L'.")] = (
-        None
-    )
+    tp: int | None = value(_layout, "T", "Tensor-parallel size.")
+    pp: int | None = value(_layout, "P", "Pipeline stages.")
+    vpp: int | None = value(_layout, "V", "Model chunks of each pipeline rank.")
+    ep: int | None = value(_layout, "E", "Expert-parallel size.")
+    etp: int | None = value(_layout, "X", "Tensor-parallel size of experts; follows --tp where it was the same.")
+    cp: int | None = value(_layout, "C", "Context-parallel size.")
+    dp: int | None = value(_layout, "D", "Data-parallel size; by default the source's, or the smallest that fits --ep.")
+    first_layers: int | None = value(_layout, "N", "Layers of the first pipeline stage.")
+    last_layers: int | None = value(_layout, "N", "Layers of the last pipeline stage.")
+    pp_layout: str | None = value(_layout, "STR", "Megatron's pipeline layout: 'Ettt|(tt|)*3,m|L'.")
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"):
@@ -45,61 +37,46 @@ class TargetLayout:
 class Carried:
     """What of a training job's state goes along, and in which form; None is what the library does by default."""
 
-    optimizer: Annotated[
-        str | None,
-        content(
-            metavar="FORM",
-            help="Form of the optimizer's state: plain (for a job without --use-distributed-optimizer), fully_reshardable, "
-            "dp_reshardable, keep (the source's, as one of these), none (leave it out), auto (plain if the source is, else "
-            "fully_reshardable; the default).",
-            autocompletion=OPTIMIZERS.complete,
-        ),
-    ] = None
-    masters: Annotated[
-        str | None,
-        content(
-            metavar="KIND",
-            help="Master weights that a precision-aware optimizer stored as remainders: fp32 (the default; for a job "
-            "without one), or remainders (for a job with one, of Megatron-Core 0.17 or later; with dp_reshardable).",
-            autocompletion=choice_of("masters").complete,
-        ),
-    ] = None
-    layers: Annotated[
-        str | None,
-        content(
-            metavar="STYLE",
-            help="Keys of layers: stacked, per-layer or keep (the default).",
-            autocompletion=choice_of("layers").complete,
-        ),
-    ] = None
-    rng: Annotated[
-        str | None,
-        content(
-            metavar="WHAT",
-            help="Random states: keep, drop or auto (keep if the grid of ranks is the same; the default).",
-            autocompletion=choice_of("rng").complete,
-        ),
-    ] = None
-    extra_state: Annotated[
-        str | None,
-        content(
-            metavar="WHAT",
-            help="_extra_state objects: keep, drop or fill (keep, add missing ones; the default).",
-            autocompletion=choice_of("extra_state").complete,
-        ),
-    ] = None
-    vocab_size: Annotated[int | None, content(metavar="N", help="Rows of the vocabulary without padding.")] = None
-    fully_parallel: Annotated[
-        bool, content("--fully-parallel", help="Spread the files over data-parallel ranks, as a fully parallel save.")
-    ] = False
-    mcore: Annotated[
-        str | None,
-        content(
-            metavar="V",
-            help="Megatron-Core that loads it: 0.16 (common.pt, which every version reads; the default) or 0.19 (embedded).",
-            autocompletion=MCORE_VERSIONS.complete,
-        ),
-    ] = None
+    optimizer: str | None = value(
+        content,
+        "FORM",
+        "Form of the optimizer's state: plain (for a job without --use-distributed-optimizer), fully_reshardable, "
+        "dp_reshardable, keep (the source's, as one of these), none (leave it out), auto (plain if the source is, else "
+        "fully_reshardable; the default).",
+        OPTIMIZERS,
+    )
+    masters: str | None = value(
+        content,
+        "KIND",
+        "Master weights that a precision-aware optimizer stored as remainders: fp32 (the default; for a job without one), "
+        "or remainders (for a job with one, of Megatron-Core 0.17 or later; with dp_reshardable).",
+        choice_of("masters"),
+    )
+    layers: str | None = value(
+        content, "STYLE", "Keys of layers: stacked, per-layer or keep (the default).", choice_of("layers")
+    )
+    rng: str | None = value(
+        content,
+        "WHAT",
+        "Random states: keep, drop or auto (keep if the grid of ranks is the same; the default).",
+        choice_of("rng"),
+    )
+    extra_state: str | None = value(
+        content,
+        "WHAT",
+        "_extra_state objects: keep, drop or fill (keep, add missing ones; the default).",
+        choice_of("extra_state"),
+    )
+    vocab_size: int | None = value(content, "N", "Rows of the vocabulary without padding.")
+    fully_parallel: bool = flag(
+        content, "Spread the files over data-parallel ranks, as a fully parallel save.", "--fully-parallel"
+    )
+    mcore: str | None = value(
+        content,
+        "V",
+        "Megatron-Core that loads it: 0.16 (common.pt, which every version reads; the default) or 0.19 (embedded).",
+        MCORE_VERSIONS,
+    )
 
     def __post_init__(self) -> None:
         if self.optimizer == "none" and self.masters is not None:

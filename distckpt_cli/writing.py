@@ -10,14 +10,13 @@ import typer
 from converters.remote.address import RemotePath, named_path
 from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
-from distckpt_cli.console import COMMAND_LINE, UsageProblem
+from distckpt_cli.console import COMMAND_LINE, UsageProblem, named
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import MaxMemory, Running, buffer_bytes, output, resources
+from distckpt_cli.options import MaxMemory, Running, buffer_bytes, flag, output, resources, value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Mapping
 
-    from converters.write.write_plan import Conversion
     from converters.write.written import WriteReport
     from distckpt_cli.console import Console
 
@@ -28,26 +27,23 @@ Target = Annotated[str, typer.Argument(metavar="DST", help="The folder to make; 
 class Writing(Running):
     """The options of every command that writes."""
 
-    overwrite: Annotated[bool, output("--overwrite", help="Replace DST after success.")] = False
-    dry_run: Annotated[bool, output("-n", "--dry-run", help="Print the plan; write nothing.")] = False
+    overwrite: bool = flag(output, "Replace DST after success.", "--overwrite")
+    dry_run: bool = flag(output, "Print the plan; write nothing.", "-n", "--dry-run")
     max_memory: MaxMemory = None
-    scratch: Annotated[
-        str | None,
-        resources(
-            metavar="DIR",
-            envvar="DISTCKPT_SCRATCH",
-            help="DST in an object store: a disk on which the result is made before it is uploaded; by default the "
-            "temporary folder, for several ranks a folder that all share.",
-        ),
-    ] = None
-    device: Annotated[
-        str,
-        resources(
-            metavar="WHERE",
-            help="Where tensors are cast: cpu (the default), cuda, cuda:N or auto (a GPU if there is one).",
-            autocompletion=DEVICES.complete,
-        ),
-    ] = "cpu"
+    scratch: str | None = value(
+        resources,
+        "DIR",
+        "DST in an object store: a disk on which the result is made before it is uploaded; by default the temporary "
+        "folder, for several ranks a folder that all share.",
+        envvar="DISTCKPT_SCRATCH",
+    )
+    device: str = value(
+        resources,
+        "WHERE",
+        "Where tensors are cast: cpu (the default), cuda, cuda:N or auto (a GPU if there is one).",
+        DEVICES,
+        default="cpu",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,21 +61,37 @@ class Writing(Running):
         }
 
 
-def carry_out(schema: str, writing: Writing, plan: Callable[[Console], Conversion]) -> int:
-    """Plans, then prints the plan or carries it out and prints what was done.
+def carry_out(
+    schema: str,
+    src: str,
+    dst: str,
+    writing: Writing,
+    options: Mapping[str, Any],
+    *,
+    layout: Mapping[str, Any] | None = None,
+    format: str | None = None,
+) -> int:
+    """Plans a command, then prints the plan, or carries it out and prints what was done.
 
     Args:
-        plan: Makes the plan; told where remarks go.
+        schema: Of its document, `distckpt.COMMAND/1`.
+        options: The command's own, by the library's names.
+        layout: Sizes of the target layout.
+        format: Name of the source's format, if it was given.
 
     Returns:
         The exit code.
     """
+    from converters.commands import plan_command
     from converters.io.memory import workers_and_memory
     from converters.write.write_plan import run_conversion
     from converters.write.written import WriteReport
 
-    console = writing.console
-    conversion = plan(console)
+    console, options = writing.console, {**options, **writing.options}
+    command = schema.partition(".")[2].partition("/")[0]
+    conversion = plan_command(
+        command, src, named(dst), options, layout=layout, format=format, follow_links=writing.follow_links
+    )
     if not isinstance(conversion.destination, RemotePath) and any(
         word.partition("=")[0] == "--scratch" for word in COMMAND_LINE.get()
     ):

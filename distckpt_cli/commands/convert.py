@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from converters.names import quoted
 from distckpt_cli.choices import FORMATS, OPTIMIZERS, Words, check_choice, choice_of
-from distckpt_cli.console import UsageProblem, named
-from distckpt_cli.options import Ckpt, options_set, panel, shard_bytes, spread
+from distckpt_cli.console import UsageProblem
+from distckpt_cli.options import Ckpt, flag, options_set, panel, shard_bytes, spread, value
 from distckpt_cli.targets import Carried, TargetLayout, content
 from distckpt_cli.writing import Writing, carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from converters.write.write_plan import Conversion
-    from distckpt_cli.console import Console
 
 _format = panel("Format")
 
@@ -29,57 +26,30 @@ def _written() -> Iterable[str]:
     return WRITERS
 
 
-_WRITTEN = Words(_written, strict=False)
-_CONTENT = ("weights_only", "names", "spec", "experts")
-
-
 @dataclass(frozen=True)
 class Format:
     """What is made of what."""
 
-    to: Annotated[
-        str,
-        _format(metavar="FORMAT", help="torch_dist, legacy, torch or safetensors.", autocompletion=_WRITTEN.complete),
-    ]
-    source: Annotated[
-        str | None,
-        _format("--from", metavar="FORMAT", help="Read CKPT as this format.", autocompletion=FORMATS.complete),
-    ] = None
-    weights_only: Annotated[bool, _format("--weights-only", help="Leave out optimizer and random states.")] = False
-    names: Annotated[
-        str | None,
-        _format(
-            metavar="STYLE",
-            help="Names of tensors: megatron (the default) or hf.",
-            autocompletion=choice_of("names").complete,
-        ),
-    ] = None
-    max_shard_size: Annotated[
-        str | None, _format(metavar="SIZE", help="Size of the largest safetensors file, 5GB by default.")
-    ] = None
-    spec: Annotated[
-        str | None,
-        _format(
-            metavar="LAYERS",
-            help="Layers of a legacy job: te or local; by default as its arguments say.",
-            autocompletion=choice_of("spec").complete,
-        ),
-    ] = None
-    experts: Annotated[
-        str | None,
-        _format(
-            metavar="HOW",
-            help="Experts of a legacy job: grouped, sequential or stacked.",
-            autocompletion=choice_of("experts").complete,
-        ),
-    ] = None
+    to: str = value(
+        _format, "FORMAT", "torch_dist, legacy, torch or safetensors.", Words(_written, strict=False), default=MISSING
+    )
+    source: str | None = value(_format, "FORMAT", "Read CKPT as this format.", FORMATS, "--from")
+    weights_only: bool = flag(_format, "Leave out optimizer and random states.", "--weights-only")
+    names: str | None = value(_format, "STYLE", "Names of tensors: megatron (the default) or hf.", choice_of("names"))
+    max_shard_size: str | None = value(_format, "SIZE", "Size of the largest safetensors file, 5GB by default.")
+    spec: str | None = value(
+        _format, "LAYERS", "Layers of a legacy job: te or local; by default as its arguments say.", choice_of("spec")
+    )
+    experts: str | None = value(
+        _format, "HOW", "Experts of a legacy job: grouped, sequential or stacked.", choice_of("experts")
+    )
 
     @property
     def content(self) -> dict[str, Any]:
-        """What was asked of the content, by the names of the library's options."""
-        options = {name: value for name, value in options_set(self).items() if name in _CONTENT}
-        if self.max_shard_size is not None:
-            options["max_shard_bytes"] = shard_bytes(self.max_shard_size)
+        """The options about the content, by the library's names."""
+        options = {name: value for name, value in options_set(self).items() if name not in ("to", "source")}
+        if "max_shard_size" in options:
+            options["max_shard_bytes"] = shard_bytes(options.pop("max_shard_size"))
         return options
 
 
@@ -87,16 +57,14 @@ class Format:
 class Content(Carried):
     """What goes along, in any format."""
 
-    optimizer: Annotated[
-        str | None,
-        content(
-            metavar="FORM",
-            help="Form of the optimizer's state: for torch_dist plain, fully_reshardable or dp_reshardable (by default "
-            "plain if the source is, else fully_reshardable); for legacy distributed or plain; keep: what comes nearest to "
-            "the source's (torch_dist) or what its training arguments say (legacy, the default); none: leave it out.",
-            autocompletion=OPTIMIZERS.complete,
-        ),
-    ] = None
+    optimizer: str | None = value(
+        content,
+        "FORM",
+        "Form of the optimizer's state: for torch_dist plain, fully_reshardable or dp_reshardable (by default plain if the "
+        "source is, else fully_reshardable); for legacy distributed or plain; keep: what comes nearest to the source's "
+        "(torch_dist) or what its training arguments say (legacy, the default); none: leave it out.",
+        OPTIMIZERS,
+    )
 
 
 @spread
@@ -115,7 +83,6 @@ def convert(
     Training jobs load torch_dist and legacy, at the given layout; sizes not given stay the source's. torch is one file
     of torch.save, safetensors a folder; both hold whole tensors. Options without effect on a format are refused.
     """
-    from converters.commands import plan_command
     from converters.write.convert import WRITERS
 
     if form.to.lower() in ("hf", "huggingface", "hugging-face", "transformers"):
@@ -133,18 +100,8 @@ def convert(
     if form.weights_only and content.get("optimizer", "none") != "none":
         raise UsageProblem(f"--weights-only and --optimizer {carried.optimizer} contradict each other")
 
-    def plan(_: Console) -> Conversion:
-        return plan_command(
-            "convert",
-            src,
-            named(dst),
-            {"to": form.to, **content, **writing.options},
-            layout=layout,
-            format=form.source,
-            follow_links=writing.follow_links,
-        )
-
-    return carry_out("distckpt.convert/1", writing, plan)
+    options = {"to": form.to, **content}
+    return carry_out("distckpt.convert/1", src, dst, writing, options, layout=layout, format=form.source)
 
 
 def _option(name: str) -> str:
@@ -154,5 +111,5 @@ def _option(name: str) -> str:
 def _instead(name: str, takes: frozenset[str]) -> str:
     if name in {f.name for f in fields(TargetLayout)}:
         return "whole tensors belong to no rank; a layout is for --to torch_dist or legacy"
-    options = [n for n in (*_CONTENT, "max_shard_bytes", *(f.name for f in fields(Carried))) if n in takes]
-    return f"it takes {', '.join(map(_option, options))}"
+    options = ("weights_only", "names", "spec", "experts", "max_shard_bytes", *(f.name for f in fields(Carried)))
+    return f"it takes {', '.join(_option(name) for name in options if name in takes)}"

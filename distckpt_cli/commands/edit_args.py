@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distckpt_cli.console import UsageProblem, named
+from distckpt_cli.console import UsageProblem
 from distckpt_cli.options import Ckpt, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
@@ -35,7 +35,6 @@ def edit_args(
     Arguments of the layout are refused: `reshard` changes them and moves the tensors. So are values that the stored
     tensors contradict.
     """
-    from converters.commands import plan_command
     from converters.write.argument_values import LiteralText
 
     values: dict[str, LiteralText] = {}
@@ -48,9 +47,5 @@ def edit_args(
         values[key] = LiteralText(text)
     if not values and not unset:
         raise UsageProblem("edit-args needs at least one change", hint="--set KEY=VALUE, --unset KEY")
-    options = {"values": values, "unset": tuple(unset or ()), "new": new, **writing.options}
-    return carry_out(
-        "distckpt.edit-args/1",
-        writing,
-        lambda _: plan_command("edit-args", src, named(dst), options, follow_links=writing.follow_links),
-    )
+    options = {"values": values, "unset": tuple(unset or ()), "new": new}
+    return carry_out("distckpt.edit-args/1", src, dst, writing, options)

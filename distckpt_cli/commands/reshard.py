@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from distckpt_cli.choices import check_choice
-from distckpt_cli.console import UsageProblem, named
+from distckpt_cli.console import UsageProblem
 from distckpt_cli.options import Ckpt, options_set, spread
 from distckpt_cli.targets import Carried, TargetLayout
 from distckpt_cli.writing import Target, Writing, carry_out
-
-if TYPE_CHECKING:
-    from converters.write.write_plan import Conversion
-    from distckpt_cli.console import Console
 
 
 @spread
@@ -24,7 +19,6 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     needs no GPU, no Megatron and no launch script. An interrupted run continues when the same command is given again;
     DST appears only when it is complete.
     """
-    from converters.commands import plan_command
     from converters.write.reshard_state import ReshardOptions
 
     check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
@@ -37,14 +31,4 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
             hint=f"give at least one of {names}; what is not given stays as it is. `distckpt inspect CKPT` shows what it is",
         )
 
-    def plan(_: Console) -> Conversion:
-        return plan_command(
-            "reshard",
-            src,
-            named(dst),
-            {**options, **writing.options},
-            layout=layout,
-            follow_links=writing.follow_links,
-        )
-
-    return carry_out("distckpt.reshard/1", writing, plan)
+    return carry_out("distckpt.reshard/1", src, dst, writing, options, layout=layout)

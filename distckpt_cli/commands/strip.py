@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from distckpt_cli.console import named
 from distckpt_cli.options import Ckpt, spread
 from distckpt_cli.writing import Target, Writing, carry_out
 
@@ -15,10 +14,4 @@ def strip(src: Ckpt, dst: Target, writing: Writing) -> int:
     start a job from it with the flags that are printed: --no-load-optim, and of a legacy checkpoint --no-load-rng. An
     interrupted run continues when the same command is given again.
     """
-    from converters.commands import plan_command
-
-    return carry_out(
-        "distckpt.strip/1",
-        writing,
-        lambda _: plan_command("strip", src, named(dst), writing.options, follow_links=writing.follow_links),
-    )
+    return carry_out("distckpt.strip/1", src, dst, writing, {})

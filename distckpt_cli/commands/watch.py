@@ -14,7 +14,7 @@ import typer
 
 from distckpt_cli.console import UsageProblem, named
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Speaking, panel, spread
+from distckpt_cli.options import Speaking, flag, panel, spread, value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,21 +31,12 @@ _OF_ONE_ITERATION = (ExitCode.NO, ExitCode.SOURCE)  # what fails with these does
 class Watching:
     """When and how the command is started."""
 
-    once: Annotated[bool, _watching("--once", help="Convert what is complete now, then exit; for cron, CI, Slurm.")] = (
-        False
+    once: bool = flag(_watching, "Convert what is complete now, then exit; for cron, CI, Slurm.", "--once")
+    every: int = value(_watching, "SECONDS", "Seconds between two looks at RUN, 60 by default.", default=60, min=1)
+    execute: str | None = value(
+        _watching, "CMD", "Shell command after each new iteration; $1 is the path of the result.", None, "--exec"
     )
-    every: Annotated[
-        int, _watching(metavar="SECONDS", min=1, help="Seconds between two looks at RUN, 60 by default.")
-    ] = 60
-    execute: Annotated[
-        str | None,
-        _watching(
-            "--exec", metavar="CMD", help="Shell command after each new iteration; $1 is the path of the result."
-        ),
-    ] = None
-    run_as: Annotated[
-        str | None, _watching(metavar="WORDS", help="How to start distckpt: 'srun distckpt', 'distckpt --workers 4'.")
-    ] = None
+    run_as: str | None = value(_watching, "WORDS", "How to start distckpt: 'srun distckpt', 'distckpt --workers 4'.")
 
 
 @dataclass
