@@ -85,12 +85,17 @@ def field(pid, file, name):
     return 0
 
 
+def environment():
+    """What commands run in: this repository, with the compiled modules that an installation has."""
+    environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environ
+
+
 def measure(command, then=None):
     """Wall and CPU seconds, peak anonymous bytes, and /proc counters of a command; `then` counts as wall time."""
     begin = time.monotonic()
-    child = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    )
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment())
     peak, io = 0, dict.fromkeys(("rchar", "wchar", "read_bytes"), 0)
     while True:
         done = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

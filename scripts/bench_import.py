@@ -23,7 +23,7 @@ from bench_export import GIB, digest, forget, interleaved, machine, parsed, sync
 
 EMPTY = """
 import json, sys
-from converters.models.transformers_config import completed
+from converters.transformers_config import completed
 config = json.load(open(sys.argv[1] + "/config.json"))
 completed(config["model_type"], config)
 open(sys.argv[2], "w").close()

@@ -30,7 +30,7 @@ import zlib
 from argparse import Namespace
 from pathlib import Path
 
-from bench_export import GIB, MIB, REPOSITORY, field, forget, machine
+from bench_export import GIB, MIB, REPOSITORY, environment, field, forget, machine
 
 sys.path.insert(0, str(REPOSITORY))
 SAMPLE = "decoder.layers.0.self_attention.linear_proj.weight"
@@ -230,7 +230,7 @@ def run(route, folder, tp, asked):
     with socket.socket() as made:
         made.bind(("127.0.0.1", 0))
         port = made.getsockname()[1]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    env = environment() | {"OMP_NUM_THREADS": "1"}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
     processes = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pickle
 import resource
 import shutil
@@ -23,7 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from bench_export import REPOSITORY, environment
+
 GOLDEN = REPOSITORY / "tests" / "golden"
 sys.path.insert(0, str(REPOSITORY))
 
@@ -162,7 +162,7 @@ def measure(words):
             [sys.executable, "-m", "distckpt_cli", *words],
             stdout=said,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            env=environment(),
         )
         peak = 0
         while child.poll() is None:

@@ -12,6 +12,7 @@ python=${PYTHON:-python3}
     echo "error: distckpt needs Python 3.11 or later; set PYTHON to one" >&2
     exit 2
 }
+unset PYTHONDONTWRITEBYTECODE # or every process compiles the sources anew: 0.3 s each
 stamp="$venv/.distckpt-$extras-$(cat pyproject.toml scripts/constraints.txt | sha256sum | cut -c1-16)"
 if [ ! -e "$stamp" ]; then
     echo "setting up $venv: torch, transformers and the rest are installed once; this takes a few minutes" >&2

@@ -19,8 +19,8 @@ from converters.megatron.model_args import ModelArgs
 from converters.models.config import STATED
 from converters.models.described import described
 from converters.models.model import SET, UNSET
-from converters.models.transformers_config import class_keys, completed
 from converters.names import printable
+from converters.transformers_config import class_keys, completed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
-from converters.models.transformers_config import completed
 from converters.names import fold, printable
+from converters.transformers_config import completed
 
 if TYPE_CHECKING:
     from converters.catalog import TensorInfo

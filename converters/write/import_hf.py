@@ -33,9 +33,9 @@ from converters.models.left_out import LEFT_OUT
 from converters.models.predictions import with_predictions
 from converters.models.stated import departures, stated
 from converters.models.text_part import has_text_part
-from converters.models.transformers_config import CODE_KEYS, completed
 from converters.names import printable, quoted
 from converters.remote.address import named_path
+from converters.transformers_config import CODE_KEYS, completed
 from converters.write.accounting import Accounting
 from converters.write.companion_files import hf_companions
 from converters.write.export import REPORT

@@ -77,4 +77,7 @@ def import_hf(
     --use-checkpoint-args leaves out the norm's epsilon, --qk-layernorm, latent attention and more. Every key of
     config.json that changes what the model computes is carried or refused.
     """
+    from converters.transformers_config import start
+
+    start()
     return carry_out("distckpt.import-hf/1", src, dst, writing, request.options, layout=options_set(target))

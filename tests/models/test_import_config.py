@@ -11,7 +11,7 @@ from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.megatron_flags import inexpressible, lost_facts, model_arguments
 from converters.models import ARCHITECTURES, by_name
 from converters.models.stated import NEUTRAL, departures, stated
-from converters.models.transformers_config import completed
+from converters.transformers_config import completed
 from harness import import_cases as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")

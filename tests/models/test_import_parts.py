@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 from converters import Layout
 from converters.errors import RequestError
 from converters.models.text_part import _SAME
-from converters.models.transformers_config import class_keys
+from converters.transformers_config import class_keys
 from harness.cli_support import here
 from models.test_import import exported, imported
 

@@ -9,13 +9,13 @@ import pytest
 
 from converters.errors import FormatError
 from converters.models import ARCHITECTURES
-from converters.models.transformers_config import completed, from_transformers
+from converters.transformers_config import completed, from_transformers
 from harness.cli_support import environment
 from harness.import_cases import CASES, save
 
 ASK = """
 import json, resource, sys
-from converters.models.transformers_config import class_keys, completed
+from converters.transformers_config import class_keys, completed
 asked = json.load(sys.stdin)
 answers = [(completed(name, config), sorted(class_keys(name))) for name, config in asked]
 print(json.dumps([answers, [name for name in ("torch", "transformers") if name in sys.modules]]))

@@ -23,6 +23,7 @@ LEVELS = {
     "param_order": 1,
     "names": 2,
     "torchzip": 3,
+    "transformers_config": 3,
     "catalog": 3,
     "remote": 3,
     "planning": 4,

@@ -32,7 +32,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 sys.path[:] = sys.argv[1:]
 sys.modules["torch"] = None
 answers, sys.stdout = sys.stdout, sys.stderr  # whatever an import prints is no answer
-from converters.models.transformers_config import from_transformers
+from converters.transformers_config import from_transformers
 for line in sys.stdin:
     answers.write(json.dumps(from_transformers(*json.loads(line)), default=str) + chr(10))
     answers.flush()
@@ -94,16 +94,27 @@ def _answer(name: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
     return answer
 
 
+def start() -> None:
+    """Starts the process that imports transformers, which it does while this process does other things."""
+    if "transformers" not in sys.modules and sys.executable:
+        _server(os.getpid())
+
+
 @functools.cache
 def _server(_process: int) -> subprocess.Popen[str]:
-    """The process that imports transformers without torch, for one process; it ends when its input does."""
+    """The process that imports transformers without torch, for one process; it has no state to lose."""
     # -P: nothing comes from the current folder, which may be the one that is imported
     command = [sys.executable, "-P", "-c", _SERVER, *filter(None, sys.path)]
     server = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, encoding="utf-8"
     )
-    atexit.register(server.communicate)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    server.kill()  # it may still be importing
+    server.communicate()
 
 
 def from_transformers(name: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
