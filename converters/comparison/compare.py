@@ -16,7 +16,7 @@ from converters.comparison.facts import Fact, Facts, compare_arguments, compare_
 from converters.comparison.folders import comparable
 from converters.comparison.pairs import Side, match
 from converters.comparison.report import DiffReport, TensorReport
-from converters.comparison.run import blaming, read_values, stretches, tile_size
+from converters.comparison.run import blaming, read_values, split_work, tile_size
 from converters.comparison.trees import ABSENT
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
@@ -94,7 +94,7 @@ class DiffPlan:
     @property
     def nbytes(self) -> int:
         """Bytes of tensors that will be read, of both sides."""
-        return sum(stretch.nbytes for stretch in self.work)
+        return sum(item.nbytes for item in self.work)
 
     @property
     def fingerprint(self) -> str:
@@ -141,7 +141,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
             f"no tensor matches {' or '.join(options.tensors)}"
             if options.tensors
             else "--ignore leaves no tensor to compare",
-            hint=f"distckpt inspect {quoted(sides[matching.shown].catalog.root)} --tensors shows their names",
+            hint=f"distckpt inspect {quoted(sides[matching.target_side].catalog.root)} --tensors shows their names",
         )
     notes = [*changes, *sides[0].notes, *sides[1].notes, *matching.notes]
     if not options.quick:
@@ -158,18 +158,17 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
         notes += facts.notes
     facts.differing += _unread(sides, keep)
     notes += [f"--ignore {pattern} leaves nothing out" for pattern in options.ignore if pattern in idle]
-    work = () if options.quick else stretches(matching, sides)
+    work = () if options.quick else split_work(matching, sides)
     return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, prints)
 
 
 def _unread(sides: tuple[Side, Side], keep: Callable[[str], bool]) -> list[Fact]:
     """Tensors that lie in the files of one side and that its index does not name: nothing says that both are the same."""
-    out = []
-    for number, side in enumerate(sides):
-        for name, reason in side.catalog.unread.items():
-            if keep(name):
-                out.append(Fact("object", name, *((ABSENT, reason) if number else (reason, ABSENT))))
-    return out
+    a, b = ([(name, reason) for name, reason in side.catalog.unread.items() if keep(name)] for side in sides)
+    return [
+        *(Fact("object", n, reason, ABSENT) for n, reason in a),
+        *(Fact("object", n, ABSENT, reason) for n, reason in b),
+    ]
 
 
 def _refuse_damage(side: Side, names: set[str]) -> None:
@@ -220,14 +219,7 @@ def run_diff(
             listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
             for text in plan.notes:
                 listener(Note(text))
-        values = read_values(
-            crew,
-            plan.work,
-            plan.matching,
-            plan.sides,
-            tile_bytes=plan.tile_bytes,
-            tolerance=plan.options.tolerance,
-        )
+        values = read_values(crew, plan)
         for side, before in zip(plan.sides, plan.prints, strict=True):
             if fingerprint_of(side.reader) != before:
                 raise IntegrityError(
@@ -254,6 +246,5 @@ def _same(plan: DiffPlan, tensors: Sequence[TensorReport]) -> bool:
     matching = plan.matching
     if any(matching.only) or matching.shapes or matching.config:
         return False
-    return not any(fact.counts for fact in (*plan.arguments, *plan.facts.differing)) and not any(
-        t.differs for t in tensors
-    )
+    facts = (*plan.arguments, *plan.facts.differing)
+    return not any(fact.counts for fact in facts) and not any(tensor.differs for tensor in tensors)

@@ -97,7 +97,7 @@ class Pair:
         a: Tensors of A that its elements are in.
         b: Tensors of B.
         shape: Its shape, that of the side whose name it has.
-        copies: Boxes that belong together; the source is the tensor of the side that `Matching.shown` is not.
+        copies: Boxes that belong together; the source is the tensor of the side that is not `Matching.target_side`.
         padding: The same for rows beyond the vocabulary, whose contents mean nothing.
         rows: Rows of the padded vocabulary in A and in B, if there are such rows and their numbers differ.
     """
@@ -116,7 +116,7 @@ class Matching:
     """What belongs together, and what is left over.
 
     Attributes:
-        shown: Side whose names and indices are shown, 0 or 1; the copies' targets are its tensors.
+        target_side: Side whose names and indices are shown, A (0) or B (1); the copies' targets are its tensors.
         pairs: What is compared.
         only: Tensors that only A has, and those that only B has.
         shapes: Tensors of both whose shapes do not fit: name -> (shape in A, shape in B).
@@ -126,7 +126,7 @@ class Matching:
         reshaped: Tensors of Hugging Face whose copies refer to another shape, under that shape.
     """
 
-    shown: int = 1
+    target_side: int = 1
     pairs: list[Pair] = field(default_factory=list)
     only: tuple[list[str], list[str]] = field(default_factory=lambda: ([], []))
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
@@ -134,6 +134,10 @@ class Matching:
     config: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     reshaped: dict[str, TensorInfo] = field(default_factory=dict)
+
+    def tensors_of(self, side: Side) -> Mapping[str, TensorInfo]:
+        """The tensors of a side in the shapes that the copies refer to."""
+        return {**side.tensors, **self.reshaped} if side.is_hf else side.tensors
 
 
 def match(
@@ -205,7 +209,7 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
     megatron, hf = (b, a) if a.is_hf else (a, b)
     mapping, rows = _mapping(megatron, hf, arch, vocab_size)
     prove(mapping.pieces.values(), {name: info.shape for name, info in megatron.tensors.items()}, None)
-    out = Matching(shown=int(hf is b), config=check_hf_config(hf.catalog.config, mapping))
+    out = Matching(target_side=int(hf is b), config=check_hf_config(hf.catalog.config, mapping))
     copies: dict[str, list[Copy]] = defaultdict(list)
     for copy in mapping.copies:
         copies[copy.target].append(copy)
@@ -283,14 +287,14 @@ def _mapped_tensor(
 ) -> None:
     vocabulary = is_vocabulary(copies[0].source)
     sources = tuple(dict.fromkeys(copy.source for copy in copies))
-    in_a, in_b = ((name,), sources) if out.shown == 0 else (sources, (name,))
+    in_a, in_b = ((name,), sources) if out.target_side == 0 else (sources, (name,))
     if want != have and not (vocabulary and want[1:] == have[1:] and vocab <= have[0]):
-        out.shapes[name] = (have, want) if out.shown == 0 else (want, have)
+        out.shapes[name] = (have, want) if out.target_side == 0 else (want, have)
         return
     true, padding = _cut(copies, vocab) if vocabulary else (copies, [])
     rows = None
     if vocabulary and have[:1] != stored:
-        rows = (have[0], stored[0]) if out.shown == 0 else (stored[0], have[0])
+        rows = (have[0], stored[0]) if out.target_side == 0 else (stored[0], have[0])
     out.pairs.append(Pair(name, in_a, in_b, have, tuple(true), tuple(padding), rows))
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.box import Box, contiguous_tiles
-from converters.comparison.values import Apart, Difference, prepared, prepared_type
+from converters.comparison.values import Difference, DifferenceOf, Spot, prepared, prepared_type
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.events import Moved
 from converters.io.arithmetic import BLOCK
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
+    from converters.comparison.compare import DiffPlan
     from converters.comparison.pairs import Matching, Side
-    from converters.comparison.values import Tolerance
     from converters.execute.work_sharing import Crew
     from converters.planning.plan import Copy
 
 MIB = 1 << 20
 _TILE = 2 * MIB
 _SMALLEST_TILE = 64 << 10
-_STRETCHES = 256  # at least so many, so that workers and ranks get about the same
-_STRETCH = (64 << 10, 64 * MIB)  # bytes that a worker takes at a time, at least and at most
-_BLOCKS = 12 * 8 * BLOCK  # what `compare` makes of a block
+_FEWEST_ITEMS = 256  # so that workers and ranks get about the same
+_ITEM_BYTES = (64 << 10, 64 * MIB)  # bytes that a worker takes at a time, at least and at most
+_BLOCKS = 12 * 8 * BLOCK  # bytes of scratch that `DifferenceOf` needs for a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,31 +92,32 @@ def tile_size(threads: int, max_memory: int) -> tuple[int, int]:
     return tile, max(1, min(threads, max_memory // (6 * tile + _BLOCKS)))
 
 
-def stretches(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
+def split_work(matching: Matching, sides: tuple[Side, Side]) -> list[WorkItem]:
     """Cuts the work into parts of about equal size, in the order of the pairs; the same on every rank."""
-    source, target = sides[1 - matching.shown].tensors, {**sides[matching.shown].tensors, **matching.reshaped}
+    side = matching.target_side
+    source, target = sides[1 - side].tensors, matching.tensors_of(sides[side])
 
     def size_of(copy: Copy) -> int:
         return source[copy.source].dtype.itemsize + target[copy.target].dtype.itemsize
 
     total = sum(c.target_box.volume * size_of(c) for pair in matching.pairs for c in (*pair.copies, *pair.padding))
-    most = min(max(total // _STRETCHES, _STRETCH[0]), _STRETCH[1])
-    out: list[WorkItem] = []
+    most = min(max(total // _FEWEST_ITEMS, _ITEM_BYTES[0]), _ITEM_BYTES[1])
+    work: list[WorkItem] = []
     parts: list[tuple[int, int, Box]] = []
-    stretch_bytes = 0
+    item_bytes = 0
     for number, pair in enumerate(matching.pairs):
         for index, copy in enumerate((*pair.copies, *pair.padding)):
             size = size_of(copy)
             for box in _cut(copy, copy.target_box, max(1, most // size), target[copy.target]):
                 nbytes = box.volume * size
-                if parts and stretch_bytes + nbytes > most:
-                    out.append(WorkItem(len(out), tuple(parts), stretch_bytes))
-                    parts, stretch_bytes = [], 0
+                if parts and item_bytes + nbytes > most:
+                    work.append(WorkItem(len(work), tuple(parts), item_bytes))
+                    parts, item_bytes = [], 0
                 parts.append((number, index, box))
-                stretch_bytes += nbytes
+                item_bytes += nbytes
     if parts:
-        out.append(WorkItem(len(out), tuple(parts), stretch_bytes))
-    return out
+        work.append(WorkItem(len(work), tuple(parts), item_bytes))
+    return work
 
 
 def _cut(copy: Copy, box: Box, most: int, target: TensorInfo) -> Iterator[Box]:
@@ -136,59 +137,35 @@ def _axes(copy: Copy) -> tuple[int, int]:
     return first, second
 
 
-def read_values(
-    crew: Crew,
-    work: Sequence[WorkItem],
-    matching: Matching,
-    sides: tuple[Side, Side],
-    *,
-    tile_bytes: int,
-    tolerance: Tolerance | None,
-) -> Values:
+def read_values(crew: Crew, plan: DiffPlan) -> Values:
     """Compares the elements of all pairs.
-
-    Args:
-        crew: Who does it.
-        work: What `stretches` made.
-        matching: What belongs together.
-        sides: The checkpoints.
-        tile_bytes: Bytes of a tile.
-        tolerance: How far apart values may be; None asks for equal bits.
 
     Raises:
         IntegrityError: A record does not match its checksum; the error says of which side.
         FormatError: A file cannot be read.
         Interrupted: Asked to stop.
     """
-    shared = _Shared(crew, matching, sides, tile_bytes, tolerance)
-    results = crew.map(work, lambda: _Worker(shared), shared.leave)
-    differences = [(Difference(), Difference()) for _ in matching.pairs]
+    reading = _Reading(crew, plan)
+    results = crew.map(plan.work, lambda: _Worker(reading), reading.complete)
+    differences = [(Difference(), Difference()) for _ in plan.matching.pairs]
     for number in sorted(results):
-        for at, padding, values in results[number]:
-            differences[at][padding].add(_unpacked(values))
+        for pair, is_padding, values in results[number]:
+            differences[pair][is_padding].add(_unpacked(values))
     bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.left, strict=True))
     return Values(differences, (bytes_a, bytes_b), records)
 
 
-class _Shared:
-    """What the workers of a process share."""
+class _Reading:
+    """Both checkpoints as all workers of a process read them."""
 
-    def __init__(
-        self,
-        crew: Crew,
-        matching: Matching,
-        sides: tuple[Side, Side],
-        tile_bytes: int,
-        tolerance: Tolerance | None,
-    ) -> None:
-        self.crew, self.matching, self.tile_bytes, self.tolerance = crew, matching, tile_bytes, tolerance
-        self.tensors = [{**side.tensors, **matching.reshaped} if side.is_hf else side.tensors for side in sides]
-        self.sides = sides
-        self.sources = [Sources(side.reader, each) for side, each in zip(sides, self.tensors, strict=True)]
+    def __init__(self, crew: Crew, plan: DiffPlan) -> None:
+        self.crew, self.plan = crew, plan
+        self.tensors = [plan.matching.tensors_of(side) for side in plan.sides]
+        self.sources = [Sources(s.reader, tensors) for s, tensors in zip(plan.sides, self.tensors, strict=True)]
 
-    def leave(self) -> list[int]:
-        """Reads what is left of records that were read in part; bytes read of each side, and records compared."""
-        for side, sources in zip(self.sides, self.sources, strict=True):
+    def complete(self) -> list[int]:
+        """Reads the rest of records that were read in part: bytes read of A and of B, and records compared."""
+        for side, sources in zip(self.plan.sides, self.sources, strict=True):
             gatherer = Gatherer(sources)
             try:
                 with blaming(side):
@@ -196,6 +173,13 @@ class _Shared:
             finally:
                 gatherer.close()
         return [*(sources.bytes_read for sources in self.sources), sum(s.records_checked for s in self.sources)]
+
+    def read(self, side: int, gatherer: Gatherer, name: str, box: Box) -> NDArray[Any]:
+        """The elements of a box of a tensor of A (0) or B (1), as unsigned integers."""
+        with blaming(self.plan.sides[side]):
+            bits = gatherer.gather(name, box)
+        self.crew.moved(Moved(bits.nbytes), bits.nbytes)
+        return bits
 
 
 @contextmanager
@@ -216,28 +200,27 @@ def blaming(side: Side) -> Iterator[None]:
 class _Worker:
     """Buffers and open files of one thread."""
 
-    def __init__(self, shared: _Shared) -> None:
-        self._shared = shared
-        self._checker = TileChecker(shared.sources, check=shared.crew.check)
+    def __init__(self, reading: _Reading) -> None:
+        self._reading, self._plan = reading, reading.plan
+        self._checker = TileChecker(reading.sources, check=reading.crew.check)
         self.close = self._checker.close
 
     def do(self, task: WorkItem) -> list[Any]:
         """See `read_values`; plain data, as it may travel to another rank."""
-        matching = self._shared.matching
         differences: dict[tuple[int, int], Difference] = {}
-        for at, index, box in task.parts:
-            pair = matching.pairs[at]
-            padding = int(index >= len(pair.copies))
-            copy = pair.padding[index - len(pair.copies)] if padding else pair.copies[index]
-            out = differences.setdefault((at, padding), Difference())
+        for number, index, box in task.parts:
+            pair = self._plan.matching.pairs[number]
+            is_padding = int(index >= len(pair.copies))
+            total = differences.setdefault((number, is_padding), Difference())
+            copy = (*pair.copies, *pair.padding)[index]
             for tile in self._tiles(copy, box):
-                self._compare(copy, tile, out)
-        return [(*where, _packed(difference)) for where, difference in differences.items()]
+                self._compare(copy, tile, total)
+        return [(*key, astuple(difference)) for key, difference in differences.items()]
 
     def _tiles(self, copy: Copy, box: Box) -> Iterator[Box]:
         source, target = self._infos(copy)
         size = max(source.dtype.itemsize, target.dtype.itemsize)
-        most = max(1, self._shared.tile_bytes // size)
+        most = max(1, self._plan.tile_bytes // size)
         if copy.op is not Op.TRANSPOSE or all(chunk.transposed for chunk in target.chunks()):
             yield from _cut(copy, box, most, target)
             return
@@ -247,44 +230,32 @@ class _Worker:
             yield from rows.split(second, side)
 
     def _infos(self, copy: Copy) -> tuple[TensorInfo, TensorInfo]:
-        shown, tensors = self._shared.matching.shown, self._shared.tensors
-        return tensors[1 - shown][copy.source], tensors[shown][copy.target]
+        target_side, tensors = self._plan.matching.target_side, self._reading.tensors
+        return tensors[1 - target_side][copy.source], tensors[target_side][copy.target]
 
-    def _compare(self, copy: Copy, tile: Box, out: Difference) -> None:
-        """Takes a tile in."""
-        shown = self._shared.matching.shown
+    def _compare(self, copy: Copy, tile: Box, total: Difference) -> None:
+        """Adds a tile to the difference of its tensor."""
+        target_side = self._plan.matching.target_side
         source, target = self._infos(copy)
-        part = landing(reversed_copy(copy), tile)
-        kind = prepared_type(source.dtype, copy.op, target.dtype)
+        source_box = landing(reversed_copy(copy), tile)
 
-        def theirs(gatherer: Gatherer) -> NDArray[Any]:
-            with blaming(self._shared.sides[1 - shown]):
-                bits = gatherer.gather(copy.source, part)
-            self._shared.crew.moved(Moved(bits.nbytes), bits.nbytes)
+        def read_source(gatherer: Gatherer) -> NDArray[Any]:
+            bits = self._reading.read(1 - target_side, gatherer, copy.source, source_box)
             return prepared(bits, source.dtype, copy.op, target.dtype).reshape(tile.shape)
 
-        def ours(gatherer: Gatherer) -> NDArray[Any]:
-            with blaming(self._shared.sides[shown]):
-                bits = gatherer.gather(copy.target, tile)
-            self._shared.crew.moved(Moved(bits.nbytes), bits.nbytes)
-            return bits
+        def read_target(gatherer: Gatherer) -> NDArray[Any]:
+            return self._reading.read(target_side, gatherer, copy.target, tile)
 
-        kinds = (kind, target.dtype) if shown else (target.dtype, kind)
-        question = Apart(*kinds, self._shared.tolerance, out)
-        self._checker.ask_tile(question, tile, (theirs, ours) if shown else (ours, theirs))
-
-
-_FIELDS = tuple(f.name for f in fields(Difference))
-
-
-def _packed(difference: Difference) -> list[Any]:
-    return [getattr(difference, name) for name in _FIELDS]
+        both = [(prepared_type(source.dtype, copy.op, target.dtype), read_source), (target.dtype, read_target)]
+        (kind_a, read_a), (kind_b, read_b) = both if target_side else reversed(both)
+        check = DifferenceOf(kind_a, kind_b, self._plan.options.tolerance, total)
+        self._checker.ask_tile(check, tile, (read_a, read_b))
 
 
 def _unpacked(values: Sequence[Any]) -> Difference:
-    out = Difference(**dict(zip(_FIELDS, values, strict=True)))
+    difference = Difference(*values)
     for name in ("first", "worst"):
-        spot = getattr(out, name)
+        spot = getattr(difference, name)
         if spot is not None:
-            setattr(out, name, (tuple(spot[0]), spot[1], spot[2]))
-    return out
+            setattr(difference, name, Spot(tuple(spot[0]), *spot[1:]))
+    return difference

@@ -9,28 +9,20 @@ The numbers, over all elements of a tensor, in fp64:
     cosine      a . b / (|a| |b|) over the elements that are finite on both sides; 1 if both are 0, 0 if one is
 
 NaN equals NaN, and an infinity the infinity of its sign. Values of different types are widened first, which is exact.
-The sums behind the cosine are fp64,
-and fp32 for blocks of equal bits, where they cancel out: trees within blocks, blocks in order.
+The sums behind the cosine are fp64, and fp32 for blocks of equal bits, where they cancel out: trees within blocks, blocks
+in order.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from converters.dtypes import dtype
-from converters.io.arithmetic import (
-    BLOCK,
-    CASTABLE,
-    Arithmetic,
-    examined,
-    rounded,
-    squares,
-    widened,
-)
+from converters.io.arithmetic import BLOCK, CASTABLE, rounded, squares, widened
 from converters.planning.plan import Op
 
 if TYPE_CHECKING:
@@ -40,6 +32,7 @@ if TYPE_CHECKING:
 
     from converters.box import Box
     from converters.dtypes import DType
+    from converters.io.arithmetic import Arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +43,21 @@ class Tolerance:
     atol: float = 0.0
 
 
+class Spot(NamedTuple):
+    """One element: its index in the tensor, and its value in A and in B."""
+
+    position: tuple[int, ...]
+    a: Any
+    b: Any
+
+
 @dataclass(slots=True)
 class Difference:
-    """What is known of a number of elements that were compared.
+    """The difference of two tensors, over the elements compared so far.
 
     Attributes:
         elements: How many.
-        differing: How many of them differ.
+        differing: How many of them differ, by the definition above.
         unequal: How many are not the same value, tolerated or not.
         max_abs: Largest distance; NaN counts for nothing here.
         max_rel: Largest distance relative to the larger of the two values.
@@ -65,8 +66,8 @@ class Difference:
         dot: Sum of products.
         square_a: Sum of squares of the first.
         square_b: Sum of squares of the second.
-        first: Index of the first one that differs, with both values.
-        worst: Index of the one that lies furthest apart, with both values.
+        first: The first element that differs.
+        worst: The element that lies furthest apart.
         rounds_a: Rounding a, to nearest, gives b; of two types that differ.
         rounds_b: Rounding b gives a.
     """
@@ -81,8 +82,8 @@ class Difference:
     dot: float = 0.0
     square_a: float = 0.0
     square_b: float = 0.0
-    first: tuple[tuple[int, ...], Any, Any] | None = None
-    worst: tuple[tuple[int, ...], Any, Any] | None = None
+    first: Spot | None = None
+    worst: Spot | None = None
     rounds_a: bool = True
     rounds_b: bool = True
 
@@ -93,23 +94,21 @@ class Difference:
             return float(self.square_a == self.square_b)
         return max(-1.0, min(1.0, self.dot / math.sqrt(self.square_a) / math.sqrt(self.square_b)))
 
-    def add(self, other: Difference) -> None:
+    def add(self, more: Difference) -> None:
         """Takes in further elements of the same tensor; sums are those of the order in which this is called."""
-        if other.first is not None and (self.first is None or other.first[0] < self.first[0]):
-            self.first = other.first
-        if other.worst is not None and (self.worst is None or _further(other, self)):
-            self.worst = other.worst
-        self.max_abs, self.max_rel = max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel)
+        if more.first is not None and (self.first is None or more.first.position < self.first.position):
+            self.first = more.first
+        if more.worst is not None and (
+            self.worst is None
+            or more.max_abs > self.max_abs
+            or (more.max_abs == self.max_abs and more.worst.position < self.worst.position)
+        ):
+            self.worst = more.worst
+        self.max_abs, self.max_rel = max(self.max_abs, more.max_abs), max(self.max_rel, more.max_rel)
         for name in ("elements", "differing", "unequal", "nan_a", "nan_b", "dot", "square_a", "square_b"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.rounds_a &= other.rounds_a
-        self.rounds_b &= other.rounds_b
-
-
-def _further(one: Difference, other: Difference) -> bool:
-    assert one.worst is not None
-    assert other.worst is not None
-    return one.max_abs > other.max_abs or (one.max_abs == other.max_abs and one.worst[0] < other.worst[0])
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+        self.rounds_a &= more.rounds_a
+        self.rounds_b &= more.rounds_b
 
 
 def prepared_type(kind: DType, op: Op, target: DType) -> DType:
@@ -131,42 +130,25 @@ def prepared(bits: NDArray[Any], kind: DType, op: Op, target: DType) -> NDArray[
     return rounded(shifted.view("<u4"), dtype("float32"), target)
 
 
-def compare(
-    a: NDArray[Any], b: NDArray[Any], kind_a: DType, kind_b: DType, tolerance: Tolerance | None = None
-) -> Difference:
-    """Compares two arrays of one shape, element by element, on the host.
-
-    Args:
-        a: Elements of the first as unsigned integers of their size.
-        b: Those of the second.
-        kind_a: Their type.
-        kind_b: Its type.
-        tolerance: How far apart values may be; None asks for equal bits.
-
-    Returns:
-        What there is to say; indices are those of the arrays.
-    """
-    pair, arrays = Pairwise(kind_a, kind_b, tolerance), [np.ascontiguousarray(a), np.ascontiguousarray(b)]
-    return pair.difference(examined(Arithmetic(), pair, *arrays), arrays)
-
-
 _PROBE = 64  # elements that mostly tell
 _TINY = float(np.finfo(np.float64).tiny)
 
 
 @dataclass(frozen=True, slots=True)
-class Pairwise:
-    """How elements of two types are compared: each block by itself, then what the blocks of a tile say together.
+class DifferenceOf:
+    """The check of `diff` (a `converters.io.questions.Question`): two tensors of one shape, element by element.
 
     Attributes:
         kind_a: Type of the first.
         kind_b: Type of the second.
-        tolerance: See `compare`.
+        tolerance: How far apart values may be; None asks for equal bits.
+        total: The difference of all tiles so far.
     """
 
     kind_a: DType
     kind_b: DType
     tolerance: Tolerance | None = None
+    total: Difference = field(default_factory=Difference)
 
     @property
     def columns(self) -> int:
@@ -174,7 +156,7 @@ class Pairwise:
         return 13
 
     def __call__(self, on: Arithmetic, bits_a: Any, bits_b: Any) -> Sequence[Any]:
-        """The numbers of a block, for `difference`."""
+        """See `Question`."""
         kind_a, kind_b = self.kind_a, self.kind_b
         narrow_a, narrow_b = on.values(bits_a, kind_a, 0), on.values(bits_b, kind_b, 1)
         changed = bits_a != bits_b if kind_a == kind_b and kind_a.itemsize < 16 else None
@@ -230,32 +212,28 @@ class Pairwise:
             return False, False
         return _is_rounded(bits_a, bits_b, kind_a, kind_b), _is_rounded(bits_b, bits_a, kind_b, kind_a)
 
-    def difference(self, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> Difference:
-        """What the blocks of a tile say together.
-
-        Args:
-            rows: Their numbers, a row for each block.
-            arrays: The elements.
-        """
-        a, b = arrays
-        out = Difference(a.size)
+    def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
+        """See `Question`; indices are those of the tensor."""
+        a, b = (array.reshape(-1) for array in arrays)
         if not a.size:
-            return out
+            return
+        out = Difference(a.size)
         out.differing, out.unequal, out.nan_a, out.nan_b = map(int, rows[:, :4].sum(0))
         out.dot, out.square_a, out.square_b = rows[:, 4:7].cumsum(0)[-1].tolist()  # one after the other
         out.max_abs, out.max_rel = rows[:, 7:9].max(0).tolist()
         out.rounds_a, out.rounds_b = (bool(rows[:, column].all()) for column in (11, 12))
 
-        def spot(number: int, column: int) -> tuple[tuple[int, ...], Any, Any]:
-            at = number * BLOCK + int(rows[number, column])
-            index = tuple(int(n) for n in np.unravel_index(at, a.shape))
-            return index, *(_value(x.reshape(-1)[at : at + 1], k) for x, k in ((a, self.kind_a), (b, self.kind_b)))
+        def spot(block: int, column: int) -> Spot:
+            at = block * BLOCK + int(rows[block, column])
+            inside = np.unravel_index(at, tile.shape)
+            index = tuple(start + int(i) for start, i in zip(tile.start, inside, strict=True))
+            return Spot(index, _value(a[at : at + 1], self.kind_a), _value(b[at : at + 1], self.kind_b))
 
         if out.differing:
             out.first = spot(int((rows[:, 0] > 0).argmax()), 9)
         if out.max_abs > 0:
             out.worst = spot(int(rows[:, 7].argmax()), 10)
-        return out
+        self.total.add(out)
 
 
 def _is_rounded(wide: Any, narrow: Any, kind: DType, target: DType) -> bool:
@@ -263,27 +241,6 @@ def _is_rounded(wide: Any, narrow: Any, kind: DType, target: DType) -> bool:
         np.array_equal(rounded(wide[:_PROBE], kind, target), narrow[:_PROBE])
         and np.array_equal(rounded(wide, kind, target), narrow)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Apart(Pairwise):
-    """The question of `diff`: what the tiles of two tensors say is added to what is known of them.
-
-    Attributes:
-        so_far: That.
-    """
-
-    so_far: Difference = field(default_factory=Difference)
-
-    def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
-        """Takes in a tile; indices are those of the tensor."""
-        difference = self.difference(rows, arrays)
-        for name in ("first", "worst"):
-            spot = getattr(difference, name)
-            if spot is not None:
-                index = tuple(i + start for i, start in zip(spot[0], tile.start, strict=True))
-                setattr(difference, name, (index, *spot[1:]))
-        self.so_far.add(difference)
 
 
 def _value(bits: NDArray[Any], kind: DType) -> Any:

@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from converters.comparison.values import Difference, Tolerance, compare, prepared, prepared_type
+from converters.box import Box
+from converters.comparison.values import Difference, DifferenceOf, Tolerance, prepared, prepared_type
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, rounded, widened
+from converters.io.arithmetic import BLOCK, Arithmetic, examined, rounded, widened
 from converters.planning.plan import Op
 
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -20,6 +21,13 @@ def bits_of(values, name):
     """Values of a floating type as unsigned integers."""
     wide = np.asarray(values, np.float64).view("<u8")
     return rounded(wide, dtype("float64"), dtype(name))
+
+
+def compare(a, b, kind_a, kind_b, tolerance=None):
+    """What the check of `diff` finds in two arrays, as one tile."""
+    check, arrays = DifferenceOf(kind_a, kind_b, tolerance), [np.ascontiguousarray(a), np.ascontiguousarray(b)]
+    check.add(Box.whole(a.shape), examined(Arithmetic(), check, *arrays), arrays)
+    return check.total
 
 
 def plainly(a, b, tolerance, bits_differ):
