@@ -88,13 +88,9 @@ def _values_document(difference: Difference) -> dict[str, Any]:
         name: None if spot is None else {"index": list(spot[0]), "a": spot[1], "b": spot[2]}
         for name, spot in (("first", difference.first), ("largest", difference.worst))
     }
+    numbers = ("elements", "differing", "unequal", "max_abs", "max_rel", "cosine")
     return {
-        "elements": difference.elements,
-        "differing": difference.differing,
-        "unequal": difference.unequal,
-        "max_abs": difference.max_abs,
-        "max_rel": difference.max_rel,
-        "cosine": difference.cosine,
+        **{name: getattr(difference, name) for name in numbers},
         "nan_only_in_a": difference.nan_a,
         "nan_only_in_b": difference.nan_b,
         **spots,

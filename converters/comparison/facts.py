@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.comparison.stored_objects import contents, extra_state, is_empty, unwrapped
-from converters.comparison.trees import ABSENT, differences
+from converters.comparison.trees import ABSENT, described, differences
 from converters.errors import FormatError
 from converters.megatron.model_args import ModelArgs
 from converters.names import listed, natural_key, parse_key
@@ -21,10 +21,11 @@ from converters.pickles import describe
 from converters.write.target_state import open_common
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Iterator
 
     from converters.catalog import Catalog, ObjectInfo
     from converters.comparison.pairs import Side
+    from converters.comparison.trees import Leaf
     from converters.formats.base import Reader
     from converters.formats.common_state import Archive
 
@@ -72,6 +73,10 @@ class Facts:
     notes: list[str] = field(default_factory=list)
     compared: list[str] = field(default_factory=list)
 
+    def add(self, group: str, differences: Iterable[Leaf], *, counts: bool = True, note: str = "") -> None:
+        """Adds what `trees.differences` says."""
+        self.differing += [Fact(group, path, a, b, counts, note) for path, a, b in differences]
+
 
 # arguments of Megatron-LM (core_v0.6 to 0.20, arguments.py) that decide what is learnt, besides those of the model
 _LEARNING = """
@@ -116,20 +121,19 @@ def compare_facts(a: Side, b: Side, keep: Callable[[str], bool]) -> Facts:
     out = Facts()
     if a.is_hf != b.is_hf:
         megatron = b if a.is_hf else a
-        strange = sorted({i.name for i in _by_kind(megatron.catalog, keep)["object"].values()})
-        if strange:
-            out.notes.append(
-                f"{megatron.label} has objects that a Hugging Face folder cannot hold: {listed(strange, 8)}"
-            )
+        objects = sorted({i.name for i in _objects_by_kind(megatron.catalog, keep)["object"].values()})
+        if objects:
+            text = f"{megatron.label} has objects that a Hugging Face folder cannot hold: {listed(objects, 8)}"
+            out.notes.append(text)
         return out
-    one, other = a.catalog.iteration, b.catalog.iteration
-    if one is not None and other is not None:
+    x, y = a.catalog.iteration, b.catalog.iteration
+    if x is not None and y is not None:
         out.compared.append("iteration")
-        out.differing += [Fact("iteration", "iteration", one, other)] if one != other else []
+        out.differing += [Fact("iteration", "iteration", x, y)] if x != y else []
     if not a.is_hf:
-        _groups(a, b, out)
-        _common(a, b, out)
-    _objects(a, b, out, keep)
+        _compare_param_groups(a, b, out)
+        _compare_common_state(a, b, out)
+    _compare_objects(a, b, out, keep)
     out.differing = [fact for fact in out.differing if keep(fact.name)]
     return out
 
@@ -149,29 +153,27 @@ def compare_arguments(a: Side, b: Side) -> list[Fact]:
     out = []
     stated = all(side.catalog.args or side.catalog.config for side in (a, b))
     for name in (f.name for f in fields(ModelArgs) if f.name not in _NOT_FACTS):
-        one, other = getattr(a.args, name), getattr(b.args, name)
-        comparable = (one is not None and other is not None) or (stated and name in _MAY_BE_NONE)
+        x, y = getattr(a.args, name), getattr(b.args, name)
+        comparable = (x is not None and y is not None) or (stated and name in _MAY_BE_NONE)
         # the training length stands in for the longest position where nothing says more
         guessed = any(side.args.source.get(name, "").endswith("seq_length") for side in (a, b))
-        if one != other and comparable and not guessed:
-            out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
+        if x != y and comparable and not guessed:
+            out.append(Fact("model", f"model.{name}", _plain(x), _plain(y)))
     for name in sorted({*a.args.extras, *b.args.extras}):
-        one, other = (_without_stages(side.args.extras.get(name)) for side in (a, b))
-        if one != other:
-            out.append(Fact("model", f"model.{name}", _plain(one), _plain(other)))
-    given_a, given_b = a.catalog.args, b.catalog.args
-    if not given_a or not given_b:
+        x, y = (_without_stages(side.args.extras.get(name)) for side in (a, b))
+        if x != y:
+            out.append(Fact("model", f"model.{name}", _plain(x), _plain(y)))
+    if not a.catalog.args or not b.catalog.args:
         return out
-    for name in sorted({*given_a, *given_b}):
-        if name in given_a and name in given_b:
-            for _, one, other in differences(given_a[name], given_b[name], "", None, None):
-                counts = name in _TRAINING
-                group = "training" if counts else "other arguments"
-                out.append(Fact(group, f"args.{name}", one, other, counts, "" if counts else "says how the job ran"))
-                break
-        else:
-            one, other = (describe(g[name]) if name in g else ABSENT for g in (given_a, given_b))
-            out.append(Fact("other arguments", f"args.{name}", one, other, False, "one side does not have it"))
+    for name, x, y in sorted(_side_by_side(a.catalog.args, b.catalog.args)):
+        if x is ABSENT or y is ABSENT:
+            note = "one side does not have it"
+            out.append(Fact("other arguments", f"args.{name}", described(x), described(y), False, note))
+        elif difference := next(differences(x, y, f"args.{name}", None, None), None):
+            if name in _TRAINING:
+                out.append(Fact("training", f"args.{name}", *difference[1:]))
+            else:
+                out.append(Fact("other arguments", f"args.{name}", *difference[1:], False, "says how the job ran"))
     order = ("model", "training", "other arguments")
     return sorted(out, key=lambda fact: (order.index(fact.group), fact.a is ABSENT or fact.b is ABSENT))
 
@@ -195,9 +197,9 @@ _NOT_CONFIG = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 
 def _configurations(a: Side, b: Side) -> list[Fact]:
     """Keys of two config.json that are not the same; what one does not state may be a default."""
-    one, other = a.catalog.config, b.catalog.config
-    both = [name for name in one if name in other and name not in _NOT_CONFIG and one[name] != other[name]]
-    return [Fact("model", f"config.{name}", _plain(one[name]), _plain(other[name])) for name in both]
+    x, y = a.catalog.config, b.catalog.config
+    differing = [name for name in x if name in y and name not in _NOT_CONFIG and x[name] != y[name]]
+    return [Fact("model", f"config.{name}", _plain(x[name]), _plain(y[name])) for name in differing]
 
 
 def _plain(value: Any) -> Any:
@@ -207,7 +209,7 @@ def _plain(value: Any) -> Any:
 # ---------------------------------------------------------------------- optimizer and common state
 
 
-def _groups(a: Side, b: Side, out: Facts) -> None:
+def _compare_param_groups(a: Side, b: Side, out: Facts) -> None:
     """Param groups, matched by what Megatron matches them by."""
     sides = []
     for side in (a, b):
@@ -221,17 +223,14 @@ def _groups(a: Side, b: Side, out: Facts) -> None:
     if not all(sides):
         return
     out.compared.append("param groups")
-    for name in sorted({*sides[0], *sides[1]}):
-        groups = [side.get(name) for side in sides]
+    for name, x, y in sorted(_side_by_side(*sides)):
         path = f"optimizer.param_groups.{name}"
-        if groups[0] is None or groups[1] is None:
-            one, other = (ABSENT if g is None else describe(g) for g in groups)
-            out.differing.append(Fact("param groups", path, one, other))
+        if x is ABSENT or y is ABSENT:
+            out.differing.append(Fact("param groups", path, described(x), described(y)))
             continue
-        for key in dict.fromkeys((*groups[0], *groups[1])):
-            if key in groups[0] and key in groups[1] and key != "is_expert_parallel":
-                for inner, one, other in differences(groups[0][key], groups[1][key], f"{path}.{key}", None, None):
-                    out.differing.append(Fact("param groups", inner, one, other))
+        for key in x:
+            if key in y and key != "is_expert_parallel":
+                out.add("param groups", differences(x[key], y[key], f"{path}.{key}", None, None))
 
 
 def _group_name(group: Mapping[str, Any]) -> str:
@@ -243,64 +242,53 @@ def _group_name(group: Mapping[str, Any]) -> str:
     return "+".join([*words, *(["decoupled_lr"] if group.get("is_decoupled_lr") is True else [])])
 
 
-def _common(a: Side, b: Side, out: Facts) -> None:
-    in_a, in_b = _common_archive(a.reader), _common_archive(b.reader)
-    if in_a is None or in_b is None:
+def _compare_common_state(a: Side, b: Side, out: Facts) -> None:
+    if a.catalog.common is None or b.catalog.common is None:
         return
-    trees = unwrapped(in_a.tree), unwrapped(in_b.tree)
-    if not all(isinstance(tree, Mapping) for tree in trees):
+    in_a, in_b = (open_common(side.reader)[0] for side in (a, b))
+    tree_a, tree_b = unwrapped(in_a.tree), unwrapped(in_b.tree)
+    if not isinstance(tree_a, Mapping) or not isinstance(tree_b, Mapping):
         return
-    for name in dict.fromkeys((*trees[0], *trees[1])):
+    for name, x, y in _side_by_side(tree_a, tree_b):
         if not isinstance(name, str) or name in _NOT_COMMON or name.startswith(("model", "rng_")) or "rng_" in name:
             continue
-        if name in trees[0] and name in trees[1]:
-            out.compared += ["scheduler"] if name == "opt_param_scheduler" else []
-            for path, one, other in differences(trees[0][name], trees[1][name], name, in_a, in_b):
-                counts = not name.startswith(_NOTES)
-                note = "" if counts else "a framework's own notes"
-                out.differing.append(Fact("common state", path, one, other, counts, note))
-        else:
+        if x is ABSENT or y is ABSENT:
             # versions and frameworks keep different things there, but a job resumes with another rate without its scheduler
             counts = name == "opt_param_scheduler" and a.catalog.framework == b.catalog.framework
-            one, other = (describe(tree[name]) if name in tree else ABSENT for tree in trees)
-            out.differing.append(
-                Fact("common state", name, one, other, counts, "" if counts else "one side does not have it")
-            )
+            note = "" if counts else "one side does not have it"
+            out.differing.append(Fact("common state", name, described(x), described(y), counts, note))
+            continue
+        out.compared += ["scheduler"] if name == "opt_param_scheduler" else []
+        note = "a framework's own notes" if name.startswith(_NOTES) else ""
+        out.add("common state", differences(x, y, name, in_a, in_b), counts=not note, note=note)
 
 
-def _common_archive(reader: Reader) -> Archive | None:
-    return None if reader.catalog.common is None else open_common(reader)[0]
-
-
-def _objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
-    sides = [_by_kind(side.catalog, keep) for side in (a, b)]
-    _random(a, b, sides[0]["random state"], sides[1]["random state"], out)
+def _compare_objects(a: Side, b: Side, out: Facts, keep: Callable[[str], bool]) -> None:
+    objects_a, objects_b = (_objects_by_kind(side.catalog, keep) for side in (a, b))
+    _compare_random_states(a, b, objects_a["random state"], objects_b["random state"], out)
     for group in ("extra state", "object"):
-        one, other = sides[0][group], sides[1][group]
-        out.compared += [f"{group}s"] if one.keys() & other.keys() else []
-        for name in sorted({*one, *other}, key=natural_key):
-            if name in one and name in other:
-                _object(group, name, (a.reader, one[name]), (b.reader, other[name]), out)
+        out.compared += [f"{group}s"] if objects_a[group].keys() & objects_b[group].keys() else []
+        pairs = _side_by_side(objects_a[group], objects_b[group])
+        for name, x, y in sorted(pairs, key=lambda pair: natural_key(pair[0])):
+            if x is not ABSENT and y is not ABSENT:
+                _compare_object(group, name, (a.reader, x), (b.reader, y), out)
                 continue
-            reader, info = (a.reader, one[name]) if name in one else (b.reader, other[name])
             # which modules have an extra state changed with every version; without FP8 all of them are empty
-            empty = group == "extra state" and is_empty(reader, info)
-            shown = f"{info.length:,} bytes"
-            x, y = (shown, ABSENT) if name in one else (ABSENT, shown)
+            empty = group == "extra state" and (is_empty(a.reader, x) if y is ABSENT else is_empty(b.reader, y))
+            x, y = (info if info is ABSENT else f"{info.length:,} bytes" for info in (x, y))
             out.differing.append(Fact(group, name, x, y, not empty, "empty" if empty else ""))
 
 
-def _by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str, dict[str, ObjectInfo]]:
+def _objects_by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str, dict[str, ObjectInfo]]:
     """Objects by kind and canonical name; what belongs to the optimizer or to single ranks of the job is left out."""
     out: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
     for key, info in catalog.objects.items():
         base = info.name.rpartition("/")[2]
         if info.name in ("common_state", "rerun_state_machine_state") or ".dp_group_idx_" in info.name:
             continue
-        if base == "rng_state" and not keep("rng_state"):
-            continue
         if base == "rng_state":
-            out["random state"][".".join(map(str, info.offset))] = info
+            if keep("rng_state"):
+                out["random state"][".".join(map(str, info.offset))] = info
         elif base.endswith("._extra_state"):
             parsed, indices = parse_key(info.name), iter(info.offset)
             out["extra state"][parsed.template.format(*(next(indices) for _ in parsed.axes))] = info
@@ -309,35 +297,38 @@ def _by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str, dict[st
     return out
 
 
-def _random(a: Side, b: Side, one: Mapping[str, ObjectInfo], other: Mapping[str, ObjectInfo], out: Facts) -> None:
-    if not one or not other:
-        out.notes += [f"only {'A' if one else 'B'} has random states"] if one or other else []
+def _compare_random_states(
+    a: Side, b: Side, states_a: Mapping[str, ObjectInfo], states_b: Mapping[str, ObjectInfo], out: Facts
+) -> None:
+    if not states_a or not states_b:
+        out.notes += [f"only {'A' if states_a else 'B'} has random states"] if states_a or states_b else []
         return
-    grids = [next(iter(side.values())).grid for side in (one, other)]
+    grids = [next(iter(states.values())).grid for states in (states_a, states_b)]
     if grids[0] != grids[1]:
         shown = [" x ".join(f"{axis} {n}" for axis, n in zip(("pp", "tp", "dp"), g, strict=False)) for g in grids]
         out.notes.append(f"random states are not compared: A was saved on {shown[0]}, B on {shown[1]}")
         return
     out.compared.append("random states")
-    for coordinates in sorted({*one, *other}):
+    for coordinates, x, y in sorted(_side_by_side(states_a, states_b)):
         name = f"rng_state.{coordinates}"
-        if coordinates in one and coordinates in other:
-            _object("random state", name, (a.reader, one[coordinates]), (b.reader, other[coordinates]), out)
+        if x is not ABSENT and y is not ABSENT:
+            _compare_object("random state", name, (a.reader, x), (b.reader, y), out)
         else:
-            x, y = ("present" if coordinates in side else ABSENT for side in (one, other))
+            x, y = (state if state is ABSENT else "present" for state in (x, y))
             out.differing.append(Fact("random state", name, x, y))
 
 
-def _object(
-    group: str, name: str, one: tuple[Reader, ObjectInfo], other: tuple[Reader, ObjectInfo], out: Facts
+def _compare_object(
+    group: str, name: str, stored_a: tuple[Reader, ObjectInfo], stored_b: tuple[Reader, ObjectInfo], out: Facts
 ) -> None:
-    if max(one[1].length, other[1].length) > _LARGE:
-        sizes = f"{one[1].length:,} bytes in A, {other[1].length:,} in B"
+    lengths = stored_a[1].length, stored_b[1].length
+    if max(lengths) > _LARGE:
+        sizes = f"{lengths[0]:,} bytes in A, {lengths[1]:,} in B"
         out.notes.append(f"{name} is not compared: it is an object of {sizes}")
         return
     sides: list[tuple[Any, Archive | None]] = []
     shown: list[str] = []
-    for reader, info in (one, other):
+    for reader, info in (stored_a, stored_b):
         try:
             sides.append(extra_state(reader, info) if group == "extra state" else contents(reader, info))
             shown.append("readable")
@@ -347,4 +338,9 @@ def _object(
         out.differing.append(Fact(group, name, shown[0], shown[1]))
         return
     (a, in_a), (b, in_b) = sides
-    out.differing += [Fact(group, path, x, y) for path, x, y in differences(a, b, name, in_a, in_b)]
+    out.add(group, differences(a, b, name, in_a, in_b))
+
+
+def _side_by_side(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """`(key, value in A, value in B)` of every key that A or B has; a value may be `ABSENT`."""
+    return ((key, a.get(key, ABSENT), b.get(key, ABSENT)) for key in dict.fromkeys((*a, *b)))

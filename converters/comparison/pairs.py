@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from converters.box import Box
 from converters.errors import FormatError, IntegrityError, RequestError
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
     from converters.models import HfMapping
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,10 @@ class Matching:
     def tensors_of(self, side: Side) -> Mapping[str, TensorInfo]:
         """The tensors of a side in the shapes that the copies refer to."""
         return {**side.tensors, **self.reshaped} if side.is_hf else side.tensors
+
+    def in_order(self, target: _T, source: _T) -> tuple[_T, _T]:
+        """What is A's and what is B's, of something of the copies' targets and of their sources."""
+        return (source, target) if self.target_side else (target, source)
 
 
 def match(
@@ -287,14 +293,12 @@ def _mapped_tensor(
 ) -> None:
     vocabulary = is_vocabulary(copies[0].source)
     sources = tuple(dict.fromkeys(copy.source for copy in copies))
-    in_a, in_b = ((name,), sources) if out.target_side == 0 else (sources, (name,))
+    in_a, in_b = out.in_order((name,), sources)
     if want != have and not (vocabulary and want[1:] == have[1:] and vocab <= have[0]):
-        out.shapes[name] = (have, want) if out.target_side == 0 else (want, have)
+        out.shapes[name] = out.in_order(have, want)
         return
     true, padding = _cut(copies, vocab) if vocabulary else (copies, [])
-    rows = None
-    if vocabulary and have[:1] != stored:
-        rows = (have[0], stored[0]) if out.target_side == 0 else (stored[0], have[0])
+    rows = out.in_order(have[0], stored[0]) if vocabulary and have[:1] != stored else None
     out.pairs.append(Pair(name, in_a, in_b, have, tuple(true), tuple(padding), rows))
 
 

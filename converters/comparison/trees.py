@@ -31,14 +31,19 @@ class _Absent:
 ABSENT = _Absent()
 """Stands for a value that one side does not have."""
 
+Leaf = tuple[str, Any, Any]
+"""A place in two trees, with the values in A and in B as plain data."""
 _DEPTH = 64
 _MOST = 256  # differences that are listed of one tree
 _MOVED = (("numpy._core", "numpy.core"),)
 
 
-def differences(
-    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None
-) -> Iterator[tuple[str, Any, Any]]:
+def described(value: Any) -> Any:
+    """A value as plain data; `ABSENT` as itself."""
+    return value if value is ABSENT else describe(value)
+
+
+def differences(a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None) -> Iterator[Leaf]:
     """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data; the first of many.
 
     Tensors are compared by type, shape and elements, wherever their storages lie in the two archives.
@@ -48,7 +53,7 @@ def differences(
 
 def _walk(
     a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, seen: set[tuple[int, int]], depth: int
-) -> Iterator[tuple[str, Any, Any]]:
+) -> Iterator[Leaf]:
     if a is b or (id(a), id(b)) in seen:  # a small pickle may share its parts 2^60 times
         return
     if depth > _DEPTH:
@@ -56,7 +61,7 @@ def _walk(
         return
     refs = tensor_in(a), tensor_in(b)
     if refs[0] is not None and refs[1] is not None:
-        yield from _tensors(refs[0], refs[1], path, in_a, in_b)
+        yield from _compare_tensors(refs[0], refs[1], path, in_a, in_b)
         return
     below = _children(a), _children(b)
     if below[0] is None or below[1] is None:
@@ -67,17 +72,14 @@ def _walk(
         yield path, below[0][0], below[1][0]
         return
     seen.add((id(a), id(b)))
-    one, other = below[0][1], below[1][1]
-    for key in dict.fromkeys((*one, *other)):
+    parts_a, parts_b = below[0][1], below[1][1]
+    for key in dict.fromkeys((*parts_a, *parts_b)):
         inner = f"{path}.{key}" if path else str(key)
-        if key in one and key in other:
-            yield from _walk(one[key], other[key], inner, in_a, in_b, seen, depth + 1)
+        x, y = parts_a.get(key, ABSENT), parts_b.get(key, ABSENT)
+        if x is ABSENT or y is ABSENT:
+            yield inner, described(x), described(y)
         else:
-            yield inner, _shown(one, key), _shown(other, key)
-
-
-def _shown(side: Mapping[Any, Any], key: Any) -> Any:
-    return describe(side[key]) if key in side else ABSENT
+            yield from _walk(x, y, inner, in_a, in_b, seen, depth + 1)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -123,19 +125,19 @@ def tensor_in(node: Any) -> TensorRef | None:
         return None
 
 
-def _tensors(
+def _compare_tensors(
     a: TensorRef, b: TensorRef, path: str, in_a: Archive | None, in_b: Archive | None
-) -> Iterator[tuple[str, Any, Any]]:
+) -> Iterator[Leaf]:
     shown = [f"{ref.dtype.name} {list(ref.shape)}" for ref in (a, b)]
     if shown[0] != shown[1]:
         yield path, shown[0], shown[1]
     elif in_a is not None and in_b is not None:
         try:
-            one, other = in_a.elements(a), in_b.elements(b)
+            bytes_a, bytes_b = in_a.elements(a), in_b.elements(b)
         except FormatError as error:
             yield path, error.message, error.message
             return
-        if one != other:
-            at = next(n for n, (x, y) in enumerate(zip(one, other, strict=True)) if x != y)
+        if bytes_a != bytes_b:
+            at = next(n for n, (x, y) in enumerate(zip(bytes_a, bytes_b, strict=True)) if x != y)
             where = f"{shown[0]}, from element {at // a.dtype.itemsize}"
             yield path, where, where

@@ -167,7 +167,7 @@ def test_parts_add_up_to_the_whole_in_any_order():
             part = compare(a[row : row + 8].view("<u4"), b[row : row + 8].view("<u4"), kind, kind)
             for name in ("first", "worst"):
                 spot = getattr(part, name)
-                setattr(part, name, spot and ((spot[0][0] + row, spot[0][1]), *spot[1:]))
+                setattr(part, name, spot and spot._replace(position=(spot[0][0] + row, spot[0][1])))
             total.add(part)
         assert (total.differing, total.first, total.worst) == (whole.differing, whole.first, whole.worst)
         assert (total.max_abs, total.max_rel) == (whole.max_abs, whole.max_rel)
