@@ -103,7 +103,16 @@ class Rules:
 
     @classmethod
     def of(
-        cls, args: Mapping[str, Any], layout: Layout, numel: Callable[[int], int], pp: int, chunk: int, **more: Any
+        cls,
+        args: Mapping[str, Any],
+        layout: Layout,
+        numel: Callable[[int], int],
+        pp: int,
+        chunk: int,
+        *,
+        experts: bool | None = False,
+        align: int = 64,
+        early: bool = False,
     ) -> Rules:
         """Those for a model chunk of a pipeline stage of a job.
 
@@ -113,16 +122,18 @@ class Rules:
             numel: Elements of all parameters of a rank of a pipeline stage, for `--ddp-num-buckets`.
             pp: Pipeline rank.
             chunk: Which of its model chunks.
-            more: `experts`, if they have an optimizer of their own; `align` and `early`, if they are not as usual.
+            experts: The parameters are those of experts, which have an optimizer of their own.
+            align: As the attribute.
+            early: As the attribute.
         """
-        dp, size = layout.edp if more.pop("experts", False) else layout.dp_cp, None
+        size = None
         apart = args.get("overlap_param_gather_with_optimizer_step") is True
         if pp == chunk == 0 and args.get("overlap_grad_reduce") is True and not apart:
             count, size = args.get("ddp_num_buckets"), args.get("ddp_bucket_size")
             size = size if isinstance(size, int) else max(40_000_000, 1_000_000 * layout.dp_cp)
             size = numel(0) // count if isinstance(count, int) else size
         busbw = args.get("ddp_pad_buckets_for_high_nccl_busbw") is True
-        return cls(dp, bucket_size=size, busbw=busbw, **more)
+        return cls(layout.edp if experts else layout.dp_cp, align, size, busbw, early)
 
     def padded(self, numel: int) -> int:
         """Elements of a bucket in memory."""

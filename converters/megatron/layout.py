@@ -63,6 +63,21 @@ class Coordinates:
     dp_cp: int
 
 
+@dataclass(frozen=True, slots=True)
+class DataParallelGroup:
+    """The ranks that hold the same part of a model.
+
+    Attributes:
+        pp: Pipeline rank.
+        tp: Tensor-parallel rank; that of the experts' grid for experts.
+        ep: Expert-parallel rank, for the experts' part; None for the dense part.
+    """
+
+    pp: int
+    tp: int
+    ep: int | None = None
+
+
 @dataclass(frozen=True)
 class Layout:
     """Sizes of a job's parallel groups and how its layers are spread over pipeline stages.
@@ -123,7 +138,7 @@ class Layout:
 
     def _uneven_experts(self) -> RequestError:
         need, have = self.expert_tp * self.ep, self.tp * self.cp * self.dp
-        least = need // math.gcd(need, self.tp * self.cp)
+        least = self.least_dp(self.tp, self.cp, self.ep, self.etp)
         return RequestError(
             f"{counted(have, 'rank')} a pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}) cannot be divided among "
             f"--ep {self.ep} x --etp {self.expert_tp} = {need}",
@@ -255,13 +270,25 @@ class Layout:
         grid = self._experts
         return etp * grid["tp"][0] + ep * grid["ep"][0] + edp * grid["dp"][0] + pp * grid["pp"][0]
 
+    def data_parallel_groups(self, *, experts: bool) -> list[DataParallelGroup]:
+        """The groups of the experts' grid or of the dense one, in Megatron's order: `dp_group_idx` counts them."""
+        eps, tps = (range(self.ep), range(self.expert_tp)) if experts else ((None,), range(self.tp))
+        return [DataParallelGroup(pp, tp, ep) for pp in range(self.pp) for ep in eps for tp in tps]
+
+    def group_ranks(self, group: DataParallelGroup) -> list[int]:
+        """The ranks of a data-parallel group, ascending."""
+        pp, tp, ep = group.pp, group.tp, group.ep
+        if ep is not None:
+            return sorted(self.expert_rank(tp, ep, edp, pp) for edp in range(self.edp))
+        return sorted(self.rank(tp, cp, dp, pp) for cp in range(self.cp) for dp in range(self.dp))
+
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank is in both grids."""
         if not 0 <= rank < self.world_size:
             raise RequestError(f"there is no rank {rank}: the job has {self.world_size}")
         dense = {axis: rank // stride % size for axis, (stride, size) in self._dense.items()}
         expert = {axis: rank // stride % size for axis, (stride, size) in self._experts.items()}
-        cp_first = self._dense["cp"][0] <= self._dense["dp"][0] and self.order.index("cp") < self.order.index("dp")
+        cp_first = self.order.index("cp") < self.order.index("dp")
         dp_cp = dense["cp"] + self.cp * dense["dp"] if cp_first else dense["dp"] + self.dp * dense["cp"]
         return Coordinates(
             dense["tp"], dense["cp"], dense["dp"], dense["pp"], expert["tp"], expert["ep"], expert["dp"], dp_cp

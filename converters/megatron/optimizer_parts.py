@@ -26,14 +26,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.model_parts import second_names, untrained
+from converters.model_parts import untrained
 from converters.names import StateName, fold, listed, printable
 from converters.param_order import trainable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from converters.catalog import Catalog
+    from converters.catalog import Catalog, TensorInfo
 
 MASTERS = {"fp32_param": "param", "master_param": "param"}
 """Other names of the master weights."""
@@ -180,12 +180,7 @@ def optimizer_parts(catalog: Catalog) -> Recognised:
         kind = _kind(catalog, name)
         by_states[kind, frozenset(states - {"param", *_STEPS}), name not in whole].append(name)
     if flat:
-        second = second_names(catalog.weights)
-        rest = [
-            n
-            for n, t in catalog.weights.items()
-            if n not in by_name and n not in second and t.dtype.floating and trainable(n)
-        ]
+        rest = [name for name in trained_weights(catalog.weights) if name not in by_name]
         by_states["flat", frozenset(flat - {"param", *_STEPS}), True] += rest
     members: dict[tuple[str, bool], list[str]] = defaultdict(list)
     strange, lost = list[str](), list[LostStates]()
@@ -211,14 +206,15 @@ def optimizer_parts(catalog: Catalog) -> Recognised:
     parts = [OptimizerPart(a, d, _STATES[a], frozenset(names)) for (a, d), names in members.items()]
     order = {name: number for number, name in enumerate(("Lion", "Adam"))}  # the optimizer of the rest comes last
     parts.sort(key=lambda part: (order.get(part.algorithm, -1), part.distributed))
-    stateless = () if flat else _stateless(catalog, by_name)
+    expected = trained_weights(catalog.weights) if catalog.megatron and not flat else {}
+    stateless = tuple(name for name in expected if name not in by_name)
     return Recognised(tuple(parts), _layer_wise(catalog), tuple(strange), tuple(lost), stateless)
 
 
-def _stateless(catalog: Catalog, by_name: Mapping[str, set[str]]) -> tuple[str, ...]:
-    """Weights without any state; those that are frozen where adapters are trained have none for a reason."""
-    frozen, parameters = untrained(catalog.weights), catalog.weights.items() if catalog.megatron else ()
-    return tuple(n for n, t in parameters if n not in by_name and n not in frozen and t.dtype.floating and trainable(n))
+def trained_weights(weights: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The weights that an optimizer has state for: no buffers, no second names, nothing that is frozen beside adapters."""
+    frozen = untrained(weights)
+    return {n: t for n, t in weights.items() if t.dtype.floating and trainable(n) and n not in frozen}
 
 
 def _stored_states(catalog: Catalog) -> tuple[dict[str, set[str]], set[str], set[str]]:

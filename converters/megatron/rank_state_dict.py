@@ -33,6 +33,7 @@ from converters.box import Box, uncovered
 from converters.errors import RequestError
 from converters.megatron.buffers import Buffer, Local
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.optimizer_parts import trained_weights
 from converters.megatron.outline import Outline
 from converters.megatron.split import shards
 from converters.megatron.vocabulary import is_embedding, is_vocabulary, vocabulary_rows
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
-    from converters.megatron.layout import Layout
+    from converters.megatron.layout import DataParallelGroup, Layout
     from converters.megatron.pipeline import Stage
     from converters.megatron.split import Shard
 
@@ -160,6 +161,14 @@ class LocalModel:
         self._frozen = untrained(tensors)
 
     @classmethod
+    def trained(cls, catalog: Catalog, layout: Layout, order: Order) -> LocalModel:
+        """What the job that saved a checkpoint had of the tensors that its optimizer trained, as they are stored."""
+        weights = trained_weights(catalog.weights)
+        outline = Outline.of(ModelArgs.from_catalog(catalog), {name: info.shape for name, info in weights.items()})
+        targets = {name: Target(name, info.dtype, info.shape) for name, info in weights.items()}
+        return cls(targets, layout, outline, order)
+
+    @classmethod
     def of(
         cls, catalog: Catalog, layout: Layout, *, order: Order | None = None, vocab_size: int | None = None
     ) -> LocalModel:
@@ -237,10 +246,8 @@ class LocalModel:
 
     def buffers(
         self,
-        pp: int,
+        group: DataParallelGroup,
         chunks: Iterable[int],
-        tp: int,
-        ep: int | None,
         *,
         experts: bool | None,
         names: Container[str] | None = None,
@@ -248,10 +255,8 @@ class LocalModel:
         """The flat buffers of one optimizer of a rank, in Megatron's numbering (`gbuf_idx`).
 
         Args:
-            pp: Pipeline rank.
+            group: The rank's data-parallel group; of the experts' grid if `experts`.
             chunks: The model chunks that the optimizer is for.
-            tp: Tensor-parallel rank; that of the experts' grid if `experts`.
-            ep: Expert-parallel rank; None where there are no experts of other ranks.
             experts: True for experts only, False for all others, None for all parameters.
             names: Canonical names of the parameters that the optimizer has, if they are not all.
 
@@ -261,9 +266,9 @@ class LocalModel:
         out = []
         for chunk in chunks:
             by_type: dict[DType, list[Local]] = {}
-            for tensor in self.chunk(pp=pp, chunk=chunk, tp=tp, ep=ep or 0):
-                mine = names is None or tensor.sources[0] in names
-                if mine and tensor.trained and experts in (None, tensor.expert):
+            for tensor in self.chunk(pp=group.pp, chunk=chunk, tp=group.tp, ep=group.ep or 0):
+                trains = names is None or tensor.sources[0] in names
+                if trains and tensor.trained and experts in (None, tensor.expert):
                     self.order.position(tensor.sources[0])
                     name = self.order.parameter(tensor.sources[0])
                     by_type.setdefault(tensor.dtype, []).append(tensor.flattened(name))

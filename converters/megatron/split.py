@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.errors import RequestError
+from converters.megatron.layout import DataParallelGroup
 from converters.megatron.pipeline import divisors, some_of
 from converters.model_parts import REPLICATED, language_name, split_part
 from converters.names import printable
@@ -287,21 +288,10 @@ def holders(name: str, shard: Shard, layout: Layout, outline: Outline, pipeline:
     else:
         pipeline = pipeline or layout.pipeline(outline.num_layers, outline.mtp_layers)
         stages = list(dict.fromkeys(stage.pp for stage in pipeline.homes(name, tied=outline.tied)))
-    if shard.ep is not None:
-        tps = range(layout.expert_tp) if shard.tp is None else (shard.tp,)
-        return [
-            rank
-            for pp in stages
-            for rank in sorted(layout.expert_rank(tp, shard.ep, edp, pp) for tp in tps for edp in range(layout.edp))
-        ]
-    tps = range(layout.tp) if shard.tp is None else (shard.tp,)
-    return [
-        rank
-        for pp in stages
-        for rank in sorted(
-            layout.rank(tp, cp, dp, pp) for tp in tps for cp in range(layout.cp) for dp in range(layout.dp)
-        )
-    ]
+    every_tp = range(layout.tp if shard.ep is None else layout.expert_tp)
+    tps = every_tp if shard.tp is None else (shard.tp,)
+    groups = ([DataParallelGroup(pp, tp, shard.ep) for tp in tps] for pp in stages)
+    return [rank for stage in groups for rank in sorted(rank for group in stage for rank in layout.group_ranks(group))]
 
 
 def padded_vocab(rows: int, make_divisible_by: int, tp: int) -> int:

@@ -84,17 +84,6 @@ def flatten(
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """A data-parallel group: its number, and the ranks that share parameters."""
-
-    index: int
-    pp: int
-    tp: int
-    ep: int | None
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Flattener:
     """One optimizer of the chain; see `flatten`."""
 
@@ -107,43 +96,30 @@ class _Flattener:
     def run(self, states: Mapping[str, DType]) -> tuple[list[BucketOut], list[ObjectOut]]:
         parts: list[BucketOut] = []
         objects: list[ObjectOut] = []
-        for group in self._groups():
+        layout, experts = self.model.layout, self.chained.experts
+        for index, group in enumerate(layout.data_parallel_groups(experts=experts is True)):
+            prefix = f"{self.chained.prefix}optimizer.distributed.dp_group_idx_{index}"
+            ranks = layout.group_ranks(group)
             numels: list[tuple[Node, list[Bucket]]] = []
-            chunks, names = range(self.model.layout.chunks), self.chained.part.names
-            owned = self.model.buffers(group.pp, chunks, group.tp, group.ep, experts=self.chained.experts, names=names)
-            for number, buffer in enumerate(owned):
+            names = self.chained.part.names
+            buffers = self.model.buffers(group, range(layout.chunks), experts=experts, names=names)
+            for number, buffer in enumerate(buffers):
                 grad = "float32" if self._grads_in_fp32() else buffer.dtype.name
                 types = (Global("torch", buffer.dtype.name), Global("torch", grad))
-                job = (self.args, self.model.layout, self.model.numel, group.pp, buffer.chunk)
-                buckets = arrange(buffer.parameters, Rules.of(*job, experts=self.chained.experts is True))
+                job = (self.args, layout, self.model.numel, group.pp, buffer.chunk)
+                buckets = arrange(buffer.parameters, Rules.of(*job, experts=experts))
                 numels.append((types, buckets))
-                key = self._key(group, f"gbuf_idx_{number}.dtype_(torch.{buffer.dtype.name}, torch.{grad})")
+                key = f"{prefix}.gbuf_idx_{number}.dtype_(torch.{buffer.dtype.name}, torch.{grad})"
                 for k, bucket in enumerate(buckets):
-                    parts += self._parts(f"{key}.bucket_idx_{k}", bucket, group, states)
-            objects += self._objects(group, numels)
+                    parts += self._parts(f"{key}.bucket_idx_{k}", bucket, ranks, states)
+            objects += self._objects(prefix, ranks[0], numels)
         return parts, objects
 
     def _grads_in_fp32(self) -> bool:
         return self.args.get("accumulate_allreduce_grads_in_fp32") is not False
 
-    def _key(self, group: _Group, name: str) -> str:
-        return f"{self.chained.prefix}optimizer.distributed.dp_group_idx_{group.index}.{name}"
-
-    def _groups(self) -> Iterator[_Group]:
-        at = self.model.layout
-        if not self.chained.experts:
-            for pp in range(at.pp):
-                for tp in range(at.tp):
-                    ranks = sorted(at.rank(tp, cp, dp, pp) for cp in range(at.cp) for dp in range(at.dp))
-                    yield _Group(pp * at.tp + tp, pp, tp, None, tuple(ranks))
-            return
-        for pp in range(at.pp):
-            for ep in range(at.ep):
-                for tp in range(at.expert_tp):
-                    ranks = sorted(at.expert_rank(tp, ep, edp, pp) for edp in range(at.edp))
-                    yield _Group((pp * at.ep + ep) * at.expert_tp + tp, pp, tp, ep, tuple(ranks))
-
-    def _objects(self, group: _Group, numels: list[tuple[Node, list[Bucket]]]) -> Iterator[ObjectOut]:
+    def _objects(self, prefix: str, rank: int, numels: list[tuple[Node, list[Bucket]]]) -> Iterator[ObjectOut]:
+        """What a rank stores of its group beside the buckets."""
         values: dict[str, Node] = {
             "optimizer": {"param_groups": [dict(g) for g in self.chained.groups]},
             "per_bucket_numel": [{types: [b.numel for b in buckets]} for types, buckets in numels],
@@ -155,13 +131,14 @@ class _Flattener:
         for name, value in values.items():
             storages = members if name == "grad_scaler" else {}
             # Megatron wraps every object in a list of one
-            key = self._key(group, f"{name}/shard_0_1")
-            yield ObjectOut(key, group.ranks[0], object_record([value], storages))
+            yield ObjectOut(f"{prefix}.{name}/shard_0_1", rank, object_record([value], storages))
 
-    def _parts(self, key: str, bucket: Bucket, group: _Group, states: Mapping[str, DType]) -> Iterator[BucketOut]:
+    def _parts(
+        self, key: str, bucket: Bucket, ranks: Sequence[int], states: Mapping[str, DType]
+    ) -> Iterator[BucketOut]:
         """What the ranks of a group store of a bucket, one state after the other."""
         parts: list[tuple[int, int, int, list[_Filled]]] = []
-        for rank, chunks in zip(group.ranks, dp_chunks(bucket, len(group.ranks)), strict=True):
+        for rank, chunks in zip(ranks, dp_chunks(bucket, len(ranks)), strict=True):
             for start, length, position in chunks:
                 local, begin = bucket.members[max(position, 0)]
                 boxes = list(self._boxes(local, start - begin, length)) if position >= 0 else []

@@ -25,12 +25,8 @@ from converters.io.gather import Gatherer
 from converters.io.sources import Sources
 from converters.megatron.buffers import Rules, arrange
 from converters.megatron.layout import Layout
-from converters.megatron.model_args import ModelArgs
-from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.names import MASTER, StateName, printable, quoted
-from converters.param_order import trainable
-from converters.planning.plan import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -81,21 +77,16 @@ def refuse_shifted(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
 def _padded_buffers(catalog: Catalog) -> Iterator[tuple[Local, int]]:
     """Of each buffer of the job that saved whose buckets but the last have padding: its last parameter, and how much."""
     layout, args = Layout.saved(catalog), catalog.job_options
-    weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n)}
-    outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
-    parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
-    model = LocalModel(parameters, layout, outline, likely_order(catalog))
-    apart = layout.ep > 1 and any(".mlp.experts." in name for name in weights)
+    model = LocalModel.trained(catalog, layout, likely_order(catalog))
+    apart = layout.ep > 1 and any(".mlp.experts." in name for name in model.tensors)
     for experts in (False, True) if apart else (None,):
-        for pp in range(layout.pp):
-            for ep in range(layout.ep if experts else 1):
-                for tp in range(layout.expert_tp if experts else layout.tp):
-                    for buffer in model.buffers(pp, range(layout.chunks), tp, ep if experts else None, experts=experts):
-                        rules = Rules.of(args, layout, model.numel, pp, buffer.chunk, experts=experts is True)
-                        buckets = arrange(buffer.parameters, rules)
-                        padding = sum(bucket.numel - bucket.numel_unpadded for bucket in buckets[:-1])
-                        if padding:
-                            yield buckets[-1].members[-1][0], padding
+        for group in layout.data_parallel_groups(experts=experts is True):
+            for buffer in model.buffers(group, range(layout.chunks), experts=experts):
+                rules = Rules.of(args, layout, model.numel, group.pp, buffer.chunk, experts=experts)
+                buckets = arrange(buffer.parameters, rules)
+                padding = sum(bucket.numel - bucket.numel_unpadded for bucket in buckets[:-1])
+                if padding:
+                    yield buckets[-1].members[-1][0], padding
 
 
 def _end_of(local: Local, numel: int) -> Iterator[tuple[str, Box]]:

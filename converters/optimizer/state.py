@@ -19,19 +19,16 @@ from converters.catalog import TensorInfo
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.megatron.buffers import Misfit, Rules
 from converters.megatron.flat_index import Collected
-from converters.megatron.layout import Layout
+from converters.megatron.layout import DataParallelGroup, Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts
-from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel, likely_order
-from converters.model_parts import untrained
 from converters.names import StateName, master_name, printable, quoted, state_names
 from converters.optimizer.flat import collect_states, stored_groups
 from converters.optimizer.proof import mismatches, refusal
 from converters.optimizer.shift import refuse_shifted
 from converters.optimizer.storage import complete_masters, keeps_remainders
-from converters.param_order import EXPERTS, Order, trainable
-from converters.planning.plan import Target
+from converters.param_order import EXPERTS, Order
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -287,25 +284,17 @@ class _Unflattener:
     ) -> None:
         self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.job_options
         self.names = names
-        frozen = untrained(catalog.weights)
-        weights = {n: t for n, t in catalog.weights.items() if t.dtype.floating and trainable(n) and n not in frozen}
-        self.weights = weights
         producer = catalog.producer[0] if catalog.producer else ""
         self.early = producer.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
-        outline = Outline.of(ModelArgs.from_catalog(catalog), {n: t.shape for n, t in weights.items()})
-        parameters = {n: Target(n, t.dtype, t.shape) for n, t in weights.items()}
-        self.model = LocalModel(parameters, layout, outline, candidate.order)
+        self.model = LocalModel.trained(catalog, layout, candidate.order)
         self.collected = Collected()
         self.used: set[tuple[int | None, int]] = set()
 
     def run(self) -> dict[str, TensorInfo]:
         """The tensors."""
         for chain, chunks, experts in self._chains():
-            tps = self.layout.expert_tp if experts else self.layout.tp
-            for pp in range(self.layout.pp):
-                for ep in range(self.layout.ep if experts else 1):
-                    for tp in range(tps):
-                        self._group(chain, chunks, experts, pp, ep, tp)
+            for number, group in enumerate(self.layout.data_parallel_groups(experts=experts is True)):
+                self._collect_group(chain, chunks, experts, number, group)
         extra = [group for where, group in self.groups.items() if where not in self.used]
         if extra:
             raise Misfit(f"no rank of the job has {extra[0].what(0)}", details=[f"{len(extra)} such groups"])
@@ -327,33 +316,31 @@ class _Unflattener:
             raise Misfit(f"{len(numbers)} chained optimizers are not known to Megatron with ep {self.layout.ep}")
         return [(dense[0], every, kind), *expert]
 
-    def _group(self, chain: int | None, chunks: range, experts: bool | None, pp: int, ep: int, tp: int) -> None:
+    def _collect_group(
+        self, chain: int | None, chunks: range, experts: bool | None, index: int, group: DataParallelGroup
+    ) -> None:
         layout = self.layout
-        index = pp * layout.tp + tp
-        if experts and self.candidate.expert_groups == "pp-ep-tp":
-            index = (pp * layout.ep + ep) * layout.expert_tp + tp
-        elif experts:
-            index += ep * layout.pp * layout.tp
-        group = self.groups.get((chain, index))
-        mine = self.names
-        wanted = self.model.buffers(pp, chunks, tp, ep if experts else None, experts=experts, names=mine)
-        have = group.buffers if group else {}
+        if group.ep is not None and self.candidate.expert_groups == "ep-pp-tp":
+            index = (group.ep * layout.pp + group.pp) * layout.tp + group.tp
+        stored_group = self.groups.get((chain, index))
+        expected = self.model.buffers(group, chunks, experts=experts, names=self.names)
+        buffers = stored_group.buffers if stored_group else {}
         self.used.add((chain, index))
-        if len(wanted) != len(have):
+        if len(expected) != len(buffers):
             raise Misfit(
-                f"data-parallel group {index} has {counted(len(have), 'buffer')}, its parameters make {len(wanted)}",
-                details=[f"pipeline rank {pp}, tensor-parallel rank {tp}"],
+                f"data-parallel group {index} has {counted(len(buffers), 'buffer')}, its parameters make {len(expected)}",
+                details=[f"pipeline rank {group.pp}, tensor-parallel rank {group.tp}"],
             )
-        for number, buffer in enumerate(wanted):
-            assert group is not None
-            stored, what = have.get(number), group.what(number)
+        for number, buffer in enumerate(expected):
+            assert stored_group is not None
+            stored, what = buffers.get(number), stored_group.what(number)
             if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
                 raise Misfit(f"{what} should hold {buffer.dtype} parameters")
-            job = (self.args, self.layout, self.model.numel, pp, buffer.chunk)
-            rules = Rules.of(*job, experts=bool(experts), align=self.candidate.align, early=self.early)
+            job = (self.args, layout, self.model.numel, group.pp, buffer.chunk)
+            rules = Rules.of(*job, experts=experts, align=self.candidate.align, early=self.early)
             collect_states(stored, buffer.parameters, [rules], what, self.collected)
 
     def _tensors(self) -> dict[str, TensorInfo]:
         states = sorted({parts.state for _, parts in state_names(self.collected.pieces)})
-        names = ((str(StateName(state, n)), t.shape) for n, t in self.weights.items() for state in states)
+        names = ((str(StateName(state, n)), t.shape) for n, t in self.model.tensors.items() for state in states)
         return {n: self.collected.tensor(n, shape, "optimizer") for n, shape in names if n in self.collected.pieces}

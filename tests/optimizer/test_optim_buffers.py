@@ -19,7 +19,7 @@ from converters.formats.base import Reader
 from converters.formats.common_state import Archive
 from converters.io.arithmetic import rounded
 from converters.megatron.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
-from converters.megatron.layout import Layout
+from converters.megatron.layout import DataParallelGroup, Layout
 from converters.megatron.optimizer_parts import OptimizerPart
 from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel
@@ -399,8 +399,8 @@ def test_a_copy_of_the_embedding_is_not_read():
     shapes = gpt(2, experts=0, gated=True, tied=True, bias=False, mtp=0)
     targets = {n: Target(n, BF16, shape) for n, shape in shapes.items()}
     model = LocalModel(targets, Layout(pp=2), Outline(2, gated=True, tied=True), Order())
-    (first,) = model.buffers(0, range(1), 0, None, experts=None)
-    (last,) = model.buffers(1, range(1), 0, None, experts=None)
+    (first,) = model.buffers(DataParallelGroup(0, 0), range(1), experts=None)
+    (last,) = model.buffers(DataParallelGroup(1, 0), range(1), experts=None)
     assert first.parameters[0].name == last.parameters[-1].name == "embedding.word_embeddings.weight"
     assert (first.parameters[0].first, last.parameters[-1].first) == (True, False)
     assert first.parameters[0].shared
