@@ -14,7 +14,8 @@ from converters.megatron.layout import Coordinates, Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.model_kind import ModelKind, model_kind
 from converters.megatron.optimizer_layout import OptimizerLayout, optimizer_layout
-from converters.model_parts import language_name, second_names
+from converters.megatron.vocabulary import is_vocabulary
+from converters.model_parts import second_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -186,7 +187,7 @@ def _layout(catalog: Catalog, model: ModelArgs) -> SavedLayout:
 
 
 def _tp_from_chunks(weights: Mapping[str, TensorInfo]) -> int | None:
-    # a row-parallel weight is cut along its second axis into exactly TP chunks, whatever else the job did
+    """A row-parallel weight is cut along its second axis into exactly TP chunks, whatever else the job did."""
     for name, tensor in weights.items():
         if name.endswith(".self_attention.linear_proj.weight") and len(tensor.shape) == 2:
             return len({chunk.box.start[1] for chunk in tensor.chunks()})
@@ -211,8 +212,6 @@ def _sharing(catalog: Catalog, layout: SavedLayout, writers: list[int]) -> Shari
     return Sharing(True, "several data-parallel ranks wrote weights")
 
 
-_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-
 # first match wins; the names are Megatron's own, canonical, or Hugging Face's
 _PARTS: list[tuple[str, re.Pattern[str]]] = [
     (name, re.compile(pattern))
@@ -236,24 +235,11 @@ _PARTS: list[tuple[str, re.Pattern[str]]] = [
         ("other weights", r""),
     ]
 ]
-_ORDER = [
-    "embedding",
-    "attention",
-    "mamba mixer",
-    "mlp",
-    "router",
-    "experts",
-    "shared experts",
-    "norms",
-    "multi-token prediction",
-    "output layer",
-    "vision",
-    "audio",
-    "adapters",
-    "other weights",
-    "optimizer",
-    "other state",
-]
+_ORDER = (
+    *("embedding", "attention", "mamba mixer", "mlp", "router", "experts", "shared experts", "norms"),
+    *("multi-token prediction", "output layer", "vision", "audio", "adapters", "other weights"),
+    *("optimizer", "other state"),
+)
 
 
 def _part_of(tensor: TensorInfo) -> str:
@@ -296,15 +282,14 @@ def _dtypes(tensors: Iterable[TensorInfo]) -> dict[str, tuple[int, int]]:
 
 def _parameters(catalog: Catalog, model: ModelArgs) -> tuple[int, int | None]:
     total, padding = 0, 0
-    vocab_stated = model.vocab_size is not None
     second = second_names(catalog.weights)
     for name, tensor in catalog.weights.items():
         if is_buffer(name) or name in second:
             continue
         total += tensor.numel
-        if model.vocab_size is not None and language_name(name) in _PADDED:
-            padding += max(0, tensor.shape[0] - model.vocab_size) * tensor.shape[1] if len(tensor.shape) == 2 else 0
-    return total - padding, padding if vocab_stated else None
+        if model.vocab_size is not None and is_vocabulary(name) and len(tensor.shape) == 2:
+            padding += max(0, tensor.shape[0] - model.vocab_size) * tensor.shape[1]
+    return total - padding, None if model.vocab_size is None else padding
 
 
 def is_buffer(name: str) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from converters.model_parts import REPLICATED, language_name, split_part
 
@@ -36,25 +36,29 @@ _ATTENTION = "self_attention."
 _BIASED = re.compile(r"(.*\.(?:linear_\w+|\w*layernorm|router|dense|eh_proj)\.|.*\.layer_norm_)bias", re.DOTALL)
 
 # what a name begins with, and what its layer then has; "a|b": one of them
-_LAYER_NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("self_attention.q_layernorm.",), ("self_attention.k_layernorm.weight",)),
-    (("self_attention.k_layernorm.",), ("self_attention.q_layernorm.weight",)),
+_Needs: TypeAlias = "tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]"
+
+
+def _both_ways(name: str, counterpart: str) -> _Needs:
+    """Two tensors that come together."""
+    return ((name,), (counterpart,)), ((counterpart,), (name,))
+
+
+_LAYER_NEEDS: _Needs = (
+    *_both_ways("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"),
     (
         ("cross_attention.", "pre_cross_attn_layernorm."),
         (*(f"cross_attention.linear_{x}.weight" for x in ("q", "kv", "proj")), "pre_cross_attn_layernorm.weight"),
     ),
     (("cross_attention.linear_proj.bias",), ("cross_attention.linear_q.bias", "cross_attention.linear_kv.bias")),
-    (("cross_attention.linear_q.bias",), ("cross_attention.linear_kv.bias",)),
-    (("cross_attention.linear_kv.bias",), ("cross_attention.linear_q.bias",)),
+    *_both_ways("cross_attention.linear_q.bias", "cross_attention.linear_kv.bias"),
     (("mlp.linear_fc",), ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")),
-    (("mlp.linear_fc1.bias",), ("mlp.linear_fc2.bias",)),
-    (("mlp.linear_fc2.bias",), ("mlp.linear_fc1.bias",)),
+    *_both_ways("mlp.linear_fc1.bias", "mlp.linear_fc2.bias"),
     (("self_attention.linear_proj.bias",), ("self_attention.linear_qkv.bias|self_attention.linear_kv_up_proj.bias",)),
     (("mlp.router.", "mlp.experts."), ("mlp.router.weight", "mlp.experts.*")),
     (("mlp.shared_experts.linear_fc",), tuple(f"mlp.shared_experts.linear_fc{n}.weight" for n in (1, 2))),
     (("mamba_mixer.",), ("norm.weight",)),
-    (("mlp.fc1_latent_proj.",), ("mlp.fc2_latent_proj.weight",)),
-    (("mlp.fc2_latent_proj.",), ("mlp.fc1_latent_proj.weight",)),
+    *_both_ways("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight"),
 )
 _PLAIN_NEEDS = ("self_attention.linear_qkv.weight", "self_attention.linear_proj.weight")
 _LATENT_NEEDS = (
@@ -86,7 +90,7 @@ _NORMS = (
     *("pre_mlp_layernorm.", "pre_cross_attn_layernorm."),
 )
 # of what is around the layers
-_OUTER_NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+_OUTER_NEEDS: _Needs = (
     (
         ("lm_head.dense.", "lm_head.layer_norm."),
         (*(f"lm_head.{m}.{leaf}" for m in ("dense", "layer_norm") for leaf in ("weight", "bias")), "output_layer.bias"),
@@ -101,20 +105,15 @@ _OUTER_NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("vision_model.class_token",), ("vision_model.conv1.weight", "vision_model.ln_pre.weight")),
     (("vision_model.position_embeddings.",), ("vision_model.conv1.weight",)),
     (("vision_projection.encoder.linear_fc",), tuple(f"vision_projection.encoder.linear_fc{n}.weight" for n in (1, 2))),
-    (("vision_projection.encoder.linear_fc1.bias",), ("vision_projection.encoder.linear_fc2.bias",)),
-    (("vision_projection.encoder.linear_fc2.bias",), ("vision_projection.encoder.linear_fc1.bias",)),
+    *_both_ways("vision_projection.encoder.linear_fc1.bias", "vision_projection.encoder.linear_fc2.bias"),
 )
 _SHARED = (  # an option of all layers: what shows it, and what else a layer that has it then has
     ("mlp.router.weight", "mlp.router.expert_bias"),
     ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.gate_weight"),
 )
-_T5_NEEDS = tuple(
-    ((one,), (other,))
-    for pair in (
-        ("embedding.position_embeddings.weight", "position_embeddings.weight"),
-        ("lm_head.output_layer.bias", "output_layer.bias"),
-    )
-    for one, other in (pair, pair[::-1])
+_T5_NEEDS: _Needs = (
+    *_both_ways("embedding.position_embeddings.weight", "position_embeddings.weight"),
+    *_both_ways("lm_head.output_layer.bias", "output_layer.bias"),
 )
 _PREDICTION_NEEDS = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight|final_norm.weight")
 

@@ -13,6 +13,7 @@ from converters.errors import RequestError
 from converters.megatron.outline import Outline
 from converters.megatron.pipeline import divisors, some_of
 from converters.megatron.split import Split, split_rule
+from converters.megatron.vocabulary import is_vocabulary
 from converters.model_parts import language_name
 from converters.names import printable
 from converters.words import counted
@@ -170,7 +171,7 @@ def _sizes(shapes: Mapping[str, Sequence[int]], outline: Outline) -> tuple[list[
             rule = split_rule(name)
         except RequestError:
             continue  # whether it matters is known when it is divided
-        if rule.axis is None or rule.axis >= len(shape) or rule.vocab:
+        if rule.axis is None or rule.axis >= len(shape) or is_vocabulary(name):
             continue  # the vocabulary is padded for every tp (vocabulary.py)
         number = shape[rule.axis]
         if rule.gated and outline.gated is not None and outline.gates(name) and number % 2 == 0:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from converters.catalog import TensorInfo
     from converters.megatron.model_shapes import Findings, LayerTensors
@@ -63,20 +63,55 @@ def _rows(tensors: Mapping[str, TensorInfo], suffix: str, axis: int = 0) -> int:
     return shape[axis] if -len(shape) <= axis < len(shape) else 0
 
 
-def _shapes(
-    tensors: Mapping[str, TensorInfo], projection: Mapping[str, int], convolution: Mapping[str, int], bias: bool
-) -> Shapes:
-    """Of both fused parameters, by the rows of their parts."""
-    hidden, width = _rows(tensors, "out_proj.weight"), _kernel(tensors)
+def _kernel(tensors: Mapping[str, TensorInfo]) -> int:
+    return next((t.shape[-1] for suffix, t in tensors.items() if suffix.startswith("conv1d.weight.") and t.shape), 0)
+
+
+def _fused_shapes(projection: Mapping[str, int], convolved: Collection[str], hidden: int, kernel: int) -> Shapes:
+    """Of the projection and the convolution, part by part, and of the norm before them.
+
+    Args:
+        projection: Rows of each part of the projection.
+        convolved: Those of the parts that the convolution has, too.
+        hidden: Hidden size.
+        kernel: Width of the convolution.
+    """
     out: Shapes = {f"in_proj.weight.{part}": (rows, hidden) for part, rows in projection.items()}
-    out |= {f"conv1d.weight.{part}": (rows, 1, width) for part, rows in convolution.items()}
-    if bias:
-        out |= {f"conv1d.bias.{part}": (rows,) for part, rows in convolution.items()}
+    out |= {f"conv1d.weight.{part}": (projection[part], 1, kernel) for part in convolved}
+    out |= {f"conv1d.bias.{part}": (projection[part],) for part in convolved}
     return out | {"in_proj.layer_norm_weight": (hidden,)}
 
 
-def _kernel(tensors: Mapping[str, TensorInfo]) -> int:
-    return next((t.shape[-1] for suffix, t in tensors.items() if suffix.startswith("conv1d.weight.") and t.shape), 0)
+def mamba_shapes(hidden: int, heads: int, inner: int, states: int, kernel: int) -> Shapes:
+    """Shapes of a Mamba mixer's tensors, by their names within it.
+
+    Args:
+        hidden: Hidden size.
+        heads: Number of heads.
+        inner: Elements of all heads.
+        states: Elements of the states of all groups.
+        kernel: Width of the convolution.
+    """
+    projection = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
+    out = _fused_shapes(projection, "xBC", hidden, kernel) | dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
+    return out | {"norm.weight": (inner,), "out_proj.weight": (hidden, inner)}
+
+
+def delta_net_shapes(hidden: int, heads: int, head_dim: int, key: int, value: int, kernel: int) -> Shapes:
+    """Shapes of a gated delta net's tensors, by their names within it.
+
+    Args:
+        hidden: Hidden size.
+        heads: Number of heads that values have.
+        head_dim: Elements of such a head.
+        key: Elements of all heads of keys.
+        value: Elements of all heads of values.
+        kernel: Width of the convolution.
+    """
+    projection = {"query": key, "key": key, "value": value, "z": value, "beta": heads, "alpha": heads}
+    out = _fused_shapes(projection, ("query", "key", "value"), hidden, kernel)
+    out |= {"A_log": (heads,), "dt_bias": (heads,)}
+    return out | {"out_norm.weight": (head_dim,), "out_proj.weight": (hidden, value)}
 
 
 def _measure_mamba(findings: Findings, tensors: Mapping[str, TensorInfo]) -> None:
@@ -88,24 +123,22 @@ def _measure_mamba(findings: Findings, tensors: Mapping[str, TensorInfo]) -> Non
 
 def _mamba_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
     inner, states, heads = (_rows(tensors, f"in_proj.weight.{part}") for part in ("x", "B", "dt"))
-    convolution = {"x": inner, "B": states, "C": states}
-    skip = (inner,) if heads != inner == _rows(tensors, "D") else (heads,)  # D_has_hdim, which no argument sets
-    bias = any(suffix.startswith("conv1d.bias.") for suffix in tensors)
-    out = _shapes(tensors, {"z": inner, **convolution, "dt": heads}, convolution, bias)
-    out |= {
-        "A_log": (heads,),
-        "D": skip,
-        "dt_bias": (heads,),
-        "out_proj.weight": (_rows(tensors, "out_proj.weight"), inner),
-    }
-    return out | {"norm.weight": (inner,)}
+    out = mamba_shapes(_rows(tensors, "out_proj.weight"), heads, inner, states, _kernel(tensors))
+    if heads != inner == _rows(tensors, "D"):  # D_has_hdim, which no argument sets
+        out["D"] = (inner,)
+    return _without_bias(out, tensors)
 
 
 def _parallel_mamba_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
     """Beside attention: the norm before both is the layer's, that behind the scan an option (falconh1_layer.py)."""
-    out = _mamba_shapes(tensors)
-    gone = {"in_proj.layer_norm_weight"} | ({"norm.weight"} - tensors.keys())
-    return {suffix: shape for suffix, shape in out.items() if suffix not in gone}
+    absent = {"in_proj.layer_norm_weight"} | ({"norm.weight"} - tensors.keys())
+    return {suffix: shape for suffix, shape in _mamba_shapes(tensors).items() if suffix not in absent}
+
+
+def _without_bias(shapes: Shapes, tensors: Mapping[str, TensorInfo]) -> Shapes:
+    """The shapes without those of a convolution's bias, if no tensor is one: an option turns it off."""
+    biased = any(suffix.startswith("conv1d.bias.") for suffix in tensors)
+    return {suffix: shape for suffix, shape in shapes.items() if biased or not suffix.startswith("conv1d.bias.")}
 
 
 def _measure_delta_net(findings: Findings, tensors: Mapping[str, TensorInfo]) -> None:
@@ -121,13 +154,13 @@ def _measure_delta_net(findings: Findings, tensors: Mapping[str, TensorInfo]) ->
 
 def _delta_net_shapes(tensors: Mapping[str, TensorInfo]) -> Shapes:
     key, value, heads = (_rows(tensors, s) for s in ("in_proj.weight.query", "in_proj.weight.value", "A_log"))
-    convolution = {"query": key, "key": key, "value": value}
-    if "in_proj.weight.f" in tensors:
-        gates, bias = {"f": key, "b": key, "w": value}, key
-    else:
-        heads = _rows(tensors, "in_proj.weight.alpha") or heads
-        gates, bias = {"beta": heads, "alpha": heads}, heads
-    biased = any(suffix.startswith("conv1d.bias.") for suffix in tensors)
-    out = _shapes(tensors, {**convolution, "z": value, **gates}, convolution, biased)
-    out |= {"A_log": (heads,), "dt_bias": (bias,), "out_norm.weight": (_rows(tensors, "out_norm.weight"),)}
-    return out | {"out_proj.weight": (_rows(tensors, "out_proj.weight"), value)}
+    per_key = "in_proj.weight.f" in tensors
+    heads = heads if per_key else _rows(tensors, "in_proj.weight.alpha") or heads
+    sizes = heads, _rows(tensors, "out_norm.weight"), key, value, _kernel(tensors)
+    out = delta_net_shapes(_rows(tensors, "out_proj.weight"), *sizes)
+    if per_key:  # gdn2: f, b and w in place of beta and alpha
+        hidden = out["out_proj.weight"][0]
+        del out["in_proj.weight.beta"], out["in_proj.weight.alpha"]
+        out |= {f"in_proj.weight.{part}": (rows, hidden) for part, rows in (("f", key), ("b", key), ("w", value))}
+        out["dt_bias"] = (key,)
+    return _without_bias(out, tensors)

@@ -136,7 +136,9 @@ def measure(weights: Mapping[str, TensorInfo], stated: Mapping[str, Any]) -> tup
         _measure_mla(findings, layers)
     else:
         notes += _measure_attention(findings, layers)
-    _measure_mlp(findings, layers)
+    fc1, fc2 = layers.first("mlp.linear_fc1.weight"), layers.first("mlp.linear_fc2.weight")
+    findings.size("ffn_hidden_size", fc2, 1)
+    _measure_gate(findings, fc1, fc2)
     notes += _measure_experts(findings, layers, count)
     extras = stated.get("extras") or {}
     sized_one_by_one = any(name.startswith("heterogeneous_") for name in extras)
@@ -276,12 +278,6 @@ def _measure_gate(findings: Findings, fc1: TensorInfo | None, fc2: TensorInfo | 
     findings["gated"] = Measured(
         value, fc1.name, f"{fc1.name} {fc1.shape} has {ratio:g} times the {fc2.shape[1]} columns"
     )
-
-
-def _measure_mlp(findings: Findings, layers: LayerTensors) -> None:
-    fc1, fc2 = layers.first("mlp.linear_fc1.weight"), layers.first("mlp.linear_fc2.weight")
-    findings.size("ffn_hidden_size", fc2, 1)
-    _measure_gate(findings, fc1, fc2)
 
 
 def _measure_experts(findings: Findings, layers: LayerTensors, count: int) -> list[str]:

@@ -55,13 +55,11 @@ class Split:
     Attributes:
         axis: Axis divided over tensor parallelism; None if every tensor-parallel rank holds all of it.
         gated: First projection of an MLP: when the model is gated, its rows are gate then up, each divided alone.
-        vocab: Its rows are the padded vocabulary.
         expert: Number of the expert it belongs to (divided over ep, and over etp in place of tp); None if dense.
     """
 
     axis: int | None
     gated: bool = False
-    vocab: bool = False
     expert: int | None = None
 
 
@@ -110,13 +108,13 @@ _RULES: list[tuple[re.Pattern[str], int | None]] = [
         (r"(.*\.)?(\w*_)?(layernorm|norm)\.(weight|bias)", None),
     ]
 ]
-_OUTSIDE = {
-    "embedding.word_embeddings.weight": Split(0, vocab=True),
-    "output_layer.weight": Split(0, vocab=True),
-    "output_layer.bias": Split(0, vocab=True),
-    "lm_head.output_layer.weight": Split(0, vocab=True),  # T5's second name of the same (t5_model.py)
-    "lm_head.output_layer.bias": Split(0, vocab=True),
-}
+VOCABULARY = frozenset(
+    {
+        *("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"),
+        *("lm_head.output_layer.weight", "lm_head.output_layer.bias"),  # T5's second names (t5_model.py)
+    }
+)
+"""Tensors whose rows are the padded vocabulary, by their names within the language model."""
 _WHOLE = re.compile(
     r"(embedding\.)?position_embeddings\.weight|embedding\.tokentype_embeddings\.weight"
     r"|(decoder|encoder)\.final_(layer)?norm\.(weight|bias)"
@@ -180,7 +178,9 @@ def _stack_rule(name: str) -> Split | None:
 
 def _outer_rule(name: str) -> Split | None:
     """Of a parameter around the layers."""
-    return _OUTSIDE.get(name) or (Split(None) if _WHOLE.fullmatch(name) else None)
+    if name in VOCABULARY:
+        return Split(0)
+    return Split(None) if _WHOLE.fullmatch(name) else None
 
 
 def _part_rule(part: str, name: str) -> Split | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.box import Box
 from converters.errors import RequestError
-from converters.megatron.split import padded_vocab
+from converters.megatron.split import VOCABULARY, padded_vocab
 from converters.model_parts import LANGUAGE, language_name
 from converters.names import parameter_of
 from converters.planning.plan import Drop
@@ -17,17 +17,11 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_VOCABULARY = frozenset(
-    {
-        *(_EMBEDDING, "output_layer.weight", "output_layer.bias"),
-        *("lm_head.output_layer.weight", "lm_head.output_layer.bias"),
-    }
-)
 
 
 def is_vocabulary(name: str) -> bool:
     """Whether the rows of a tensor are the padded vocabulary, by its canonical name."""
-    return language_name(name) in _VOCABULARY
+    return language_name(name) in VOCABULARY
 
 
 def is_embedding(name: str) -> bool:

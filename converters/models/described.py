@@ -14,6 +14,7 @@ from converters.catalog import TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.megatron.bridge_families import WIDE_NORMS
+from converters.megatron.mixer_shapes import delta_net_shapes, mamba_shapes
 from converters.megatron.model_args import ModelArgs
 from converters.models.config import KEYS
 from converters.models.export import emit_all
@@ -255,29 +256,15 @@ def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
         out["self_attention.linear_kv_up_proj.weight"] = (heads * nope + inner, kv)
     out["self_attention.linear_qkv.weight"], out["self_attention.linear_qkv.bias"] = (rows, hidden), (rows,)
     out["self_attention.linear_proj.weight"] = (hidden, inner)
-    return out | _delta_net_shapes(args, hidden) | _mamba_shapes(args, hidden)
+    return out | _mixer_shapes(args, hidden)
 
 
-def _mamba_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Of a Mamba mixer, whose convolution is four wide (ssm/mamba_mixer.py, core_v0.16.1)."""
+def _mixer_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Of Mamba mixers, whose convolution is four wide (ssm/mamba_mixer.py, core_v0.16.1), and of gated delta nets."""
     heads, states = args.mamba_num_heads or 0, (args.mamba_num_groups or 0) * (args.mamba_state_dim or 0)
-    inner = heads * (args.mamba_head_dim or 0)
-    rows = {"z": inner, "x": inner, "B": states, "C": states, "dt": heads}
-    out: dict[str, tuple[int, ...]] = {f"in_proj.weight.{part}": (n, hidden) for part, n in rows.items()}
-    out |= {f"conv1d.weight.{part}": (rows[part], 1, 4) for part in "xBC"}
-    out |= {f"conv1d.bias.{part}": (rows[part],) for part in "xBC"}
-    out |= dict.fromkeys(("A_log", "D", "dt_bias"), (heads,))
-    out |= {"norm.weight": (inner,), "out_proj.weight": (hidden, inner)}
-    return {f"{prefix}mixer.{name}": shape for prefix in ("", "mamba_") for name, shape in out.items()}
-
-
-def _delta_net_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Of a gated delta net (ssm/gated_delta_net.py, core_v0.16.1)."""
+    mamba = mamba_shapes(hidden, heads, heads * (args.mamba_head_dim or 0), states, 4)
     heads, dim = args.linear_num_value_heads or 0, args.linear_value_head_dim or 0
-    key, value = (args.linear_num_key_heads or 0) * (args.linear_key_head_dim or 0), heads * dim
-    rows = {"query": key, "key": key, "value": value, "z": value, "beta": heads, "alpha": heads}
-    out: dict[str, tuple[int, ...]] = {f"in_proj.weight.{part}": (n, hidden) for part, n in rows.items()}
-    convolved = ("query", "key", "value")
-    out |= {f"conv1d.weight.{part}": (rows[part], 1, args.linear_conv_kernel_dim or 0) for part in convolved}
-    out |= {"A_log": (heads,), "dt_bias": (heads,), "out_norm.weight": (dim,), "out_proj.weight": (hidden, value)}
-    return {f"self_attention.{name}": shape for name, shape in out.items()}
+    key = (args.linear_num_key_heads or 0) * (args.linear_key_head_dim or 0)
+    delta_net = delta_net_shapes(hidden, heads, dim, key, heads * dim, args.linear_conv_kernel_dim or 0)
+    mixers = {"mixer.": mamba, "mamba_mixer.": mamba, "self_attention.": delta_net}
+    return {prefix + name: shape for prefix, shapes in mixers.items() for name, shape in shapes.items()}

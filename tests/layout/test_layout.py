@@ -14,6 +14,7 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.outline import Outline
 from converters.megatron.pipeline import parse_pp_layout
 from converters.megatron.split import holders, padded_vocab, shards, split_rule
+from converters.megatron.vocabulary import is_vocabulary
 from harness.support import local_shape
 
 SMALL = st.sampled_from([1, 2, 3, 4])
@@ -121,7 +122,7 @@ def test_each_kind_is_divided_along_its_axis(name):
     rule = split_rule(name)
     assert rule.axis == (None if name in REPLICATED else 1 if name in ROWS else 0)
     assert rule.gated == ("linear_fc1" in name and "norm" not in name)
-    assert rule.vocab == name.startswith(("embedding.word", "output_layer"))
+    assert is_vocabulary(name) == name.startswith(("embedding.word", "output_layer"))
     assert (rule.expert is not None) == (".mlp.experts." in name)
 
 
