@@ -23,6 +23,7 @@ VERSIONS = ("0.16", "0.19")
 # arguments whose option is the opposite, or has another name
 _UNLESS = {
     "add_bias_linear": "--disable-bias-linear",
+    "bias_dropout_fusion": "--no-bias-dropout-fusion",
     "bias_gelu_fusion": "--no-bias-gelu-fusion",
     "group_query_attention": "",
     "swiglu": "",
@@ -74,6 +75,11 @@ def inexpressible(model: ModelArgs, mcore: str) -> list[str]:
                 )
     elif kind == "yarn" and mcore != "0.19":
         out.append(f"{version} has no YaRN without latent attention; 0.19 has (--mcore 0.19)")
+    if model.mla and model.q_lora_rank is None and model.qk_layernorm and mcore == "0.19":
+        text = (
+            "has a second norm before the queries of latent attention that have no q_lora_rank"  # mla_qk_norm_config.py
+        )
+        out.append(f"{version} {text}; 0.16 has not (--mcore 0.16)")
     if base is not None and not base.is_integer():
         out.append(f"{version} takes a whole number as --rotary-base, not {base}")
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
@@ -89,6 +95,8 @@ def model_arguments(model: ModelArgs, mcore: str = "0.16") -> dict[str, Any]:
         values["moe_layer_freq"] = 1  # a list makes Megatron keep each layer under keys of its own
     if model.num_experts:
         values["moe_grouped_gemm"] = True
+        if model.add_bias_linear:
+            values["bias_dropout_fusion"] = False  # or TEGroupedMLP refuses to be built (moe/experts.py)
         if model.moe_expert_bias or model.mla:  # as these models' own code computes their routing
             values["moe_router_dtype"] = "fp32"
     if model.mla and (model.hidden_size or 0) % (model.num_attention_heads or 1):

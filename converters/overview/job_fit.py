@@ -178,6 +178,7 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
     if not catalog.megatron:
         return out
     out += _layout(catalog, job)
+    out += _latent_queries(catalog, job)
     out += _vocabulary(catalog, job)
     if catalog.path.name == "release":  # load_checkpoint (megatron/training/checkpointing.py, core_v0.16.1)
         out.append(Finding("optimizer", True, "a job reads only the weights of a release"))
@@ -225,6 +226,19 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
         own = catalog.framework in ("Megatron-LM", "Megatron-Core")
         text = "as Megatron-LM saves them" if own else f"of Megatron-LM; {catalog.framework} has a loader of its own"
         yield Finding("arguments", None, f"the checkpoint stores no training arguments {text}")
+
+
+def _latent_queries(catalog: Catalog, job: Job) -> Iterator[Finding]:
+    """Queries of latent attention without a rank of their own: 0.19 has a norm there (transformer/mla_qk_norm_config.py)."""
+    query = ".self_attention.linear_q_proj"
+    if job.mcore is None or not any(name.endswith(f"{query}.weight") for name in catalog.weights):
+        return
+    normed = any(name.endswith(f"{query}.layer_norm_weight") for name in catalog.weights)
+    every = any(name.endswith(".linear_kv_up_proj.layer_norm_weight") for name in catalog.weights)
+    if every and normed is not (job.mcore >= (0, 19)):
+        text = f"the queries of its latent attention have {'a' if normed else 'no'} norm, those of the job's model "
+        text += "none" if normed else "have one since Megatron-Core 0.19, which computes something else"
+        yield Finding("model", False, text, fixed=False)
 
 
 def _fsdp(stored: str, job: Job) -> Finding:

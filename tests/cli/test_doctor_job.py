@@ -45,6 +45,8 @@ def _no(document):
         ("legacy_llama_adam_tp2pp2", "--tp 2 --pp 2 --ckpt-format torch", set()),
         ("legacy_llama_distopt_tp2pp2dp2", f"--tp 1 --pp 1 --ckpt-format torch {DIST}", {"layout", "optimizer"}),
         ("sgd16_tp2", "--tp 2 --mcore 0.16", {"optimizer"}),
+        ("deepseek_v2_weights_pp2ep2", "--pp 2 --ep 2 --mcore 0.16 --no-load-optim", set()),
+        ("deepseek_v2_weights_pp2ep2", "--pp 2 --ep 2 --mcore 0.19 --no-load-optim", {"model"}),
         ("hf_llama_safetensors", "--tp 2", {"format"}),
         ("fsdp_llama_dp2", f"--tp 1 --mcore 0.16 {DIST}", {"format"}),
         ("fsdp_llama_dp2", f"--mcore 0.16 {DIST} --use-megatron-fsdp --ckpt-format fsdp_dtensor", set()),
@@ -66,7 +68,12 @@ def test_answers_and_the_command_makes_it_so(name, flags, wrong, tmp_path, capsy
         again = _doctor(tmp_path / "out", flags, capsys)
         assert again["loads"], again
     else:
-        assert not wrong or name in ("sgd16_tp2", "hf_llama_safetensors") or "--tp 3" in flags or "0.14" in flags
+        assert (
+            not wrong
+            or name in ("sgd16_tp2", "hf_llama_safetensors", "deepseek_v2_weights_pp2ep2")
+            or "--tp 3" in flags
+            or "0.14" in flags
+        )
 
 
 def test_reasons_are_about_the_checkpoint(capsys):

@@ -111,6 +111,7 @@ CASES = {
         "attention_multiplier": 6**-0.5,
     },
     "deepseek_v2": BASE | MIXED | LATENT | {"q_lora_rank": None},
+    "deepseek_v2_q_lora": BASE | MIXED | LATENT,
     "deepseek_v3": BASE
     | MIXED
     | LATENT
@@ -213,6 +214,7 @@ FAMILY = {
     "gpt_oss_yarn": "gpt_oss",
     "nemotron_h_dense": "nemotron_h",
     "glm4_moe_plain": "glm4_moe",
+    "deepseek_v2_q_lora": "deepseek_v2",
     "llama31": "llama",
     "llama_bias_tied": "llama",
     "deepseek_v3_yarn": "deepseek_v3",

@@ -28,6 +28,13 @@ import traceback
 from pathlib import Path
 
 ITERATION = 10
+# of a job that has no GPU, and of one that has no data
+WITHOUT_GPU = (
+    "--micro-batch-size 1 --global-batch-size 8 --train-iters 1 --lr 1e-3 --seq-length 48 --tokenizer-type NullTokenizer "
+    "--distributed-backend gloo --use-cpu-initialization --no-gradient-accumulation-fusion --no-rope-fusion "
+    "--no-persist-layer-norm --no-masked-softmax-fusion --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
+    "--no-one-logger --num-workers 0 --ckpt-format torch_dist --dist-ckpt-strictness raise_all"
+)
 
 
 def seed(job: dict) -> None:
@@ -104,6 +111,69 @@ def load(job: dict) -> None:
     write_state(job, model, optimizer, scheduler)
 
 
+def forward(job: dict) -> None:
+    """Writes the logits of the model that Megatron builds of `job["flags"]`, with the weights of `job["folder"]`.
+
+    `job["tokens"]` is a file of safetensors with `tokens`; in `job["logits"]` are `logits`, and `prediction_N` of each layer
+    of multi-token prediction.
+    """
+    import kernels
+    import labcommon as lab
+    import torch
+    from megatron.core.dist_checkpointing import validation
+    from megatron.training import arguments, checkpointing
+    from safetensors.torch import load_file, save_file
+
+    kernels.install()
+    words = [*job["flags"], *WITHOUT_GPU.split(), "--load", job["folder"], "--deterministic-mode"]
+    os.environ |= {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    sys.argv = ["pretrain.py", *words]
+    arguments.parse_args()  # every word is one of Megatron's own: the harness lets others pass
+    args, _ = lab.setup(words)
+    model = built_from(args)
+    report = validation.maybe_report_missing_and_unexpected_keys
+    validation.maybe_report_missing_and_unexpected_keys = lambda more, lacking, *rest: report(
+        {name for name in more if not name.endswith("._extra_state")}, lacking, *rest
+    )  # of those, a checkpoint for several versions has more than each asks for
+    args.iteration = args.consumed_train_samples = 0
+    checkpointing.load_checkpoint(model, None, None, checkpointing_context={})
+    gpt, heads = lab.unwrap(model[0]).eval(), []
+    tokens = load_file(job["tokens"])["tokens"]
+    out = {}
+    if getattr(gpt, "mtp_process", False):
+        gpt.mtp.register_forward_hook(lambda _module, _inputs, output: heads.append(output))
+        length = tokens.shape[1]
+        positions = torch.arange(length)[None].expand(tokens.shape)
+        with torch.no_grad():
+            gpt(tokens, positions, torch.ones(1, 1, length, length).triu(1).bool(), labels=tokens)
+            weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
+            for number, hidden in enumerate(heads[0].chunk(1 + args.mtp_num_layers)[1:]):
+                out[f"prediction_{number}"] = gpt.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()
+    out["logits"] = lab.forward_logits(model, tokens).contiguous()
+    save_file(out, job["logits"])
+
+
+def built_from(args: object) -> list:
+    """The model as `pretrain_gpt.py`, or `pretrain_mamba.py` and `pretrain_hybrid.py`, of this version build it."""
+    from functools import partial
+
+    from megatron.core.enums import ModelType
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training import argument_utils, training
+    from model_provider import model_provider
+
+    hybrid = bool(getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None))
+    if hasattr(argument_utils, "gpt_config_from_args"):  # since 0.18
+        config = getattr(argument_utils, f"{'hybrid' if hybrid else 'gpt'}_config_from_args")(args)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        return config.get_builder_cls()(config).build_distributed_models(groups, wrap_with_ddp=False)
+    if hybrid:
+        from mamba_builders import mamba_builder as builder
+    else:
+        from gpt_builders import gpt_builder as builder
+    return training.get_model(partial(model_provider, builder), ModelType.encoder_or_decoder, wrap_with_ddp=False)
+
+
 def recompute(job: dict) -> None:
     """Makes the state at this layout by training, and writes each rank's part."""
     import labcommon as lab
@@ -152,7 +222,7 @@ def sharding_type(checkpointing: object, name: str | None):
         checkpointing._build_sharded_state_dict_metadata = build
 
 
-JOBS = {job.__name__: job for job in (seed, save, load, recompute)}
+JOBS = {job.__name__: job for job in (seed, save, load, recompute, forward)}
 
 
 def fork_rank(job: dict, rank: int, port: int) -> int:
