@@ -104,14 +104,11 @@ class RecordSums:
         for number, crc in enumerate(sums):
             self.add(record, (start + number * stride, nbytes, crc))
 
-    def whole(self, record: int, nbytes: int) -> int | None:
-        """CRC-32 of the whole record of `nbytes` bytes if all of it has been read, else None."""
-        with self._lock:
-            piece = self.pieces.get(record, {}).get(0)
-        return piece[2] if piece is not None and piece[1] == nbytes else None
-
     def take(self, record: int, nbytes: int) -> int | None:
-        """As `whole`, but a sum is given only once, and the record forgotten: of two threads, one gets to compare it."""
+        """CRC-32 of a record of `nbytes` bytes if all of it has been read, else None.
+
+        The record is then forgotten: of two threads, one gets to compare the sum.
+        """
         with self._lock:
             piece = self.pieces.get(record, {}).get(0)
             if piece is None or piece[1] != nbytes:

@@ -41,7 +41,7 @@ class DistckptError(Exception):
     def to_json(self) -> dict[str, Any]:
         """The error as plain data, to tell another process of it: see `from_json`."""
         return {
-            "class": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _KINDS_BY_NAME),
+            "class": next(kind.__name__ for kind in type(self).__mro__ if kind.__name__ in _KINDS),
             "message": self.message,
             "details": self.details,
             "hint": self.hint,
@@ -135,17 +135,12 @@ class Interrupted(DistckptError):
         self.signum = signum
 
 
-_PLAIN = (
-    FormatError,
-    UnfinishedError,
-    UnsupportedError,
-    IntegrityError,
-    UsageError,
-    RequestError,
-    DestinationError,
-    DistckptError,
-)
-_KINDS_BY_NAME: dict[str, type[DistckptError]] = {kind.__name__: kind for kind in (*_PLAIN, Interrupted)}
+_KINDS = {
+    name: kind
+    for name, kind in globals().items()
+    if isinstance(kind, type) and issubclass(kind, DistckptError) and kind is not DamagedFileError
+}
+"""What another process is told of by name; the files of damage are known where they were looked at."""
 
 
 def from_json(document: Mapping[str, Any], prefix: str = "") -> DistckptError:
@@ -158,9 +153,7 @@ def from_json(document: Mapping[str, Any], prefix: str = "") -> DistckptError:
     message, hint = f"{prefix}{document['message']}", document["hint"]
     if document["class"] == "Interrupted":
         return Interrupted(document["signum"], message, hint=hint)
-    error = _KINDS_BY_NAME[document["class"]](
-        message, details=document["details"], hint=hint, tensor=document["tensor"]
-    )
+    error = _KINDS[document["class"]](message, details=document["details"], hint=hint, tensor=document["tensor"])
     if document["passing"]:  # with a disk: the same command may go on
         error.__cause__ = OSError("in another process")
     return error

@@ -39,7 +39,7 @@ from converters.execute.journal import JOURNAL
 from converters.execute.rank_files import dismiss_earlier
 from converters.formats.folder import open_source
 from converters.names import printable
-from converters.torchzip.checks import check_archive
+from converters.torchzip.records import check_archive
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -12,7 +12,7 @@ from converters.crc import crc32
 from converters.errors import RequestError
 from converters.execute.destination import os_trouble
 from converters.execute.disk import trouble_with, write_at
-from converters.io.cast import Caster, overflowed, pinned, underflowed
+from converters.io.cast import Caster, lost_in_fp16, pinned
 from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles
 from converters.io.quantize import Loss, quantized
 from converters.planning.plan import Op
@@ -126,14 +126,17 @@ class Worker:
             into = self._gatherer.scratch(values.size * move.dtype.itemsize)
             stored = values
             values = self._caster.cast(values, info.dtype, move.dtype, op, into)
-            if move.dtype.name == "float16" and (lost := overflowed(stored, info.dtype, values)):
+            too_large, too_small = (0, 0)
+            if move.dtype.name == "float16":
+                too_large, too_small = lost_in_fp16(stored, info.dtype, values)
+            if too_large:
                 raise RequestError(
-                    f"{tile.source}: {lost:,} elements are too large for float16, whose largest number is 65,504",
+                    f"{tile.source}: {too_large:,} elements are too large for float16, whose largest number is 65,504",
                     hint="--dtype bf16 or fp32, or leave --dtype out",
                     tensor=tile.source,
                 )
-            if move.dtype.name == "float16" and op not in (Op.ADD_ONE, Op.SUBTRACT_ONE):
-                self.underflowed += underflowed(stored, info.dtype, values)
+            if op not in (Op.ADD_ONE, Op.SUBTRACT_ONE):
+                self.underflowed += too_small
         elif not values.flags.c_contiguous:
             packed = self._gatherer.scratch(values.nbytes).view(values.dtype).reshape(values.shape)
             np.copyto(packed, values)

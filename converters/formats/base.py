@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, overload
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.chunks import StoredArray
     from converters.param_order import Order
-    from converters.torchzip.records import Payload, TensorRef
+    from converters.torchzip.records import Payload, Read, TensorRef
 
 COMMON_OBJECT = "common_state/shard_0_1"
 """Key of the object that holds the common state where there is no `common.pt` (Megatron-Core 0.19 and later)."""
@@ -222,10 +222,6 @@ class StoredArchive:
     length: int
     record: int
     key: str
-
-
-Read = Callable[[int, int], bytes]
-"""Reads so many bytes (second argument) from an offset (first) of one file; fewer only at the file's end."""
 
 
 def fingerprint_of(reader: Reader) -> str:

@@ -13,15 +13,14 @@ from converters.crc import crc32
 from converters.errors import FormatError
 from converters.formats.folder import open_source
 from converters.pickles import dumps
-from converters.torchzip.records import member_offset, read_directory, read_pickle
+from converters.torchzip.records import read_directory, read_member, read_pickle
 from converters.torchzip.records_out import archive, object_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.formats.base import Read
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.records import Read, TensorRef
 
 _LIMIT = 1 << 30
 
@@ -70,7 +69,7 @@ class Archive:
         for name, member in members.items():
             if member.size > _LIMIT:
                 raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
-            data = read(member_offset(read, start, member, what), member.size)
+            data = read_member(read, start, member, what)
             if crc32(data) != member.crc:
                 raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
             self._members[name] = data
@@ -110,7 +109,7 @@ class Archive:
         """
         size = ref.dtype.itemsize
         raw = self._members.get(f"data/{ref.storage}", b"")
-        if not ref.contiguous or len(raw) != ref.storage_numel * size:
+        if not ref.contiguous or len(raw) != ref.storage_nbytes:
             raise FormatError(f"{self._what} lacks storage {ref.storage}, or a tensor in it has odd strides")
         return raw[ref.offset * size : (ref.offset + math.prod(ref.shape)) * size]
 

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from converters.formats.base import Read, Reader
+    from converters.formats.base import Reader
     from converters.planning.job import OutputFile
+    from converters.torchzip.records import Read
 
 _BYTE = dtype("uint8")
 _BEHIND = 1 << 40  # no checkpoint has so many records

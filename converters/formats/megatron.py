@@ -183,31 +183,3 @@ def _setting(item: Any) -> tuple[str, Any] | None:
 def _section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     inner = document.get(name)
     return inner if isinstance(inner, Mapping) else document
-
-
-def find_producer(facts: CommonFacts, evidence: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The Megatron-Core versions that write such files, and what says so; None if nothing does.
-
-    Args:
-        facts: From the common state.
-        evidence: Of `.metadata`: "save_id" (who it says saved it), "embedded" (common state inside the data files),
-            "class" (its top-level class), "mcore_data", "plans", "planner_data" (whether those attributes are there).
-    """
-    types = facts.content.get("distrib_optim_sharding_type") if facts.content else None
-    if re.fullmatch(r"distckpt [\w.+]{1,40}", evidence["save_id"]):
-        return evidence["save_id"], "it says so"
-    if evidence["embedded"]:
-        return "Megatron-Core 0.19 or later", "common state inside the data files"
-    if str(evidence["class"]).endswith("MCoreMetadata"):
-        return "Megatron-Core 0.15", "class MCoreMetadata"
-    if evidence["mcore_data"]:
-        if not evidence["plans"]:
-            return "Megatron-Core 0.8 to 0.10", "mcore_data without save plans"
-        if facts.content or not facts.args:
-            return "Megatron-Core 0.13 or 0.14", "mcore_data, save plans and content_metadata"
-        return "Megatron-Core 0.11 or 0.12", "mcore_data and save plans, no content_metadata"
-    if evidence["planner_data"] and facts.args:
-        return "Megatron-Core 0.6 or 0.7", "planner data, no mcore_data"
-    if evidence["plans"] and (facts.content or facts.args or types):
-        return "Megatron-Core 0.16 to 0.18", "save plans, no mcore_data, common.pt"
-    return None

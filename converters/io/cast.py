@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _SIGNED: dict[int, np.dtype[Any]] = UNSIGNED | {n: np.dtype(f"i{n}") for n in (1, 2, 4, 8)}
 _BLOCK = 1 << 16  # elements looked at in one go, so that what is compared needs little memory
 _BESIDE = 4  # what a device holds of an element: as it came, in fp32, as it goes, and whether it is a NaN
-_EXPONENTS = {"bfloat16": 0x7F80, "float32": 0x7F800000}
+_MASKS = {"bfloat16": (0x7F80, 0x7FFF), "float32": (0x7F800000, 0x7FFFFFFF)}  # exponent; all but the sign
 _QUIET = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -67,40 +67,25 @@ def _quieten(out: torch.Tensor) -> None:
             block.masked_fill_(nans, float("nan"))
 
 
-def overflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> int:
-    """How many finite numbers have become infinite in fp16, whose largest is 65,504; other types hold what models store.
+def lost_in_fp16(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> tuple[int, int]:
+    """How many finite numbers have become infinite in fp16, whose largest is 65,504, and how many have become zero.
 
     Args:
         elements: The bits that were cast, of bf16 or fp32; those of other types are not looked at.
         source: Their type.
         result: The bits of fp16 that they became, in the same shape.
     """
-    if source.name not in _EXPONENTS:
-        return 0
-    count, mask = 0, _EXPONENTS[source.name]
+    if source.name not in _MASKS:
+        return 0, 0
+    too_large, too_small = 0, 0
+    exponent, magnitude = _MASKS[source.name]
     for before, after in _blocks(elements, result):
-        infinite = (after & 0x7FFF) == 0x7C00
+        infinite, zero = (after & 0x7FFF) == 0x7C00, (after & 0x7FFF) == 0
         if infinite.any():
-            count += int(np.count_nonzero(infinite & ((before & mask) != mask)))
-    return count
-
-
-def underflowed(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> int:
-    """How many numbers that are not zero have become zero in fp16, whose least is 6e-8.
-
-    Args:
-        elements: The bits that were cast, of bf16 or fp32; those of other types are not looked at.
-        source: Their type.
-        result: The bits of fp16 that they became, in the same shape.
-    """
-    if source.name not in _EXPONENTS:
-        return 0
-    count, magnitude = 0, 0x7FFF if source.itemsize == 2 else 0x7FFFFFFF
-    for before, after in _blocks(elements, result):
-        zero = (after & 0x7FFF) == 0
+            too_large += int(np.count_nonzero(infinite & ((before & exponent) != exponent)))
         if zero.any():
-            count += int(np.count_nonzero(zero & ((before & magnitude) != 0)))
-    return count
+            too_small += int(np.count_nonzero(zero & ((before & magnitude) != 0)))
+    return too_large, too_small
 
 
 def _blocks(*arrays: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
@@ -163,16 +148,8 @@ class Caster:
 
 def pinned(device: str) -> Callable[[int], Bytes] | None:
     """What allocates buffers that a device copies without a detour; None where ordinary memory is as good."""
-    resolved = find_device(device)
-    if not isinstance(resolved, Staged):
-        return None
-    staged = resolved
-
-    def allocate(nbytes: int) -> Bytes:
-        buffer: Bytes = staged.pinned(nbytes).numpy()
-        return buffer
-
-    return allocate
+    staged = find_device(device)
+    return (lambda nbytes: staged.pinned(nbytes).numpy()) if isinstance(staged, Staged) else None
 
 
 def choose_device(requested: str, *, computes: bool, local_rank: int = 0, buffers: int = 0) -> tuple[str, str | None]:

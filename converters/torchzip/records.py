@@ -17,19 +17,18 @@ import itertools
 import math
 import re
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from converters.crc import crc32
 from converters.dtypes import DType, dtype, from_storage
-from converters.errors import FormatError, UnsupportedError
+from converters.errors import FormatError, IntegrityError, UnsupportedError
 from converters.names import printable
 from converters.pickles import Global, Obj, PersId, parse
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Read = Callable[[int, int], bytes]
+Read = Callable[[int, int], bytes]
+"""Reads so many bytes (second argument) from an offset (first) of one file; fewer only at the file's end."""
 
 _EOCD = struct.Struct("<IHHHHIIH")
 _EOCD64 = struct.Struct("<24xQQQQ")
@@ -78,6 +77,11 @@ class TensorRef:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @property
+    def storage_nbytes(self) -> int:
+        """Bytes of the storage."""
+        return self.storage_numel * self.dtype.itemsize
 
     @property
     def contiguous(self) -> bool:
@@ -216,6 +220,60 @@ def member_offset(read: Read, start: int, member: Member, what: str) -> int:
     return start + member.header + front
 
 
+def read_member(read: Read, start: int, member: Member, what: str) -> bytes:
+    """A member's contents."""
+    return read(member_offset(read, start, member, what), member.size)
+
+
+def refuse_big_endian(read: Read, start: int, members: Mapping[str, Member], what: str) -> None:
+    """Refuses an archive whose elements have their first byte last."""
+    order = members.get("byteorder")
+    if order is not None and read_member(read, start, order, what) != b"little":
+        raise UnsupportedError(f"{what} was written on a big-endian machine, which is not supported")
+
+
+def storage_payload(read: Read, start: int, members: Mapping[str, Member], storage: str, what: str) -> Payload:
+    """Where the elements of a whole storage lie."""
+    member = members[f"data/{storage}"]
+    begin = member_offset(read, start, member, what)
+    # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
+    crc = member.crc if member.crc or members["data.pkl"].crc else None
+    return Payload(begin, member.size, crc, begin, member.size)
+
+
+def check_storage_size(ref: TensorRef, size: int | None, what: str) -> None:
+    """Compares the bytes of a storage, None if there is none, with what a tensor in it says.
+
+    Raises:
+        FormatError: They differ.
+    """
+    if size != ref.storage_nbytes:
+        have = "no such member" if size is None else f"{size} bytes"
+        raise FormatError(f"{what}: data/{ref.storage} should have {ref.storage_nbytes} bytes, found {have}")
+
+
+def check_archive(read: Read, start: int, length: int, what: str) -> None:
+    """Compares every member of an archive that is copied as it is with its checksum; holds a mebibyte at a time.
+
+    Raises:
+        IntegrityError: One does not match.
+        FormatError: Not an archive, or damaged in its directory.
+    """
+    members = read_directory(read, start, length, what)
+    if not any(member.crc for member in members.values()):
+        return  # saved with torch.serialization.set_crc32_options(False)
+    for member in members.values():
+        at, crc = member_offset(read, start, member, what), 0
+        for low in range(at, at + member.size, 1 << 20):
+            crc = crc32(read(low, min(1 << 20, at + member.size - low)), crc)
+        if crc != member.crc:
+            raise IntegrityError(
+                f"{what} is damaged: its {member.name} does not match its checksum",
+                details=[f"stored CRC-32 {member.crc:08x}, computed {crc:08x}"],
+                hint="restore this file from a copy; nothing was published",
+            )
+
+
 def read_pickle(
     read: Read, start: int, length: int, what: str, *, members: dict[str, Member] | None = None, limit: int = 1 << 30
 ) -> Any:
@@ -232,7 +290,7 @@ def read_pickle(
         raise FormatError(f"{what} is a TorchScript archive, not a checkpoint")
     if member.size > limit:
         raise FormatError(f"{what}: data.pkl of {member.size} bytes is larger than the limit of {limit}")
-    raw = read(member_offset(read, start, member, what), member.size)
+    raw = read_member(read, start, member, what)
     if member.crc and len(raw) == member.size and crc32(raw) != member.crc:  # 0: saved without
         raise FormatError(f"{what} is damaged: data.pkl does not match its checksum")
     return parse(raw, what=f"{what}: data.pkl")
@@ -331,7 +389,7 @@ class TensorLocator:
         pickle = members.get("data.pkl")
         if pickle is None:
             raise FormatError(f"{what} holds no tensor: there is no data.pkl in it")
-        raw = read(member_offset(read, start, pickle, what), pickle.size)
+        raw = read_member(read, start, pickle, what)
         ref = self._by_pickle.get(raw)
         if ref is None:
             ref = tensor_ref(parse(raw, what=f"{what}: data.pkl"), what)
@@ -360,15 +418,8 @@ def locate_tensor(
     members = members or read_directory(read, start, length, what)
     if not ref.contiguous:
         raise UnsupportedError(f"{what} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
-    data = members.get(f"data/{ref.storage}")
-    itemsize = ref.dtype.itemsize
-    if data is None or data.size != ref.storage_numel * itemsize:
-        size = "no such member" if data is None else f"{data.size} bytes"
-        raise FormatError(f"{what}: data/{ref.storage} should have {ref.storage_numel * itemsize} bytes, found {size}")
-    order = members.get("byteorder")
-    if order is not None and read(member_offset(read, start, order, what), order.size) != b"little":
-        raise UnsupportedError(f"{what} was written on a big-endian machine, which is not supported")
-    begin = member_offset(read, start, data, what)
-    # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
-    crc = data.crc if data.crc or members["data.pkl"].crc else None
-    return Payload(begin + ref.offset * itemsize, math.prod(ref.shape) * itemsize, crc, begin, data.size)
+    data, itemsize = members.get(f"data/{ref.storage}"), ref.dtype.itemsize
+    check_storage_size(ref, None if data is None else data.size, what)
+    refuse_big_endian(read, start, members, what)
+    storage = storage_payload(read, start, members, ref.storage, what)
+    return replace(storage, offset=storage.offset + ref.offset * itemsize, nbytes=math.prod(ref.shape) * itemsize)

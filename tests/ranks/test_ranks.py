@@ -20,6 +20,7 @@ from converters.errors import (
     IntegrityError,
     Interrupted,
     RequestError,
+    StoreError,
     UnsupportedError,
 )
 from converters.events import FileDone, Moved, StopFlag
@@ -191,6 +192,7 @@ def test_journals_of_all_ranks_become_one(tmp_path):
         DestinationError("full"),
         UnsupportedError("another form"),
         DamagedFileError("ckpt", {"common.pt": "common.pt is damaged"}, hint="c"),
+        StoreError("no answer"),
         Interrupted(15, "stopped"),
         ZeroDivisionError("oops"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from converters.catalog import FileInfo
 from converters.chunks import StoredArray
@@ -16,40 +16,24 @@ from converters.errors import FormatError, UnsupportedError
 from converters.formats.base import Reader
 from converters.formats.folder import open_source, status
 from converters.pickles import PickleFormatError, parse_stream
-from converters.torchzip.records import Member, Payload, member_offset, read_directory, read_pickle
+from converters.torchzip.records import (
+    Member,
+    check_storage_size,
+    read_directory,
+    read_member,
+    read_pickle,
+    refuse_big_endian,
+    storage_payload,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.formats.base import Read
-    from converters.torchzip.records import TensorRef
+    from converters.formats.containers.safetensors import SafetensorsFile
+    from converters.torchzip.records import Payload, Read, TensorRef
 
-
-class TensorFile(Protocol):
-    """A file that tensors lie in.
-
-    Attributes:
-        name: Path relative to the iteration's folder: `mp_rank_00_000/model_optim_rng.pt`.
-        size: Bytes.
-        position: Its place in the reader's list of files.
-    """
-
-    name: str
-    size: int
-    position: int
-
-    def storages(self) -> Mapping[str, int]:
-        """Bytes of every storage, by its key."""
-        ...
-
-    def locate(self, storage: str, read: Read) -> Payload:
-        """Where a storage's bytes lie."""
-        ...
-
-    def checksums(self) -> str:
-        """What the file says of its contents, for a fingerprint."""
-        ...
+    TensorFile: TypeAlias = "PtFile | SafetensorsFile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +46,13 @@ class FileTensor:
 
 @dataclass
 class PtFile:
-    """A file of torch.save, its pickle as an inert tree; see `TensorFile`."""
+    """A file of torch.save, its pickle as an inert tree.
+
+    Attributes:
+        name: Path relative to the iteration's folder: `mp_rank_00_000/model_optim_rng.pt`.
+        size: Bytes.
+        position: Its place in the reader's list of files.
+    """
 
     name: str
     size: int
@@ -82,25 +72,19 @@ class PtFile:
             if read(0, 4) != b"PK\x03\x04":
                 raise _no_archive(read(0, 256), name, size)
             members = read_directory(read, 0, size, name)
-            order = members.get("byteorder")
-            if order is not None and read(member_offset(read, 0, order, name), order.size) != b"little":
-                raise UnsupportedError(f"{name} was written on a big-endian machine, which is not supported")
+            refuse_big_endian(read, 0, members, name)
             return cls(name, size, read_pickle(read, 0, size, name, members=members), members)
 
     def storages(self) -> dict[str, int]:
-        """See `TensorFile`."""
+        """Bytes of every storage, by its key."""
         return {name[5:]: member.size for name, member in self.members.items() if name.startswith("data/")}
 
     def locate(self, storage: str, read: Read) -> Payload:
-        """See `TensorFile`."""
-        member = self.members[f"data/{storage}"]
-        begin = member_offset(read, 0, member, self.name)
-        # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
-        crc = member.crc if member.crc or self.members["data.pkl"].crc else None
-        return Payload(begin, member.size, crc, begin, member.size)
+        """Where a storage's bytes lie."""
+        return storage_payload(read, 0, self.members, storage, self.name)
 
     def checksums(self) -> str:
-        """See `TensorFile`."""
+        """What the file says of its contents, for a fingerprint."""
         return "".join(f"{member.crc:08x}" for member in self.members.values())
 
     def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
@@ -110,8 +94,7 @@ class PtFile:
             size = "missing" if entry is None else f"{entry.size} bytes"
             raise FormatError(f"{self.name}: member {member} is {size}")
         with open_source(folder / self.name) as source:
-            begin = member_offset(source.read, 0, entry, self.name)
-            return source.read(begin, entry.size)
+            return read_member(source.read, 0, entry, self.name)
 
 
 def _no_archive(head: bytes, name: str, size: int) -> FormatError:
@@ -169,11 +152,8 @@ class Storages:
         key = (file.position, ref.storage, ref.dtype.name)
         array = self.arrays.get(key)
         if array is None:
+            check_storage_size(ref, self._sizes[file.position].get(ref.storage), file.name)
             name = f"{file.name}: data/{ref.storage}"
-            size = self._sizes[file.position].get(ref.storage)
-            if size != ref.storage_numel * ref.dtype.itemsize:
-                have = "no such member" if size is None else f"{size} bytes"
-                raise FormatError(f"{name} should have {ref.storage_numel * ref.dtype.itemsize} bytes, found {have}")
             array = self.arrays[key] = StoredArray.one_chunk(name, (ref.storage_numel,), len(self.records))
             self.records.append((file, ref.storage))
         return array

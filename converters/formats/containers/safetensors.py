@@ -29,7 +29,7 @@ from converters.torchzip.records_out import c_strides
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.formats.base import Read
+    from converters.torchzip.records import Read
 
 INDEX = "model.safetensors.index.json"
 _SINGLE, _ENDING = "model.safetensors", ".safetensors"
@@ -40,7 +40,7 @@ _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.safetensors")
 
 @dataclass
 class SafetensorsFile:
-    """A file's header; see `TensorFile`. Every tensor has a storage of its own.
+    """A file's header, with what `PtFile` offers. Every tensor has a storage of its own.
 
     Attributes:
         tensors: The tensors by name, in the order in which they lie in the file.
@@ -54,16 +54,16 @@ class SafetensorsFile:
     position: int = -1
 
     def storages(self) -> dict[str, int]:
-        """See `TensorFile`."""
+        """See `PtFile`."""
         return {key: nbytes for key, (_, nbytes) in self.ranges.items()}
 
     def locate(self, storage: str, read: Read) -> Payload:
-        """See `TensorFile`."""
+        """See `PtFile`."""
         begin, nbytes = self.ranges[storage]
         return Payload(begin, nbytes, None, begin, nbytes)
 
     def checksums(self) -> str:
-        """See `TensorFile`; the format has none."""
+        """See `PtFile`; the format has none."""
         return ""
 
 

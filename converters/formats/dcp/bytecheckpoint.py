@@ -34,9 +34,9 @@ from converters.torchzip.records import Payload, tensor_ref
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.formats.base import Read, StoredArchive
+    from converters.formats.base import StoredArchive
     from converters.formats.dcp.names import Named
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.records import Read, TensorRef
 
 _STEP = re.compile(r"global_step_(\d+)")
 _FLAT = "_flat_param"
@@ -65,8 +65,8 @@ class ByteCheckpointReader(TorchDcpReader):
                 f"{what} holds a {ref.dtype} tensor of {list(ref.shape)}, strides {list(ref.strides)}",
                 details=[f"the metadata promises {kind} of {list(shape)}, in C order"],
             )
-        if ref.storage_numel * kind.itemsize != length:
-            raise FormatError(f"{what} has {length} bytes, its storage {ref.storage_numel * kind.itemsize}")
+        if ref.storage_nbytes != length:
+            raise FormatError(f"{what} has {length} bytes, its storage {ref.storage_nbytes}")
         return Payload(start + ref.offset * kind.itemsize, math.prod(shape) * kind.itemsize, None, start, length)
 
     def archives(self, file: int) -> Iterator[StoredArchive]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from converters.formats.dcp.stored import StoredTensor
+
+    _Number: TypeAlias = int | NDArray[np.int64]
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
@@ -98,24 +100,17 @@ def _tensor_entry(out: _Pickle, table: StoredTensor) -> None:
         count = len(table.starts)
         if count:
             out.raw(b"(")
-            with out.instance(_DCP, "ChunkStorageMetadata"):
-                out.name("offsets")
-                out.size(table.starts[0].tolist())
-                out.name("sizes")
-                out.size(table.sizes[0].tolist())
+            _chunk(out, table.starts[0].tolist(), table.sizes[0].tolist())
             out.raw(b"e")
-        row = _Row(out, max(int(table.starts.max(initial=0)), int(table.sizes.max(initial=0))) >= _LIMIT)
-        row.open(_DCP, "ChunkStorageMetadata")
-        row.attribute("offsets").size(table.starts[1:])
-        row.attribute("sizes").size(table.sizes[1:])
-        row.close()
-        out.batches(row.matrix(count - 1), b"e")
+            rows = _Rows(out, wide=max(int(table.starts.max(initial=0)), int(table.sizes.max(initial=0))) >= _LIMIT)
+            _chunk(rows, [*table.starts[1:].T], [*table.sizes[1:].T])
+            out.batches(rows.matrix(count - 1), b"e")
 
 
 def _storage_entries(out: _Pickle, table: StoredTensor, files: Sequence[str]) -> None:
     # rows that name a file for the first time are spelled out, the others refer to it
     _, first = np.unique(table.file, return_index=True)
-    spelled = [row for row in first.tolist() if not out.memoized(files[int(table.file[row])])] or first[:1].tolist()
+    spelled = [row for row in first.tolist() if files[int(table.file[row])] not in out.memo] or first[:1].tolist()
     for row in spelled:
         _index(out, table.key, table.starts[row].tolist())
         _info(out, files[int(table.file[row])], int(table.offset[row]), int(table.length[row]))
@@ -123,22 +118,23 @@ def _storage_entries(out: _Pickle, table: StoredTensor, files: Sequence[str]) ->
     rest[spelled] = False
     if not rest.any():
         return
-    row_of = _Row(out, int(table.starts.max(initial=0)) >= _LIMIT)
-    row_of.open(_DCP, "MetadataIndex")
-    row_of.attribute("fqn").reference(table.key)
-    row_of.attribute("offset").size(table.starts[rest])
-    row_of.attribute("index").constant(b"N")
-    row_of.close()
-    row_of.open(_FILES, "_StorageInfo")
+    rows = _Rows(out, wide=int(table.starts.max(initial=0)) >= _LIMIT)
+    _index(rows, table.key, [*table.starts[rest].T])
+    rows.wide = True
     memo = np.array([out.memo.get(name, 0) for name in files], np.int64)
-    row_of.attribute("relative_path").references(memo[table.file[rest]])
-    row_of.attribute("offset").wide(table.offset[rest])
-    row_of.attribute("length").wide(table.length[rest])
-    row_of.close()
-    out.batches(row_of.matrix(int(rest.sum())), b"u")
+    _info(rows, memo[table.file[rest]], table.offset[rest], table.length[rest])
+    out.batches(rows.matrix(int(rest.sum())), b"u")
 
 
-def _index(out: _Pickle, key: str, offset: Sequence[int] | None) -> None:
+def _chunk(out: _Pickle, offsets: Sequence[_Number], sizes: Sequence[_Number]) -> None:
+    with out.instance(_DCP, "ChunkStorageMetadata"):
+        out.name("offsets")
+        out.size(offsets)
+        out.name("sizes")
+        out.size(sizes)
+
+
+def _index(out: _Pickle, key: str, offset: Sequence[_Number] | None) -> None:
     with out.instance(_DCP, "MetadataIndex"):
         out.name("fqn")
         out.name(key)
@@ -151,7 +147,7 @@ def _index(out: _Pickle, key: str, offset: Sequence[int] | None) -> None:
         out.raw(b"N")
 
 
-def _info(out: _Pickle, file: str, start: int, length: int) -> None:
+def _info(out: _Pickle, file: str | NDArray[np.int64], start: _Number, length: _Number) -> None:
     with out.instance(_FILES, "_StorageInfo"):
         out.name("relative_path")
         out.name(file)
@@ -168,19 +164,16 @@ class _Pickle:
     """
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = [b"\x80\x04"]
+        self._bytes = bytearray(b"\x80\x04")
         self.memo: dict[str | tuple[str, str], int] = {}
 
     def raw(self, data: bytes) -> None:
-        self._parts.append(data)
+        self._bytes += data
 
     def finish(self) -> bytes:
-        return b"".join([*self._parts, b"."])
+        return bytes(self._bytes + b".")
 
-    def memoized(self, name: str) -> bool:
-        return name in self.memo
-
-    def name(self, text: str) -> None:
+    def name(self, text: Any) -> None:
         """A string."""
         number = self.memo.get(text)
         if number is not None:
@@ -208,13 +201,14 @@ class _Pickle:
         self.named(module, name)
         self.raw(b")\x81")
 
-    def integer(self, value: int) -> None:
+    def integer(self, value: Any) -> None:
         self.raw(b"J" + struct.pack("<i", value) if value < _LIMIT else b"\x8a\x08" + struct.pack("<q", value))
 
-    def size(self, values: Sequence[int]) -> None:
+    def size(self, values: Sequence[_Number]) -> None:
         """A torch.Size."""
         self.named("torch", "Size")
-        before, behind = _tuple(len(values))
+        count = len(values)
+        before, behind = (b"", [b")", b"\x85", b"\x86", b"\x87"][count]) if count < 4 else (b"(", b"t")
         self.raw(before)
         for value in values:
             self.integer(value)
@@ -242,60 +236,38 @@ class _Pickle:
             self.raw(b"(")
 
 
-def _tuple(count: int) -> tuple[bytes, bytes]:
-    return (b"", [b")", b"\x85", b"\x86", b"\x87"][count]) if count < 4 else (b"(", b"t")
+class _Rows(_Pickle):
+    """Many items that differ in numbers only, written as one; every name in them is memoized already.
 
+    In the place of a number is a column, which has that of each item; in the place of a name may be one of memo numbers.
 
-class _Row:
-    """The bytes of one item, with holes that differ from item to item."""
+    Args:
+        out: The pickle that they are for.
+        wide: Numbers have eight bytes, not four.
+    """
 
-    def __init__(self, out: _Pickle, wide: bool) -> None:
-        self._out, self._wide = out, wide
-        self._bytes = bytearray()
-        self._holes: list[tuple[int, NDArray[np.uint8]]] = []
+    def __init__(self, out: _Pickle, *, wide: bool) -> None:
+        self._bytes, self.memo, self.wide = bytearray(), out.memo, wide
+        self._columns: list[tuple[int, NDArray[np.uint8]]] = []
 
-    def constant(self, data: bytes) -> _Row:
-        self._bytes += data
-        return self
+    def name(self, text: Any) -> None:
+        if isinstance(text, str):
+            super().name(text)
+        else:
+            self._column(b"j", text, "<u4")
 
-    def reference(self, what: str | tuple[str, str]) -> _Row:
-        return self.constant(b"j" + struct.pack("<I", self._out.memo[what]))
+    def integer(self, value: Any) -> None:
+        self._column(*((b"\x8a\x08", value, "<i8") if self.wide else (b"J", value, "<i4")))
 
-    def open(self, module: str, name: str) -> None:
-        self.reference((module, name)).constant(b")\x81}(")
-
-    def close(self) -> None:
-        self.constant(b"ub")
-
-    def attribute(self, name: str) -> _Row:
-        return self.reference(name)
-
-    def _hole(self, opcode: bytes, values: NDArray[np.int64], kind: str) -> None:
-        self._bytes += opcode
+    def _column(self, opcode: bytes, numbers: NDArray[np.int64], kind: str) -> None:
+        self.raw(opcode)
         width = np.dtype(kind).itemsize
-        self._holes.append((len(self._bytes), values.astype(kind).view(np.uint8).reshape(len(values), width)))
-        self._bytes += bytes(width)
-
-    def references(self, numbers: NDArray[np.int64]) -> None:
-        self._hole(b"j", numbers, "<u4")
-
-    def wide(self, values: NDArray[np.int64]) -> None:
-        self._hole(b"\x8a\x08", values, "<i8")
-
-    def size(self, values: NDArray[np.int64]) -> None:
-        self.reference(("torch", "Size"))
-        before, behind = _tuple(values.shape[1])
-        self.constant(before)
-        for column in values.T:
-            if self._wide:
-                self.wide(column)
-            else:
-                self._hole(b"J", column, "<i4")
-        self.constant(behind + b"\x85R")
+        self._columns.append((len(self._bytes), numbers.astype(kind).view(np.uint8).reshape(len(numbers), width)))
+        self.raw(bytes(width))
 
     def matrix(self, count: int) -> NDArray[np.uint8]:
-        rows = np.tile(np.frombuffer(bytes(self._bytes), np.uint8), (max(count, 0), 1))
-        for at, data in self._holes:
-            if len(rows):
-                rows[:, at : at + data.shape[1]] = data
+        """The items, a row of bytes for each."""
+        rows = np.tile(np.frombuffer(bytes(self._bytes), np.uint8), (count, 1))
+        for at, data in self._columns:
+            rows[:, at : at + data.shape[1]] = data
         return rows

@@ -31,7 +31,6 @@ from converters.formats.dcp.metadata import read_metadata
 from converters.formats.folder import exists, is_folder, read_small, scan, status
 from converters.formats.registry import METADATA_LIMIT, dcp_folders
 from converters.names import printable
-from converters.pickles import Obj, fields
 from converters.torchzip.records import Payload, TensorLocator, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
-    from converters.formats.base import Read
     from converters.formats.dcp.stored import DcpMetadata, StoredObject, StoredTensor
+    from converters.torchzip.records import Read
 
 
 def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
@@ -267,13 +266,6 @@ _ROLES = {
 
 def _role(name: str) -> str:
     return "unreferenced" if name.endswith(".distcp") else _ROLES.get(name.rpartition("/")[2], "other")
-
-
-def save_id(metadata: DcpMetadata) -> str:
-    """What the writer noted as the save's id: ours is `distckpt 0.1.0`, torch's a random one."""
-    meta = metadata.attributes.get("storage_meta")
-    number = fields(meta).get("save_id") if isinstance(meta, Obj) else None
-    return number if isinstance(number, str) else ""
 
 
 def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:

@@ -11,16 +11,22 @@ Sources: megatron/core/dist_checkpointing (tags core_v0.6.0 to core_v0.19.0), to
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import re
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Catalog, Problem
 from converters.formats.base import COMMON_OBJECT
 from converters.formats.broken import read_part
 from converters.formats.canonical import canonical_tensors
 from converters.formats.common_state import read_tree
-from converters.formats.dcp.reader import DcpReader, save_id
+from converters.formats.dcp.reader import DcpReader
 from converters.formats.folder import exists
-from converters.formats.megatron import common_facts, find_producer, megatron_catalog
+from converters.formats.megatron import common_facts, megatron_catalog
+from converters.pickles import Obj, fields
+
+if TYPE_CHECKING:
+    from converters.formats.dcp.stored import DcpMetadata
+    from converters.formats.megatron import CommonFacts
 
 
 class TorchDistReader(DcpReader):
@@ -42,14 +48,6 @@ class TorchDistReader(DcpReader):
         if common is None:
             text = "common.pt is missing: arguments, scheduler and parts of the optimizer are not known"
             problems.append(Problem("warning", text))
-        evidence = {
-            "save_id": save_id(metadata),
-            "embedded": COMMON_OBJECT in metadata.objects,
-            "class": metadata.top_class,
-            "mcore_data": metadata.has_mcore_data,
-            "plans": metadata.plans is not None,
-            "planner_data": metadata.planner_data is not None,
-        }
         return megatron_catalog(
             self.name,
             folder,
@@ -58,7 +56,7 @@ class TorchDistReader(DcpReader):
             problems,
             tensors=tensors,
             objects=self._object_infos(wrapped=True),
-            producer=find_producer(common_facts(common), evidence),
+            producer=_producer(common_facts(common), metadata),
             files=files,
             details={"metadata class": metadata.top_class},
         )
@@ -68,3 +66,26 @@ class TorchDistReader(DcpReader):
         if exists(path):
             return read_part(lambda *_: read_tree(path, "common.pt"), self.folder, "common.pt")
         return self.object_value(COMMON_OBJECT)
+
+
+def _producer(facts: CommonFacts, metadata: DcpMetadata) -> tuple[str, str] | None:
+    """The Megatron-Core versions that write such files, and what says so; None if nothing does."""
+    storage = metadata.attributes.get("storage_meta")
+    save_id = fields(storage).get("save_id") if isinstance(storage, Obj) else None
+    if isinstance(save_id, str) and re.fullmatch(r"distckpt [\w.+]{1,40}", save_id):
+        return save_id, "it says so"
+    if COMMON_OBJECT in metadata.objects:
+        return "Megatron-Core 0.19 or later", "common state inside the data files"
+    if metadata.top_class.endswith("MCoreMetadata"):
+        return "Megatron-Core 0.15", "class MCoreMetadata"
+    if metadata.has_mcore_data:
+        if metadata.plans is None:
+            return "Megatron-Core 0.8 to 0.10", "mcore_data without save plans"
+        if facts.content or not facts.args:
+            return "Megatron-Core 0.13 or 0.14", "mcore_data, save plans and content_metadata"
+        return "Megatron-Core 0.11 or 0.12", "mcore_data and save plans, no content_metadata"
+    if metadata.planner_data is not None and facts.args:
+        return "Megatron-Core 0.6 or 0.7", "planner data, no mcore_data"
+    if metadata.plans is not None and (facts.content or facts.args):
+        return "Megatron-Core 0.16 to 0.18", "save plans, no mcore_data, common.pt"
+    return None

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.chunks import StoredArray
-    from converters.formats.base import Read
     from converters.formats.folder import Entry
+    from converters.torchzip.records import Read
 
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt")
 _CHUNK = re.compile(r"\d+(\.\d+)*")
