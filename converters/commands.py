@@ -9,8 +9,6 @@ in `write`, the words that an option takes are in `CHOICES`.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from converters.dtypes import from_option
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
+from converters.keywords import keyword, with_keywords
 from converters.megatron.identity import identify
 from converters.megatron.layout import Layout
 from converters.names import printable
@@ -174,31 +173,13 @@ def _carry_out(command: str, source: str | Path, destination: str | Path, option
 
 
 def _takes(options: type[WriteOptions], *names: str, layout: bool = False) -> Callable[[_Function], _Function]:
-    """Gives a function that takes any keyword the signature of those that its options have, for `help` and for errors."""
-    keyword = inspect.Parameter.KEYWORD_ONLY
+    """The options of a command, as keywords in the signature of its function."""
     declared: dict[str, Any] = dict.fromkeys(LAYOUT_OPTIONS if layout else ())
     for field in fields(options):
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
-        declared[field.name] = default
+        declared[field.name] = field.default if field.default_factory is MISSING else field.default_factory()
     declared |= {"dry_run": False} | dict.fromkeys((*names, *_RUN))
     declared.setdefault("follow_links", False)
-
-    def wrap(function: _Function) -> _Function:
-        own = inspect.signature(function)
-        positional = [p for p in own.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        fixed = {p.name for p in positional}
-        more = [inspect.Parameter(n, keyword, default=v) for n, v in declared.items() if n not in fixed]
-        signature = own.replace(parameters=[*positional, *more])
-
-        @functools.wraps(function)
-        def run(*args: Any, **keywords: Any) -> WriteReport:
-            signature.bind(*args, **keywords)  # a TypeError that names what there is not
-            return function(*args, **keywords)
-
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        return run  # type: ignore[return-value]
-
-    return wrap
+    return with_keywords(keyword(name, default) for name, default in declared.items())
 
 
 @_takes(ReshardOptions, "format", layout=True)

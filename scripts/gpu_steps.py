@@ -25,9 +25,9 @@ from converters.io.gather import Gatherer
 from converters.io.platforms import Cuda
 from converters.io.sources import Sources
 from converters.loading.loader import LoadedState
-from converters.loading.prepare import prepare
+from converters.loading.plan import LoadOptions
 from converters.loading.rank_plan import plan_load
-from converters.loading.run import LoadOptions, LoadRequest
+from converters.loading.run import LoadRequest, PreparedLoad
 from converters.planning.plan import Op
 from harness.checkpoints import write_llama
 from harness.device_faults import FAULTS, applied, with_fault
@@ -235,7 +235,7 @@ def _one_rank(asked, folder, failed, notes):
             plan = plan_load(reader, Layout(), 0)
             shared = dataclasses.replace(plan, groups={(0,): plan.fetches})  # all of it goes through the exchange
             options = LoadOptions(broadcast=True, timeout=60.0)
-            prepared = prepare(lambda _: LoadRequest(reader, shared, device), options, 0, in_job=True)
+            prepared = PreparedLoad(lambda _: LoadRequest(reader, shared, device), options, 0, in_job=True)
             state = LoadedState(prepared.report)
             state.update(prepared.tensors())
             device.wait()

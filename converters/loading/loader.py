@@ -29,19 +29,19 @@ What is promised:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack, overload
 
-from converters.dtypes import from_option
 from converters.errors import RequestError
 from converters.execute.ranks import Ranks
 from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
 from converters.io.platforms import find_device
-from converters.loading.prepare import prepare
+from converters.keywords import keyword, with_keywords
+from converters.loading.plan import LoadOptions
 from converters.loading.rank_plan import plan_load
-from converters.loading.run import LoadOptions, LoadReport, LoadRequest
+from converters.loading.run import LoadReport, LoadRequest, PreparedLoad
 from converters.megatron.layout import Layout
 from converters.names import StateName, printable, state_names
 from converters.param_order import Order
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.loading.job_ranks import JobRanks
-    from converters.loading.run import Prepared
 
 MIB = 1 << 20
 
@@ -102,7 +101,7 @@ class LoadStream(Iterator[tuple[str, Any]]):
         report: What the load has done so far; complete at the end.
     """
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: PreparedLoad) -> None:
         self._prepared, self._tensors, self.report = prepared, prepared.tensors(), prepared.report
 
     def __next__(self) -> tuple[str, Any]:
@@ -154,27 +153,9 @@ def load(
 def load(
     path: str | Path, layout: Layout, rank: int | None = ..., *, stream: Literal[True], **options: Unpack[_Options]
 ) -> LoadStream: ...
+@with_keywords(keyword(f.name, f.default, f.type) for f in fields(LoadOptions) if f.name != "ahead")
 def load(
-    path: str | Path,
-    layout: Layout,
-    rank: int | None = None,
-    *,
-    device: str | torch.device = "cpu",
-    names: Literal["megatron", "hf"] = "megatron",
-    optimizer: bool = False,
-    broadcast: bool | Literal["auto"] = "auto",
-    stream: bool = False,
-    verify: Literal["read", "all"] = "read",
-    dtype: str | torch.dtype | None = None,
-    modules: Order | None = None,
-    vocab_size: int | None = None,
-    arch: str | None = None,
-    follow_links: bool = False,
-    max_memory: int | None = None,
-    threads: int | None = None,
-    timeout: float = 1800.0,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
+    path: str | Path, layout: Layout, rank: int | None = None, *, stream: bool = False, **options: Unpack[_Options]
 ) -> LoadedState | LoadStream:
     """The tensors of one rank of a job, from a checkpoint of any format and layout.
 
@@ -222,18 +203,14 @@ def load(
         IntegrityError: Something needed is damaged.
         DistckptError: Another rank has failed; with its message.
     """
-    ahead = (64 * MIB if max_memory is None else max_memory) if stream else None
-    ahead = (64 * MIB if max_memory is None else max_memory) if stream else None
-    settings = LoadOptions(broadcast, verify, max_memory, threads, timeout, listener, stop, ahead)
-    _refuse_types(layout, modules, rank=rank, max_memory=max_memory, threads=threads)
-    if broadcast not in (True, False, "auto") or verify not in ("read", "all"):
-        raise RequestError(
-            f"broadcast is {broadcast!r}, verify is {verify!r}", hint="True, False, 'auto'; 'read', 'all'"
-        )
+    if options.get("dtype") is not None:
+        options["dtype"] = str(options["dtype"])
+    request = LoadOptions(**options)
+    if stream:
+        request = replace(request, ahead=64 * MIB if request.max_memory is None else request.max_memory)
+    _refuse_types(layout, request, rank)
     started = _started()
-    own_rank, together = _choose_rank(started, layout, rank, broadcast)
-    kind = None if dtype is None else str(dtype)
-    options = {"names": names, "optimizer": optimizer, "dtype": kind, "vocab_size": vocab_size, "arch": arch}
+    own_rank, together = _choose_rank(started, layout, rank, request.broadcast)
 
     def make(ranks: JobRanks | None) -> LoadRequest:
         if together and started.world != layout.world_size:
@@ -248,26 +225,12 @@ def load(
                 hint="leave rank out, or pass broadcast=False to load any rank's tensors, alone",
             )
         local = ranks.local if ranks is not None and not started.launch else started.local  # mpirun does not say it
-        target = find_device(str(device), local)
-        reader = open_checkpoint(path, follow_links=follow_links)
-        alike = (
-            _alike(reader, layout, **options, modules=modules, broadcast=broadcast, verify=verify) if together else {}
-        )
-        plan = plan_load(
-            reader,
-            layout,
-            own_rank,
-            names=names,
-            optimizer=optimizer,
-            order=modules,
-            dtype=None if kind is None else from_option(kind),
-            vocab_size=vocab_size,
-            arch=arch,
-            together=together,
-        )
-        return LoadRequest(reader, plan, target, alike)
+        target = find_device(str(request.device), local)
+        reader = open_checkpoint(path, follow_links=request.follow_links)
+        alike = _alike(reader, layout, request) if together else {}
+        return LoadRequest(reader, plan_load(reader, layout, own_rank, request, together=together), target, alike)
 
-    prepared = prepare(make, settings, own_rank, in_job=together)
+    prepared = PreparedLoad(make, request, own_rank, in_job=together)
     if stream:
         return LoadStream(prepared)
     state = LoadedState(prepared.report)
@@ -277,24 +240,32 @@ def load(
     return state
 
 
-def _refuse_types(layout: object, modules: object, **counts: object) -> None:
+def _refuse_types(layout: object, options: LoadOptions, rank: object) -> None:
     if not isinstance(layout, Layout):
         raise TypeError(f"load needs a Layout, such as Layout(tp=2, dp=4), in place of {layout!r}")
-    if not (modules is None or isinstance(modules, Order)):
-        raise TypeError(f"modules is {modules!r}, not a converters.param_order.Order")
-    for name, value in counts.items():
+    if not (options.modules is None or isinstance(options.modules, Order)):
+        raise TypeError(f"modules is {options.modules!r}, not a converters.param_order.Order")
+    for name, value in (("rank", rank), ("max_memory", options.max_memory), ("threads", options.threads)):
         if not (isinstance(value, Integral) or value is None):
             raise TypeError(f"{name} is {value!r}, not a whole number")
+    if options.broadcast not in (True, False, "auto") or options.verify not in ("read", "all"):
+        raise RequestError(
+            f"broadcast is {options.broadcast!r}, verify is {options.verify!r}",
+            hint="True, False, 'auto'; 'read', 'all'",
+        )
 
 
-def _alike(reader: Reader, layout: Layout, **options: Any) -> dict[str, tuple[str, str]]:
+_ALIKE = ("names", "optimizer", "dtype", "vocab_size", "arch", "modules", "broadcast", "verify")
+
+
+def _alike(reader: Reader, layout: Layout, options: LoadOptions) -> dict[str, tuple[str, str]]:
     """What must be the same on all ranks of a job: see `refuse_differences`. Where a checkpoint lies may differ."""
     digest, catalog = fingerprint_of(reader), reader.catalog
     iteration = "" if catalog.iteration is None else f"iteration {catalog.iteration}, "
     where = f"{printable(str(catalog.path))}, {iteration}fingerprint {digest[:16]}"
     sizes = {f.name: value for f in fields(layout) if (value := getattr(layout, f.name)) != f.default}
     shown = f"Layout({', '.join(f'{name}={value!r}' for name, value in sizes.items())})"
-    texts = {name: f"{name}={value!r}" for name, value in options.items()}
+    texts = {name: f"{name}={getattr(options, name)!r}" for name in _ALIKE}
     return {"checkpoint": (digest, where), "layout": (shown, shown)} | {n: (text, text) for n, text in texts.items()}
 
 

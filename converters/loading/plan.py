@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from converters.box import Box, contiguous_tiles, find_overlap
 from converters.megatron.damage import refuse_damage
@@ -21,13 +21,42 @@ from converters.planning.routes import landing
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import torch
+
     from converters.catalog import Catalog, TensorInfo
     from converters.dtypes import DType
-    from converters.formats.base import Reader
+    from converters.events import Listener, StopFlag
+    from converters.param_order import Order
     from converters.planning.plan import Drop, Op
 
 TILE = 8 << 20
 """The largest fetch, in bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What is loaded, and how: see `converters.loading.loader.load`.
+
+    Attributes:
+        ahead: Bytes of tensors made ahead of what the caller took; None: it takes all of them in the end.
+    """
+
+    device: str | torch.device = "cpu"
+    names: Literal["megatron", "hf"] = "megatron"
+    optimizer: bool = False
+    broadcast: bool | Literal["auto"] = "auto"
+    verify: Literal["read", "all"] = "read"
+    dtype: str | torch.dtype | None = None
+    modules: Order | None = None
+    vocab_size: int | None = None
+    arch: str | None = None
+    follow_links: bool = False
+    max_memory: int | None = None
+    threads: int | None = None
+    timeout: float = 1800.0
+    listener: Listener | None = None
+    stop: StopFlag | None = None
+    ahead: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +128,6 @@ class LoadPlan:
     def bytes_needed(self) -> int:
         """Bytes of stored elements that this rank needs."""
         return sum(fetch.nbytes for fetch in self.fetches if fetch.landings)
-
-
-def plan_whole(reader: Reader, tensors: Mapping[str, TensorInfo], tile_bytes: int = TILE) -> LoadPlan:
-    """Stored tensors as they are, whole, under their canonical names."""
-    return plan_pieces(
-        tensors,
-        {name: whole_piece(name, info.dtype, info.shape) for name, info in tensors.items()},
-        tile_bytes,
-        reader.catalog,
-    )
 
 
 def whole_piece(name: str, kind: DType, shape: tuple[int, ...]) -> Piece:

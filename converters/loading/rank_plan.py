@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from converters.box import Box
+from converters.dtypes import from_option
 from converters.errors import RequestError
-from converters.loading.plan import TILE, LoadPlan, plan_pieces, whole_piece
+from converters.loading.plan import TILE, LoadOptions, LoadPlan, plan_pieces, whole_piece
 from converters.megatron.damage import refuse_contradictions, refuse_foreign_names
 from converters.megatron.layout_check import check as check_layout
 from converters.megatron.model_args import ModelArgs
@@ -45,17 +46,7 @@ _FP8 = (
 
 
 def plan_load(
-    reader: Reader,
-    layout: Layout,
-    rank: int,
-    *,
-    names: str = "megatron",
-    optimizer: bool = False,
-    order: Order | None = None,
-    dtype: DType | None = None,
-    vocab_size: int | None = None,
-    arch: str | None = None,
-    together: bool = True,
+    reader: Reader, layout: Layout, rank: int, options: LoadOptions | None = None, *, together: bool = True
 ) -> LoadPlan:
     """What a rank of a job reads and where it goes.
 
@@ -63,35 +54,32 @@ def plan_load(
         reader: The checkpoint.
         layout: The job.
         rank: One of its ranks.
-        names: "megatron" or "hf".
-        optimizer: Also master weights and moments.
-        order: How the modules of the job are made; None infers it from the checkpoint.
-        dtype: Type of floating weights; None keeps what is stored.
-        vocab_size: True rows of the vocabulary, if the checkpoint does not tell.
-        arch: Hugging Face architecture; None infers it.
+        options: What is loaded.
         together: Work out what the rank shares with others.
 
     Raises:
         RequestError: The layout does not fit the model, or there is no such rank.
         IntegrityError: Tensors that are needed are damaged or incomplete.
     """
+    options = options or LoadOptions()
+    names, dtype = options.names, None if options.dtype is None else from_option(str(options.dtype))
     at, catalog = layout.coordinates(rank), reader.catalog
     most = _MOST_GATHERED // max(layout.dp_cp, layout.edp)
     tile = max(_SMALLEST, min(TILE, 1 << most.bit_length() >> 1))  # of pinned memory torch takes powers of two
     if names == "hf":
-        if optimizer:
+        if options.optimizer:
             raise RequestError("Hugging Face has no names for optimizer state", hint="names='megatron'")
-        return _plan_hf(catalog, layout, dtype, vocab_size, arch, tile)
+        return _plan_hf(catalog, layout, dtype, options, tile)
     if names != "megatron":
         raise RequestError(f"there are no names {names!r}", hint="names='megatron' or names='hf'")
     _refuse_foreign(catalog)
     args = ModelArgs.from_catalog(catalog)
     refuse_contradictions(args, catalog)
     shapes = {name: info.shape for name, info in catalog.weights.items()}
-    order = order or likely_order(catalog)
-    local = LocalModel.of(catalog, layout, order=order, vocab_size=vocab_size)
+    order = options.modules or likely_order(catalog)
+    local = LocalModel.of(catalog, layout, order=order, vocab_size=options.vocab_size)
     notes = check_layout(args, layout, {name: target.shape for name, target in local.tensors.items()})
-    state = _OptimizerState(reader) if optimizer else None
+    state = _OptimizerState(reader) if options.optimizer else None
     pieces, beside = _rank_pieces(local, at, dtype, state, shapes)
     sources = dict(catalog.weights) | (state.tensors if state else {})
     _account(catalog, local, state)
@@ -103,9 +91,7 @@ def plan_load(
     return replace(plan, empty=empty, notes=notes)
 
 
-def _plan_hf(
-    catalog: Catalog, layout: Layout, dtype: DType | None, vocab_size: int | None, arch: str | None, tile: int
-) -> LoadPlan:
+def _plan_hf(catalog: Catalog, layout: Layout, dtype: DType | None, options: LoadOptions, tile: int) -> LoadPlan:
     """The whole model under the names it has on the Hub, on every replica."""
     if layout.world_size != layout.dp:
         raise RequestError(
@@ -120,8 +106,8 @@ def _plan_hf(
         _refuse_foreign(catalog)
         args = ModelArgs.from_catalog(catalog)
         refuse_contradictions(args, catalog)
-        model = by_name(arch) if arch else infer(args, catalog)
-        mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=vocab_size)
+        model = by_name(options.arch) if options.arch else infer(args, catalog)
+        mapping = map_to_hf(catalog, args, model, dtype=dtype, vocab_size=options.vocab_size)
         tensors = {name: info for name, info in catalog.tensors.items() if info.kind != "optimizer"}
         pieces, drops, notes = mapping.pieces, mapping.drops, [*mapping.notes]
     everyone = range(layout.world_size)

@@ -1,6 +1,6 @@
-"""One load of one rank, alone or with the other ranks of its job: what `converters.loading.loader` is made of.
+"""One load of one rank, alone or with the other ranks of its job: prepared, read, checked.
 
-prepared = prepare(make, options, report, together=True)    # all that can fail before a byte is read fails here
+prepared = PreparedLoad(make, options, rank, in_job=True)   # all that can fail before a byte is read fails here
 for name, tensor in prepared.tensors():                     # reads, exchanges, checks
     ...
 """
@@ -8,26 +8,28 @@ for name, tensor in prepared.tensors():                     # reads, exchanges, 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.errors import DistckptError
+from converters.errors import DistckptError, RequestError
+from converters.events import Note, PlanReady
+from converters.io.memory import default_threads, workers_and_memory
+from converters.loading.moving import Loading
 from converters.loading.record_checks import check_jointly, check_whole
+from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
 
-    from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.io.device import Device
     from converters.loading.exchange import Exchange
     from converters.loading.job_ranks import JobRanks
-    from converters.loading.moving import Loading
-    from converters.loading.plan import LoadPlan
+    from converters.loading.plan import LoadOptions, LoadPlan
 
-    Broadcast = bool | Literal["auto"]
-
+MIB = 1 << 20
 _Answer = TypeVar("_Answer")
 
 
@@ -63,25 +65,6 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """How to load; see `converters.loading.loader.load`.
-
-    Attributes:
-        max_memory: Bytes of host memory for buffers; None: what the device needs (`Device.budget`).
-        ahead: Bytes of tensors made ahead of what the caller took; None: it takes all of them in the end.
-    """
-
-    broadcast: Broadcast = False
-    verify: str = "read"
-    max_memory: int | None = None
-    threads: int | None = None
-    timeout: float = 0.0
-    listener: Listener | None = None
-    stop: StopFlag | None = None
-    ahead: int | None = None
-
-
-@dataclass(frozen=True)
 class LoadRequest:
     """What is to be loaded.
 
@@ -98,50 +81,181 @@ class LoadRequest:
     alike: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
-def together(ranks: JobRanks | None, step: Callable[[], _Answer]) -> _Answer:
-    """Does something that may fail, in a job on all ranks; if one fails, all do."""
-    return step() if ranks is None else ranks.together(step)
-
-
-@dataclass
-class Prepared:
+class PreparedLoad:
     """A load that is ready to read. Either `tensors` is taken to its end, or `close` is called.
 
-    Attributes:
-        request: What is loaded.
+    Args:
+        make: Opens and plans, given the ranks of the job; may fail.
         options: The options of the load.
+        rank: Whose tensors they are.
+        in_job: With the other ranks of the job: where one fails, all do.
+
+    Attributes:
         report: What the load has done so far.
-        ranks: The ranks that load together; None for one alone.
-        exchange: What they share; None if each reads all of its own.
-        loading: The threads, not begun yet.
-        begin: When preparation began, by the monotonic clock.
-        stack: Leaves the job when it is closed.
+
+    Raises:
+        DistckptError: It cannot be done, here or on another rank.
     """
 
-    request: LoadRequest
-    options: LoadOptions
-    report: LoadReport
-    ranks: JobRanks | None
-    exchange: Exchange | None
-    loading: Loading
-    begin: float
-    stack: contextlib.ExitStack
-    _finished: bool = False
-    _counted: int = 0
-    _joint: int = 0
+    def __init__(
+        self,
+        make: Callable[[JobRanks | None], LoadRequest],
+        options: LoadOptions,
+        rank: int = 0,
+        *,
+        in_job: bool = False,
+    ) -> None:
+        self._begin, self._finished = time.monotonic(), True
+        self._counted = self._joint = 0
+        self._options, self._rank, self.report = options, rank, LoadReport(rank)
+        self._ranks: JobRanks | None = None
+        with contextlib.ExitStack() as stack:
+            if in_job:
+                from converters.loading.job_ranks import job, refuse_differences
+
+                self._ranks = stack.enter_context(job(options.timeout, options.stop))
+            request = self._together(lambda: make(self._ranks))
+            self._reader, self._plan, self._device = request.reader, request.plan, request.device
+            self.report.nbytes, self.report.bytes_needed = self._plan.nbytes, self._plan.bytes_needed
+            self.report.notes = list(self._plan.notes)
+            if self._ranks is not None:
+                refuse_differences(self._ranks.gathered(request.alike))
+            self._exchange = self._choose_exchange()
+            self._loading = self._together(self._make_loading)
+            self._announce()
+            self._leave_job = stack.pop_all()
+        self._finished = False
+
+    def _together(self, step: Callable[[], _Answer]) -> _Answer:
+        """Does something that may fail, in a job on all ranks; if one fails, all do."""
+        return step() if self._ranks is None else self._ranks.together(step)
+
+    # ------------------------------------------------------------------ before anything is read
+
+    def _choose_exchange(self) -> Exchange | None:
+        """Decides whether what ranks share is exchanged."""
+        options, report, ranks = self._options, self.report, self._ranks
+        if ranks is None:
+            report.reason = "this process loads alone"
+            return None
+        if not any(ranks.gathered(bool(self._plan.groups))):
+            report.reason = "no two ranks need the same bytes"
+            return None
+        report.exchange = "read by every rank"
+        if options.broadcast is False:
+            report.reason = "broadcast=False"
+            return None
+        from converters.loading.exchange import Exchange
+
+        exchange = Exchange(ranks, self._plan, self._device)
+        report.reason = "broadcast=True"
+        if options.broadcast == "auto":
+            choice = exchange.measure(self._plan, self._reader)
+            report.reason = choice.reason
+            report.bytes_read += choice.bytes_read
+            if not choice.exchange:
+                return None
+        report.exchange = exchange.backend
+        return exchange
+
+    @property
+    def _budget(self) -> int:
+        """Bytes of host memory for buffers."""
+        return self._device.budget if self._options.max_memory is None else self._options.max_memory
+
+    def _count_threads(self) -> int:
+        """How many threads read, after making sure that everything fits.
+
+        Raises:
+            RequestError: It does not, on the device or within `max_memory`.
+        """
+        plan, device, options, exchange = self._plan, self._device, self._options, self._exchange
+        tile, source = plan.largest, self._reader.catalog.path
+        each = device.slots * device.buffer(tile) + tile  # the slots, and a scratch that the gatherer may need
+        fit = self._budget // each
+        if not fit:
+            raise RequestError(f"max_memory of {self._budget:,} bytes is too small: a thread needs {each:,} bytes")
+        # all ranks of a machine look at the same cores and, without a GPU, at the same memory
+        on_machine = 1 if self._ranks is None else self._ranks.neighbours
+        neighbours = max(on_machine, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        usual = default_threads(device.threads, 1 if device.unified else neighbours)
+        if isinstance(source, RemotePath):
+            usual = workers_and_memory(None, None, source)[0]
+        threads = max(1, min(options.threads or usual, fit))
+        on_device = plan.nbytes
+        if exchange is not None and (device.unified or exchange.on_device):
+            on_device += exchange.memory
+        if options.ahead is not None:
+            largest = max((piece.nbytes for piece in plan.pieces.values()), default=0)
+            on_device -= plan.nbytes - min(plan.nbytes, max(largest, options.ahead))
+        on_device += threads * each if device.unified else threads * tile * device.slots
+        room = device.room()
+        if device.unified and self._ranks is not None:
+            room //= neighbours
+        if on_device > room:
+            hint = "a larger tp or pp makes each rank's part smaller"
+            if any(name.startswith("optimizer.") for name in plan.pieces):
+                hint += ", optimizer=False leaves masters and moments out"
+            raise RequestError(
+                f"{device.name} has {room / MIB:,.0f} MiB free, rank {self._rank} needs {on_device / MIB:,.0f} MiB",
+                details=[f"{plan.nbytes:,} bytes of tensors, {on_device - plan.nbytes:,} bytes of buffers"],
+                hint=hint,
+            )
+        return threads
+
+    def _make_loading(self) -> Loading:
+        """The threads, not begun yet; the buffers of the exchange exist, too, before anything is read."""
+        threads, exchange, options = self._count_threads(), self._exchange, self._options
+        if exchange is not None:
+            exchange.allocate()
+        counted = self._counted_fetches()
+        return Loading(
+            self._plan,
+            self._reader,
+            self._device,
+            threads=threads,
+            shared=exchange.shared() if exchange is not None else (),
+            joint=lambda fetch: fetch.key in counted,
+            ahead=options.ahead,
+            keep_cache=self._ranks is not None and exchange is None,
+            listener=options.listener,
+            stop=options.stop,
+        )
+
+    def _counted_fetches(self) -> set[Any]:
+        """Keys of the fetches that count for this rank when the job's checksums are put together."""
+        plan = self._plan
+        shared = {fetch.key: members for members, fetches in plan.groups.items() for fetch in fetches}
+        unshared = {fetch.key for fetch in plan.fetches if fetch.key not in shared}
+        if self._exchange is not None:
+            return unshared | self._exchange.owned()
+        return unshared | {key for key, members in shared.items() if members[0] == self._rank}
+
+    def _announce(self) -> None:
+        listener, report = self._options.listener, self.report
+        if listener is None:
+            return
+        listener(PlanReady("load", 0, report.bytes_needed, report.bytes_needed, self._budget))
+        for note in report.notes:
+            listener(Note(note))
+        if self._ranks is not None:
+            text = f"what ranks share is {report.exchange}: {report.reason}"
+            listener(Note(text if report.exchange != "none" else report.reason))
+
+    # ------------------------------------------------------------------ reading
 
     @property
     def names(self) -> list[str]:
         """Keys of the state dict, in order."""
-        return [*self.request.plan.pieces, *self.request.plan.empty]
+        return [*self._plan.pieces, *self._plan.empty]
 
     def tensors(self) -> Generator[tuple[str, Any]]:
         """Every tensor, once. Whatever happens, no thread is left and the other ranks know of it."""
         failure: BaseException | None = None
         try:
-            with self.loading:
+            with self._loading:
                 yield from self._arriving()
-            for name in self.request.plan.empty:
+            for name in self._plan.empty:
                 yield name, None
         except BaseException as error:  # noqa: BLE001 - raised below, when the other ranks know
             failure = error
@@ -157,7 +271,7 @@ class Prepared:
         self.close()
 
     def _arriving(self) -> Iterator[tuple[str, Any]]:
-        loading, exchange = self.loading, self.exchange
+        loading, exchange = self._loading, self._exchange
         if exchange is not None:
             wait = loading.read(exchange.own_parts(0), on_device=exchange.on_device)
             for number in range(len(exchange)):
@@ -171,26 +285,26 @@ class Prepared:
     def _finish(self, failure: BaseException | None) -> None:
         """Makes a failure everybody's, or checks what no rank has read whole; leaves the job."""
         self._finished = True
-        with self.stack:
+        with self._leave_job:
             self._count()
-            if self.exchange is not None:
+            if self._exchange is not None:
                 if failure is not None:
                     with contextlib.suppress(DistckptError):  # others may be gone
-                        self.exchange.abandon()
-                self.exchange.close()
+                        self._exchange.abandon()
+                self._exchange.close()
             self._settle(failure)
             self._count()
 
     def _count(self) -> None:
-        report, sources = self.report, self.loading.sources
+        report, sources = self.report, self._loading.sources
         report.bytes_read += sources.bytes_read - self._counted
         self._counted = sources.bytes_read
         report.records_checked = sources.records_checked + self._joint
-        report.bytes_received = 0 if self.exchange is None else self.exchange.bytes_received
-        report.seconds = time.monotonic() - self.begin
+        report.bytes_received = 0 if self._exchange is None else self._exchange.bytes_received
+        report.seconds = time.monotonic() - self._begin
 
     def _settle(self, failure: BaseException | None) -> None:
-        ranks, loading, check_all = self.ranks, self.loading, self.options.verify == "all"
+        ranks, loading, check_all = self._ranks, self._loading, self._options.verify == "all"
         if ranks is None:
             if failure is not None:
                 raise failure
@@ -209,6 +323,6 @@ class Prepared:
             if check_all:
                 left = ranks.broadcast(left)[ranks.rank :: ranks.world]
         if check_all:
-            together(ranks, lambda: check_whole(loading, left))
+            self._together(lambda: check_whole(loading, left))
             left = []
         self.report.records_unchecked = len(left)

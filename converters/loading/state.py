@@ -13,9 +13,8 @@ from converters.errors import FormatError, RequestError
 from converters.execute.ranks import Ranks
 from converters.formats import open_checkpoint
 from converters.io.platforms import find_device
-from converters.loading.plan import plan_whole
-from converters.loading.prepare import prepare
-from converters.loading.run import LoadOptions, LoadRequest
+from converters.loading.plan import TILE, LoadOptions, plan_pieces, whole_piece
+from converters.loading.run import LoadRequest, PreparedLoad
 from converters.names import match_glob, printable
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
@@ -175,8 +174,10 @@ def iter_tensors(
             if not optimizer and any(p.startswith("optimizer") for p in patterns)
             else "load_metadata lists them",
         )
+    pieces = {name: whole_piece(name, info.dtype, info.shape) for name, info in chosen.items()}
+    plan, target = (
+        plan_pieces(chosen, pieces, TILE, reader.catalog),
+        find_device(device, Ranks.from_environment().local),
+    )
     options = LoadOptions(max_memory=max_memory, threads=threads, listener=listener, stop=stop, ahead=ahead)
-    local = Ranks.from_environment().local
-    return prepare(
-        lambda _: LoadRequest(reader, plan_whole(reader, chosen), find_device(device, local)), options
-    ).tensors()
+    return PreparedLoad(lambda _: LoadRequest(reader, plan, target), options).tensors()

@@ -705,7 +705,7 @@ def test_what_has_arrived_is_told_before_its_slot_is_needed(monkeypatch):
 def test_threads_and_memory_are_those_that_a_gpu_needs(simulated, monkeypatch, big):
     """Sixteen threads within its own budget; the cores are shared by the ranks of a machine."""
     taken = []
-    monkeypatch.setattr("converters.loading.prepare.Loading", lambda *_, threads, **__: taken.append(threads))
+    monkeypatch.setattr("converters.loading.run.Loading", lambda *_, threads, **__: taken.append(threads))
     monkeypatch.setattr("converters.io.memory.cores", lambda: 64)
     for local, want in ((None, [8, 16]), ("8", [8, 8])):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local or "1")

@@ -23,7 +23,7 @@ from converters.events import StopFlag
 from converters.formats import open_checkpoint
 from converters.loading import job_ranks
 from converters.loading.job_ranks import JobRanks, lost, refuse_differences
-from converters.loading.plan import ReadItem
+from converters.loading.plan import LoadOptions, ReadItem
 from converters.loading.rank_plan import plan_load
 from converters.loading.rounds import rounds
 from harness.checkpoints import REPOSITORY, SCALE, flip, golden, payloads, write_llama
@@ -203,7 +203,9 @@ def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
         assert report["exchange"] == ("nccl" if case.get("staged") == "own" else "gloo")
         compared = 8 / 7 if options.get("optimizer") else 1  # a master weight's own weight is read beside it
         assert 1 <= (report["bytes_read"] + report["bytes_received"]) / report["bytes_needed"] <= compared
-        plan = plan_load(reader, layout, rank, names=options.get("names", "megatron"), optimizer="optimizer" in options)
+        plan = plan_load(
+            reader, layout, rank, LoadOptions(names=options.get("names", "megatron"), optimizer="optimizer" in options)
+        )
         needed |= {(fetch.key, fetch.nbytes) for fetch in plan.fetches}
         for fetch in plan.fetches:
             if weight := plan.sources[fetch.source].rounds_to:

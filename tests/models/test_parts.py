@@ -12,6 +12,7 @@ import pytest
 from converters.comparison.compare import DiffOptions, plan_diff, run_diff
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
+from converters.loading.plan import LoadOptions
 from converters.loading.rank_plan import plan_load
 from converters.megatron.identity import identify
 from converters.megatron.layout import Layout
@@ -260,13 +261,13 @@ def test_legacy_holds_every_tensor(name, tmp_path):
 @pytest.mark.parametrize("name", [LLAVA, T5[0], BERT[0], LORA])
 def test_load_gives_every_weight_its_name(name):
     reader = open_checkpoint(GOLDEN / name)
-    plan = plan_load(reader, Layout(tp=2), 1, names="megatron", optimizer=name != LORA)
+    plan = plan_load(reader, Layout(tp=2), 1, LoadOptions(optimizer=name != LORA))
     assert reader.catalog.weights.keys() <= plan.pieces.keys()
     if name == T5[0]:
         assert "optimizer.state.exp_avg.position_embeddings.weight" in plan.pieces
         assert "optimizer.state.exp_avg.embedding.position_embeddings.weight" not in plan.pieces
     with pytest.raises(RequestError):
-        plan_load(reader, Layout(), 0, names="hf")
+        plan_load(reader, Layout(), 0, LoadOptions(names="hf"))
 
 
 @pytest.mark.parametrize("name", OF_PARTS)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 # a module may import modules of its own number or a smaller one; a package stands for all that is in it
 LEVELS = {
     "errors": 0,
+    "keywords": 0,
     "words": 0,
     "box": 1,
     "chunks": 2,
