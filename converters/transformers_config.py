@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 CODE_KEYS = ("auto_map", "trust_remote_code")
 """What makes transformers look for code beside a model."""
 
+READ_AS = {"mimo": "qwen2"}
+"""`model_type`s without a class in transformers -> one whose class reads their keys; MiMo's trunk is a Qwen2."""
+
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 _SERVER = """
 import json, signal, sys
@@ -43,7 +46,7 @@ def completed(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The whole configuration that a config.json stands for.
 
     Args:
-        name: A `model_type` that transformers has a class for.
+        name: A `model_type` that transformers has a class for, or of `READ_AS`.
         config: Content of config.json.
 
     Raises:
@@ -135,7 +138,7 @@ def from_transformers(name: str, config: Mapping[str, Any] | None) -> dict[str, 
     before = get_verbosity()
     set_verbosity(logging.ERROR)  # the warnings about a configuration are for the one who loads the model
     try:
-        kind = CONFIG_MAPPING[name]
+        kind = CONFIG_MAPPING[READ_AS.get(name, name)]
         return {"config": dict((kind() if config is None else kind.from_dict(dict(config))).to_dict())}
     except Exception as error:  # noqa: BLE001  # whatever a class raises about what it does not take
         return {"error": f"{type(error).__name__}: {error}"}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.names import printable
+from converters.transformers_config import READ_AS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +39,7 @@ def saved_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
+            plain["model_type"] = READ_AS.get(plain.get("model_type", ""), plain.get("model_type"))
             model_config = library.AutoConfig.for_model(**plain)
             model = library.AutoModelForCausalLM.from_config(model_config, attn_implementation="eager")
             state = _as_in_files(model)

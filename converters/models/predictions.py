@@ -2,6 +2,7 @@
 
     model.layers.61.enorm.weight  model.layers.61.self_attn.*          behind the others        DeepSeek-V3, GLM-4.5
     mtp.fc.weight  mtp.norm.weight  mtp.layers.0.self_attn.*           by themselves            Qwen3-Next, Qwen3.5
+    model.mtp_layers.0.input_proj.weight  ..0.self_attn.*              by themselves            MiMo
 
 No key of Qwen's config.json says that there is one, so its tensors do.
 """
@@ -25,7 +26,8 @@ def can_hold_predictions(model: Model, args: ModelArgs) -> bool:
     """Whether the architecture has names for the prediction layers of a model."""
     # gpt_builders.py, core_v0.19.0: Megatron's are like the last decoder layer, Qwen's have attention in any case
     linear = bool(args.linear_layers) and args.linear_layers is not None and args.linear_layers[-1]
-    return bool(model.mtp) and not linear and (model.predictions is None or args.mtp_num_layers == 1)
+    numbered = model.predictions is None or "{}" in model.predictions[0]
+    return bool(model.mtp) and not linear and (numbered or args.mtp_num_layers == 1)
 
 
 def with_predictions(model: Model, args: ModelArgs, names: Collection[str]) -> ModelArgs:

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, and MiMo-7B without its prediction layers: Llama with a bias on q, k and v."""
+"""Qwen2 and Qwen2.5: Llama with a bias on q, k and v."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ def qwen_settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
+def _remarks(args: ModelArgs) -> list[str]:
+    return ["--arch mimo has a place for its prediction layers"] if args.mtp_num_layers else []
+
+
+NEEDS: dict[str, tuple[Any, ...]] = {
+    **config.LLAMA,
+    **config.DENSE,
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (True,),
+}
 MODEL = LlamaModel(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (True,),
-    },
+    needs=NEEDS,
     settings=qwen_settings,
-    aliases=("mimo",),
-    skipped={"model.mtp_layers.": "multi-token prediction layers are not imported"},
+    remarks=_remarks,
 )

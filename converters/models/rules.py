@@ -142,6 +142,24 @@ class Rename:
 
 
 @dataclass(frozen=True)
+class SwappedHalves:
+    """A projection of two vectors, one behind the other, that Hugging Face has in the other order."""
+
+    target: str
+    source: str
+
+    def emit(self, out: Emit, source: str, target: str) -> None:
+        """See `Rule`."""
+        tensor, name = out.source(source, self.source), target + self.target
+        rows, columns = tensor.shape
+        half = columns // 2
+        out.target(name, tensor, tensor.shape)
+        for at in (0, half):
+            box, other = Box((0, at), (rows, half)), Box((0, half - at), (rows, half))
+            out.copies.append(Copy(tensor.name, box, name, other))
+
+
+@dataclass(frozen=True)
 class Vocab:
     """A matrix with one row per token: Megatron pads it to a multiple of `make_vocab_size_divisible_by * tp` rows."""
 

@@ -144,7 +144,7 @@ def plan_import(
             *((drop["tensor"], drop["reason"]) for drop in report["dropped"]),
             *_files_left_out(catalog, tokenizer),
         ),
-        notes=(*dict.fromkeys((*mapping.notes, *notes, *start.notes, *plan.notes, *model.remarks(args))),),
+        notes=(*dict.fromkeys((*mapping.notes, *notes, *start.notes, *plan.notes, *model.remarks(mapping.args))),),
         summary=(
             ("model", f"{model.name} ({model.architecture}), {report['parameters']:,} parameters"),
             ("to", f"{layout}, {start.job}" + (f", {options.to}" if options.to != BRIDGE else "")),

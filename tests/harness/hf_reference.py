@@ -42,7 +42,15 @@ def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[
         out["model.norm.bias"] = t["decoder.final_layernorm.bias"]
     if "output_layer.weight" in t:
         out["lm_head.weight"] = t["output_layer.weight"]
-    if "mtp.layers.0.eh_proj.weight" in t:
+    if family == "mimo":
+        for depth in range(sum(name.endswith("eh_proj.weight") for name in t)):
+            p, q = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}."
+            out[q + "token_layernorm.weight"] = t[p + "enorm.weight"]
+            out[q + "hidden_layernorm.weight"] = t[p + "hnorm.weight"]
+            out[q + "input_proj.weight"] = np.concatenate(np.split(t[p + "eh_proj.weight"], 2, axis=1)[::-1], axis=1)
+            out[q + "final_layernorm.weight"] = t[p + "final_layernorm.weight"]
+            _layer(out, t, p + "transformer_layer.", q, family, heads, groups)
+    elif "mtp.layers.0.eh_proj.weight" in t:
         p, q = "mtp.layers.0.", f"model.layers.{layers}."
         out[q + "enorm.weight"] = t[p + "enorm.weight"]
         out[q + "hnorm.weight"] = t[p + "hnorm.weight"]

@@ -7,6 +7,8 @@ import json
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import harness.mimo  # noqa: F401  # a class for it
+
 # three layers; a vocabulary that is a multiple of nothing; heads times head_dim is not hidden_size where a class permits it
 BASE = {
     "vocab_size": 251,
@@ -99,6 +101,7 @@ CASES = {
     "llama_bias_tied": BASE | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "mistral": WIDE | {"sliding_window": 7},
     "qwen2": BASE | {"tie_word_embeddings": True},
+    "mimo": WIDE | {"num_nextn_predict_layers": 2, "sliding_window": 64},
     "qwen3": WIDE,
     "qwen2_moe": BASE | MIXED | {"num_experts": 6, "shared_expert_intermediate_size": 22, "mlp_only_layers": [1]},
     "qwen3_moe": WIDE | MIXED | {"num_experts": 6, "norm_topk_prob": True},

@@ -9,6 +9,7 @@ from converters import Layout, diff, verify
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.megatron.model_args import ModelArgs
+from converters.write.export import plan_export
 from converters.write.import_hf import plan_import
 from converters.write.import_start import ImportOptions
 from harness import import_cases as cases
@@ -79,3 +80,19 @@ def test_what_is_not_known_of_them_is_refused(tmp_path):
     source = folder("qwen3_5_text", tmp_path / "hf", **{"mtp.layers.0.mlp.scale": torch.ones(3)})
     with pytest.raises(RequestError, match="1 tensor has no place"):
         plan_import(source, tmp_path / "job", Layout())
+
+
+def test_those_of_mimo_may_be_left_out(tmp_path):
+    cases.save("mimo", tmp_path / "hf")
+    cases.rewrite_config(tmp_path / "hf", auto_map={"AutoModelForCausalLM": "modeling_mimo.MiMoForCausalLM"})
+    plan = imported(tmp_path / "hf", tmp_path / "job", mtp="drop")
+    assert not any("final norm" in note for note in plan.notes)
+    assert "--mtp-num-layers" not in (tmp_path / "job" / "megatron_args.txt").read_text()
+    assert {name for name, _ in plan.dropped if name.startswith("model.mtp_layers.")}
+    plan = imported(tmp_path / "hf", tmp_path / "kept", Layout(tp=2, pp=3))
+    assert any("final norm" in note for note in plan.notes)
+    assert same(exported(tmp_path / "kept", tmp_path / "back", arch="mimo"), tensors(tmp_path / "hf")) == []
+    assert verify(tmp_path / "hf").good
+    assert verify(tmp_path / "back").good
+    notes = plan_export(open_checkpoint(tmp_path / "kept"), tmp_path / "qwen2").notes
+    assert any("--arch mimo" in note for note in notes)

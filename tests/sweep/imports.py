@@ -34,12 +34,14 @@ CLOSE = 1e-4
 """The largest difference of two logits that counts as none, in fp32."""
 
 
-def logits_of_transformers(name: str, folder: Path, tokens: Path) -> torch.Tensor:
-    """Saves a case, and computes its logits."""
+def logits_of_transformers(name: str, folder: Path, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Saves a case, and computes its logits, and those of its prediction layers where it has some."""
     model = cases.save(name, folder, dtype=torch.float32)
     model.set_attn_implementation("eager")
     with torch.no_grad():
-        return model(load_file(tokens)["tokens"]).logits
+        out = {"logits": model(tokens).logits}
+        more = model.predictions(tokens) if hasattr(model, "predictions") else ()
+    return out | {f"prediction_{number}": logits for number, logits in enumerate(more)}
 
 
 def entry(name: str, megatron: Megatron, work: Path) -> str:
@@ -49,7 +51,7 @@ def entry(name: str, megatron: Megatron, work: Path) -> str:
         shutil.rmtree(folder, ignore_errors=True)
     torch.manual_seed(3)
     save_file({"tokens": torch.randint(0, 251, (2, 48))}, tokens)
-    wanted = logits_of_transformers(name, source, tokens)
+    wanted = logits_of_transformers(name, source, load_file(tokens)["tokens"])
     code, text = command("import-hf", source, job, "--mcore", megatron.version.rpartition(".")[0])
     if code:
         return f"refused: {text}" if code == 4 else f"RED import, exit {code}: {text}"
@@ -61,7 +63,10 @@ def entry(name: str, megatron: Megatron, work: Path) -> str:
     error = megatron.ask("forward", 1, flags=flags, folder=str(job), tokens=str(tokens), logits=str(made))
     if error:
         return f"RED {error[:300]}"
-    difference = float((load_file(made)["logits"][..., : wanted.shape[-1]] - wanted).abs().max())
+    computed = load_file(made)
+    if computed.keys() != wanted.keys():
+        return f"RED Megatron computes {sorted(computed)}, transformers {sorted(wanted)}"
+    difference = max(float((computed[n][..., :251] - logits).abs().max()) for n, logits in wanted.items())
     return f"exact to {difference:.1e}" if difference <= CLOSE else f"RED the logits differ by {difference:.1e}"
 
 
