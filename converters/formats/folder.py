@@ -111,10 +111,7 @@ def refresh(path: Path) -> None:
         OSError: The store cannot be asked.
     """
     if isinstance(path, RemotePath):
-        from converters.remote.tree import tree_of
-
-        root, key = path.root_and_key
-        tree_of(root).refresh(key)
+        path.refresh()
 
 
 def exists(path: Path) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from converters.remote.store import Properties
+    from converters.remote.tree import Tree
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://([^/]*)(.*)", re.DOTALL)
 _ROOT_PARTS = {"s3:": 2, "gs:": 2, "az:": 2, "http:": 2, "https:": 2, "hf:": 3}
@@ -75,10 +76,8 @@ class RemotePath(PosixPath):
             NotADirectoryError: The path leads into an object.
             OSError: The store cannot be asked.
         """
-        from converters.remote.tree import tree_of
-
-        root, key = self.root_and_key
-        return tree_of(root).find(key)
+        tree, key = self._tree_and_key()
+        return tree.find(key)
 
     def entries(self) -> dict[str, Properties | None]:
         """Names in a folder, with what the store says of objects; None for folders.
@@ -88,10 +87,23 @@ class RemotePath(PosixPath):
             NotADirectoryError: It is an object.
             OSError: The store cannot be asked.
         """
+        tree, key = self._tree_and_key()
+        return tree.entries(key)
+
+    def refresh(self) -> None:
+        """Lists anew what is remembered at and below it.
+
+        Raises:
+            OSError: The store cannot be asked.
+        """
+        tree, key = self._tree_and_key()
+        tree.refresh(key)
+
+    def _tree_and_key(self) -> tuple[Tree, str]:
         from converters.remote.tree import tree_of
 
         root, key = self.root_and_key
-        return tree_of(root).entries(key)
+        return tree_of(root), key
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """As of a file; see `Properties.mtime_ns` for the time."""
@@ -114,17 +126,11 @@ class RemotePath(PosixPath):
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         """Whether there is a folder."""
-        try:
-            return self.properties() is None
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return self.exists() and self.properties() is None
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
         """Whether there is an object."""
-        try:
-            return self.properties() is not None
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return self.exists() and self.properties() is not None
 
     def is_symlink(self) -> bool:
         """Never."""
@@ -143,10 +149,6 @@ class RemotePath(PosixPath):
         return self
 
     def absolute(self) -> RemotePath:
-        """The address itself."""
-        return self
-
-    def expanduser(self) -> RemotePath:
         """The address itself."""
         return self
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from converters.errors import IntegrityError, StoreError
 from converters.names import printable
-from converters.remote.patience import patiently
 from converters.remote.trouble import CutError
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ class RemoteContent:
 
         shown = printable(str(self._address))
         try:
-            return patiently(self._store.root, self._key, get, renew=getattr(self._store, "renew", None))
+            return self._store.retried(self._key, get)
         except (_Replaced, FileNotFoundError):
             raise IntegrityError(
                 f"the source changed while it was read: {shown} was replaced or deleted; nothing was published",

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
-from converters.remote.store import Properties
+from converters.remote.store import Properties, Store
 from converters.remote.trouble import CutError, StatedError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def hub_modules() -> tuple[Any, Any, Any]:
     return hub, utils, errors
 
 
-class HubStore:
+class HubStore(Store):
     """A repository at one commit: its branch is looked up once, so that nothing changes while it is read."""
 
     def __init__(self, root: Root) -> None:

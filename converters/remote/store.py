@@ -1,4 +1,4 @@
-"""Requests to an object store: listings, properties, byte ranges. Each is sent once; `patience` retries."""
+"""Requests to an object store: listings, properties, byte ranges. Each is sent once; `Store.retried` repeats them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import functools
 import os
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from converters.errors import RequestError
 from converters.remote.aws import shared_settings
 from converters.remote.patience import FIRST_PAUSE, LONGEST_PAUSE, patiently
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from datetime import datetime
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from converters.remote.address import Root
+
+_T = TypeVar("_T")
 
 
 class Properties(NamedTuple):
@@ -41,9 +42,17 @@ class Properties(NamedTuple):
 
 
 class Store(Protocol):
-    """A bucket, or what is like one."""
+    """A bucket, or what is like one: each request is sent once."""
 
     root: Root
+
+    def renew(self) -> None:
+        """Looks for credentials anew."""
+        return  # those of most stores do not expire
+
+    def retried(self, key: str, request: Callable[[], _T]) -> _T:
+        """The answer to a request about a key; see `patiently`."""
+        return patiently(self.root, key, request, renew=self.renew)
 
     def list(self, prefix: str, *, deep: bool) -> Iterable[tuple[str, Properties | None]]:
         """Keys in a folder with their properties; folders with None.
@@ -67,8 +76,8 @@ class Store(Protocol):
         ...
 
 
-class ObjectStore:
-    """A store that `obstore` reaches: S3, Google Cloud Storage, Azure; each request is made once.
+class ObjectStore(Store):
+    """A store that `obstore` reaches: S3, Google Cloud Storage, Azure.
 
     Args:
         root: Scheme and bucket.
@@ -82,13 +91,13 @@ class ObjectStore:
         self.handle = self._open()
 
     def renew(self) -> None:
-        """Looks for credentials anew."""
+        """See `Store`."""
         self.handle = self._open()
 
     def _open(self) -> Any:
         stores, name = import_module("obstore.store"), self.root.name
-        own = shared_settings(os.environ) if self.root.scheme == "s3" else {}
-        plain = own.get("endpoint", "").startswith("http://") or _plain_http_allowed()
+        settings = shared_settings(os.environ) if self.root.scheme == "s3" else {}
+        plain = settings.get("endpoint", "").startswith("http://") or _is_plain_http_stated()
         common: dict[str, Any] = {
             "client_options": {
                 "timeout": "120s",
@@ -104,7 +113,7 @@ class ObjectStore:
         }  # fmt: skip
         match self.root.scheme:
             case "s3":
-                return stores.S3Store(name, **own, **common)
+                return stores.S3Store(name, **settings, **common)
             case "gs":
                 return stores.GCSStore(name, **common)
             case "az":
@@ -115,25 +124,30 @@ class ObjectStore:
         """See `Store`."""
         if deep:
             for page in self.obstore.list(self.handle, prefix or None, chunk_size=1000):
-                yield from ((entry["path"], _properties(entry)) for entry in page)
+                yield from ((entry["path"], properties_of(entry)) for entry in page)
             return
         answer = self.obstore.list_with_delimiter(self.handle, prefix or None)
-        yield from ((entry["path"], _properties(entry)) for entry in answer["objects"])
+        yield from ((entry["path"], properties_of(entry)) for entry in answer["objects"])
         yield from ((name.rstrip("/"), None) for name in answer["common_prefixes"])
 
     def head(self, key: str) -> Properties:
         """See `Store`."""
-        return _properties(self.obstore.head(self.handle, key))
+        return properties_of(self.obstore.head(self.handle, key))
 
     def get(self, key: str, start: int, end: int) -> tuple[Any, Properties]:
         """See `Store`."""
         answer = self.obstore.get(self.handle, key, options={"range": (start, end)} if end > start else {})
-        return answer.bytes(), _properties(answer.meta)
+        return answer.bytes(), properties_of(answer.meta)
 
 
-def _properties(entry: dict[str, Any]) -> Properties:
-    modified: datetime = entry["last_modified"]
-    return Properties(entry["size"], modified.timestamp(), (entry["e_tag"] or "").removeprefix("W/").strip('"'))
+def properties_of(entry: Mapping[str, Any]) -> Properties:
+    """What `obstore` says of an object."""
+    return Properties(entry["size"], entry["last_modified"].timestamp(), etag_of(entry))
+
+
+def etag_of(entry: Mapping[str, Any]) -> str:
+    """The ETag in what `obstore` says of an object, without quotes; empty if there is none."""
+    return (entry["e_tag"] or "").removeprefix("W/").strip('"')
 
 
 def _obstore() -> Any:
@@ -146,8 +160,8 @@ def _obstore() -> Any:
         ) from None
 
 
-def _plain_http_allowed() -> bool:
-    """Whether a store of one's own is reached without TLS: said to obstore, or by the scheme of its endpoint."""
+def _is_plain_http_stated() -> bool:
+    """Whether a variable of the environment names an endpoint without TLS."""
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")
     return any(os.environ.get(name, "").startswith("http://") for name in names)
 

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import functools
 import itertools
+import posixpath
 import threading
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from converters.remote.patience import patiently
 from converters.remote.store import store_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from converters.remote.address import Root
     from converters.remote.store import Properties, Store
 
     Folder = dict[str, "Properties | None"]
 
-_T = TypeVar("_T")
 _LOOKED_INTO = 4  # folders beside each other, each with a request of its own
 _MOST_OBJECTS = 200_000  # of a listing at any depth: a whole training run is not listed for a few of its iterations
 
@@ -92,10 +91,10 @@ class Tree:
         """Follows a key from a folder that was listed; folders on the way are listed, too."""
         while folder != key:
             part = key[len(folder) + 1 if folder else 0 :].partition("/")[0]
-            entry = self._folders[folder].get(part, _ABSENT)
-            folder = f"{folder}/{part}" if folder else part
-            if isinstance(entry, _Absent):
-                raise FileNotFoundError(2, "no such object", f"{self.store.root}/{key}")
+            if part not in self._folders[folder]:
+                raise self._missing(key)
+            entry = self._folders[folder][part]
+            folder = posixpath.join(folder, part)
             if entry is not None and folder == key:
                 return entry
             if entry is not None:
@@ -116,7 +115,10 @@ class Tree:
         above = key.rpartition("/")[0]
         if above and self.find(above) is not None:
             raise self._no_folder(above)
-        raise FileNotFoundError(2, "no such object", f"{self.store.root}/{key}")
+        raise self._missing(key)
+
+    def _missing(self, key: str) -> FileNotFoundError:
+        return FileNotFoundError(2, "no such object", f"{self.store.root}/{key}")
 
     def _no_folder(self, key: str) -> NotADirectoryError:
         return NotADirectoryError(20, "an object, not a folder", f"{self.store.root}/{key}")
@@ -128,7 +130,7 @@ class Tree:
             return
         del self._folders[key], self._listed[key]
         try:
-            self._single[key] = self._patiently(key, lambda: self.store.head(key))
+            self._single[key] = self.store.retried(key, lambda: self.store.head(key))
         except FileNotFoundError:
             self._single[key] = None
 
@@ -143,7 +145,7 @@ class Tree:
 
     def _list(self, key: str, *, deep: bool) -> None:
         limit = _MOST_OBJECTS + 1 if deep else None
-        listed = self._patiently(key, lambda: list(itertools.islice(self.store.list(key, deep=deep), limit)))
+        listed = self.store.retried(key, lambda: list(itertools.islice(self.store.list(key, deep=deep), limit)))
         if limit is not None and len(listed) == limit:
             return
         self._listed[key] = deep
@@ -156,20 +158,11 @@ class Tree:
             at = key
             for part in folders:
                 inner[part] = None
-                at = f"{at}/{part}" if at else part
+                at = posixpath.join(at, part)
                 inner = self._folders.setdefault(at, {})
-            if name and (properties is None or inner.get(name, _ABSENT) is not None):  # a folder may have a marker
+            is_marker = properties is not None and name in inner and inner[name] is None  # an object named as a folder
+            if name and not is_marker:
                 inner[name] = properties
-
-    def _patiently(self, key: str, request: Callable[[], _T]) -> _T:
-        return patiently(self.store.root, key, request, renew=getattr(self.store, "renew", None))
-
-
-class _Absent:
-    pass
-
-
-_ABSENT = _Absent()
 
 
 def _upwards(key: str) -> Iterator[str]:

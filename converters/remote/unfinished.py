@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from converters.names import printable
 from converters.remote.trouble import code_of
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from converters.remote.address import RemotePath
 
 _RULE = "a lifecycle rule of the bucket removes them: AbortIncompleteMultipartUpload"
-
-
-class UnfinishedUpload(NamedTuple):
-    """An upload in parts that nobody has completed or aborted.
-
-    Attributes:
-        key: The object it would become.
-        number: What the store calls it.
-    """
-
-    key: str
-    number: str
 
 
 def abort_unfinished(destination: RemotePath) -> str:
@@ -51,8 +39,8 @@ def abort_unfinished(destination: RemotePath) -> str:
     try:
         client = _client()
         uploads, bucket = list(list_unfinished(destination, client)), destination.root_and_key[0].name
-        for upload in uploads:
-            client.abort_multipart_upload(Bucket=bucket, Key=upload.key, UploadId=upload.number)
+        for key, upload_id in uploads:
+            client.abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload_id)
     except ImportError:
         why = "botocore is not installed (pip install 'distckpt[remote]')"
     except Exception as error:  # noqa: BLE001 - botocore's own; they may hold secrets, and the upload itself can go on
@@ -62,8 +50,8 @@ def abort_unfinished(destination: RemotePath) -> str:
     return f"parts of uploads that were cut off may be left at {shown}, they could not be listed: {why}; {_RULE}"
 
 
-def list_unfinished(destination: RemotePath, client: Any = None) -> Iterator[UnfinishedUpload]:
-    """The unfinished uploads of an address on S3, and of what is below it.
+def list_unfinished(destination: RemotePath, client: Any = None) -> Iterator[tuple[str, str]]:
+    """`(key, upload id)` of each unfinished upload of an address on S3, and of what is below it.
 
     Raises:
         ImportError: botocore is not installed.
@@ -75,7 +63,7 @@ def list_unfinished(destination: RemotePath, client: Any = None) -> Iterator[Unf
     for page in pages:
         for upload in page.get("Uploads", ()):
             if upload["Key"] == key or upload["Key"].startswith(f"{key}/"):
-                yield UnfinishedUpload(upload["Key"], upload["UploadId"])
+                yield upload["Key"], upload["UploadId"]
 
 
 def _client() -> Any:

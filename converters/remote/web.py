@@ -6,18 +6,19 @@ An index of safetensors names its shards; beside one of them, `config.json` and 
 from __future__ import annotations
 
 import json
+import posixpath
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from converters.remote.address import NO_LISTING
-from converters.remote.patience import patiently
-from converters.remote.store import ObjectStore, Properties
+from converters.remote.store import ObjectStore, properties_of
 from converters.remote.trouble import StatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.remote.address import Root
+    from converters.remote.store import Properties
 
 _INDEX = ".safetensors.index.json"
 _BESIDE = (
@@ -53,7 +54,7 @@ class WebStore(ObjectStore):
         answer = self.obstore.get(self.handle, key, options={"head": True})
         if "text/html" in str(answer.attributes.get("Content-Type", "")):
             raise StatedError(21, NO_LISTING, f"{self.root}/{key}")
-        return Properties(answer.meta["size"], answer.meta["last_modified"].timestamp(), _tag(answer.meta))
+        return properties_of(answer.meta)
 
     def _find_shards(self, key: str, properties: Properties) -> None:
         try:
@@ -61,8 +62,7 @@ class WebStore(ObjectStore):
             names = {name for name in weights.values() if isinstance(name, str) and "/" not in name and name}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return  # reading it says what is wrong
-        folder = key.rpartition("/")[0]
-        paths = [f"{folder}/{name}" if folder else name for name in sorted(names | set(_BESIDE))]
+        paths = [posixpath.join(posixpath.dirname(key), name) for name in sorted(names | set(_BESIDE))]
         with ThreadPoolExecutor(8) as pool:
             for path, shard in zip(paths, pool.map(self._look_for, paths), strict=True):
                 if shard is not None:
@@ -70,10 +70,6 @@ class WebStore(ObjectStore):
 
     def _look_for(self, key: str) -> Properties | None:
         try:
-            return patiently(self.root, key, lambda: self._head(key))
+            return self.retried(key, lambda: self._head(key))
         except FileNotFoundError:
             return None
-
-
-def _tag(meta: dict[str, Any]) -> str:
-    return (meta["e_tag"] or "").removeprefix("W/").strip('"')

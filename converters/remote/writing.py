@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.remote.patience import patiently, retry_for
-from converters.remote.store import ObjectStore
+from converters.remote.store import ObjectStore, etag_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -72,10 +73,9 @@ class StoreWriter:
         key = to.root_and_key[1]
 
         def put() -> str:
-            answer = self._store.obstore.put(self._store.handle, key, content(), **how)
-            return str(answer["e_tag"] or "").removeprefix("W/").strip('"')
+            return etag_of(self._store.obstore.put(self._store.handle, key, content(), **how))
 
-        return str(self._patiently(key, put))
+        return self._store.retried(key, put)
 
     def delete(self, paths: Iterable[RemotePath]) -> None:
         """Deletes objects; one that is gone already is no trouble.
@@ -86,7 +86,4 @@ class StoreWriter:
         for path in paths:
             key = path.root_and_key[1]
             with contextlib.suppress(FileNotFoundError):
-                self._patiently(key, lambda key=key: self._store.obstore.delete(self._store.handle, key))  # type: ignore[misc]
-
-    def _patiently(self, key: str, request: Callable[[], Any]) -> Any:
-        return patiently(self.root, key, request, renew=self._store.renew)
+                self._store.retried(key, partial(self._store.obstore.delete, self._store.handle, key))
