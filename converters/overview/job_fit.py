@@ -8,9 +8,7 @@ a loader needs in `write/target_state.py`.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
@@ -21,154 +19,30 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.optimizer_parts import optimizer_parts
 from converters.models import of_type
-from converters.overview.job_vocabulary import FLAGS, NUMBERS, vocabulary_answers
+from converters.overview.job import Finding
+from converters.overview.job_vocabulary import vocabulary_findings
 from converters.pickles import Obj
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.catalog import Catalog
+    from converters.megatron.optimizer_layout import Resharding
+    from converters.overview.job import Job
 
-_SIZES = {
-    "--tensor-model-parallel-size": "tp",
-    "--pipeline-model-parallel-size": "pp",
-    "--context-parallel-size": "cp",
-    "--expert-model-parallel-size": "ep",
-    "--expert-tensor-parallel-size": "etp",
-    "--decoder-first-pipeline-num-layers": "first_layers",
-    "--decoder-last-pipeline-num-layers": "last_layers",
-    **{f"--{name}": name for name in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp")},
-}
 _SINCE = re.compile(r"needs Megatron-Core (\d+)\.(\d+) or later")
-_TEXTS = {"--pipeline-model-parallel-layout": "pp_layout", "--ckpt-format": "format", "--mcore": "mcore"}
-_VALUED = {*_SIZES, *_TEXTS, *NUMBERS, *FLAGS}
-_SWITCHES = {
-    *(
-        "--use-distributed-optimizer",
-        "--use-precision-aware-optimizer",
-        "--no-load-optim",
-        "--no-load-rng",
-        "--finetune",
-        "--use-checkpoint-args",
-        "--use-megatron-fsdp",
-        "--use-torch-fsdp2",
-    ),
-}
 # the flags of a job that reads each format (validate_args of megatron/training/arguments.py, core_v0.16.1)
 _READERS = {
     "fsdp_dtensor": ("--use-megatron-fsdp", "fsdp_dtensor"),
     "megatron_dcp": ("--use-torch-fsdp2", "torch_dcp"),
 }
-# where no flag says a size, a job has 1 (the same file)
-DEFAULTS = ("tp", "pp", "cp", "ep")
-"""Sizes of a layout that are 1 where no flag says them."""
-STAGES = ("vpp", "first_layers", "last_layers", "pp_layout")
-"""Sizes that divide the layers among pipeline stages; None where no flag says them."""
 _COMPARED = ("tp", "pp", "vpp", "ep", "expert_tp", "cp", "dp", "first_layers", "last_layers", "pp_layout")
-
-
-@dataclass(frozen=True)
-class Job:
-    """The flags of a job, as far as they matter.
-
-    Attributes:
-        sizes: Sizes of the layout that the flags give, by the names of `Layout`.
-        switches: Flags without a value.
-        mcore: Version of Megatron-Core, as (0, 16); None if no flag says.
-        format: `--ckpt-format`; None if no flag says.
-        unread: Words that mean nothing here.
-        vocabulary: Flags of the vocabulary, by the names of `job_vocabulary`.
-    """
-
-    sizes: Mapping[str, Any]
-    switches: frozenset[str]
-    mcore: tuple[int, int] | None = None
-    format: str | None = None
-    unread: tuple[str, ...] = ()
-    vocabulary: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str) -> Job:
-        """Reads flags as they stand on a command line.
-
-        Raises:
-            RequestError: A flag lacks its value, or the value is none.
-        """
-        try:
-            words = [
-                part for word in shlex.split(text) for part in (word.split("=", 1) if word[:2] == "--" else [word])
-            ]
-        except ValueError as error:
-            raise RequestError(f"--for is no command line: {error}") from error
-        sizes: dict[str, Any] = {}
-        texts: dict[str, str] = {}
-        vocabulary: dict[str, str] = {}
-        unread: list[str] = []
-        switches, rest = set(), iter(words)
-        for word in rest:
-            if word in _SWITCHES:
-                switches.add(word)
-            elif word in _VALUED:
-                value = next(rest, "")
-                number = value.isascii() and value.isdigit() and int(value) > 0
-                if word in _TEXTS and value:
-                    texts[_TEXTS[word]] = value
-                elif (word in FLAGS and value) or (word in NUMBERS and number):
-                    vocabulary[(FLAGS | NUMBERS)[word]] = value
-                elif word in _SIZES and number:
-                    sizes[_SIZES[word]] = int(value)
-                else:
-                    what = "a word" if word in _TEXTS or word in FLAGS else "a whole number of 1 or more"
-                    raise RequestError(f"{word} in --for takes {what}, not {value or 'nothing'!r}")
-            elif unread and not word.startswith("--"):
-                unread[-1] += f" {word}"
-            else:
-                unread.append(word)
-        if "pp_layout" in texts:
-            sizes["pp_layout"] = texts["pp_layout"]
-        version = texts.get("mcore")
-        numbers = version.split(".")[:2] if version else []
-        if version and not (len(numbers) == 2 and all(n.isascii() and n.isdigit() for n in numbers)):
-            raise RequestError(f"--mcore {version} is no version", hint="--mcore 0.16")
-        mcore = (int(numbers[0]), int(numbers[1])) if version else None
-        return cls(sizes, frozenset(switches), mcore, texts.get("format"), tuple(unread), vocabulary)
-
-    @property
-    def loads_optimizer(self) -> bool:
-        """Whether the job asks for optimizer state."""
-        return self.switches.isdisjoint(("--no-load-optim", "--finetune"))
-
-    @property
-    def distributed(self) -> bool:
-        """Whether it has the distributed optimizer."""
-        return "--use-distributed-optimizer" in self.switches
-
-    def layout(self) -> Layout:
-        """The layout; `dp` is the least one where no flag says it.
-
-        Raises:
-            RequestError: The sizes make no grid.
-        """
-        sizes = {**dict.fromkeys(DEFAULTS, 1), **self.sizes}
-        sizes.setdefault("dp", Layout.least_dp(sizes["tp"], sizes["cp"], sizes["ep"], sizes.get("etp")))
-        return Layout(**sizes)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that decides whether a job loads a checkpoint.
-
-    Attributes:
-        subject: "layout", "optimizer", "format", ...
-        fits: None if it cannot be decided.
-        reason: A sentence.
-        fixed: Writing the checkpoint anew for the job (`job_remedy`) puts it right.
-    """
-
-    subject: str
-    fits: bool | None
-    reason: str
-    fixed: bool = True
+_AXES = {
+    "expert_tp": "etp",
+    "first_layers": "pp",
+    "last_layers": "pp",
+    "pp_layout": "pp",
+}  # what `Resharding` calls them
 
 
 def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
@@ -179,7 +53,7 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
         return out
     out += _layout(catalog, job)
     out += _latent_queries(catalog, job)
-    out += _vocabulary(catalog, job)
+    out += vocabulary_findings(catalog, job)
     if catalog.path.name == "release":  # load_checkpoint (megatron/training/checkpointing.py, core_v0.16.1)
         out.append(Finding("optimizer", True, "a job reads only the weights of a release"))
     elif job.loads_optimizer:
@@ -196,26 +70,28 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored = catalog.format
     if not catalog.megatron:
         text = f"{stored} without Megatron's names is no checkpoint of Megatron-LM"
-        yield Finding("format", False, text, fixed=_is_model(catalog))
+        known = catalog.framework == "Hugging Face" and of_type(catalog.config.get("model_type")) is not None
+        yield Finding("format", False, text, fixed=known)
     elif stored == "torch_dist":
         if job.format not in (None, "torch_dist"):
             yield Finding("format", False, f"the checkpoint is torch_dist, the job asks for {job.format}")
         elif exists(catalog.path / "common.pt"):
             yield _common_file(job)
         elif job.mcore is None:
-            yield Finding(
-                "format", None, "the common state is inside the data files, as Megatron-Core 0.19 or later reads it"
-            )
-        else:
+            text = "the common state is inside the data files, as Megatron-Core 0.19 or later reads it"
+            yield Finding("format", None, text)
+        elif job.mcore < (0, 19):
             text = "the common state is inside the data files, which Megatron-Core before 0.19 does not read"
-            yield Finding(
-                "format", job.mcore >= (0, 19), text if job.mcore < (0, 19) else "torch_dist of Megatron-Core 0.19"
-            )
+            yield Finding("format", False, text)
+        else:
+            yield Finding("format", True, "torch_dist of Megatron-Core 0.19")
     elif stored == "legacy":
-        fits = True if job.format == "torch" else None if job.format is None else False
+        fits = None if job.format is None else job.format == "torch"
         yield Finding("format", fits, "a file for each rank, which a job reads with --ckpt-format torch")
     elif stored in _READERS:
-        yield _fsdp(stored, job)
+        switch, name = _READERS[stored]  # the model of the job must be wrapped as the one that was saved
+        fits = switch in job.switches and job.format == name
+        yield Finding("format", fits, f"a job reads {stored} with {switch} --ckpt-format {name}")
     elif stored == "zarr":
         yield _zarr(job)
     elif stored == "torch":
@@ -223,8 +99,9 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     else:
         yield Finding("format", None, f"which jobs read {stored} is not known")
     if catalog.megatron and not isinstance(_common(catalog).get("args"), Obj):
-        own = catalog.framework in ("Megatron-LM", "Megatron-Core")
-        text = "as Megatron-LM saves them" if own else f"of Megatron-LM; {catalog.framework} has a loader of its own"
+        text = f"of Megatron-LM; {catalog.framework} has a loader of its own"
+        if catalog.framework in ("Megatron-LM", "Megatron-Core"):
+            text = "as Megatron-LM saves them"
         yield Finding("arguments", None, f"the checkpoint stores no training arguments {text}")
 
 
@@ -241,25 +118,12 @@ def _latent_queries(catalog: Catalog, job: Job) -> Iterator[Finding]:
         yield Finding("model", False, text, fixed=False)
 
 
-def _fsdp(stored: str, job: Job) -> Finding:
-    """Whether the model of the job is wrapped as the one that was saved."""
-    switch, name = _READERS[stored]
-    fits = switch in job.switches and job.format == name
-    return Finding("format", fits, f"a job reads {stored} with {switch} --ckpt-format {name}")
-
-
 def _zarr(job: Job) -> Finding:
     """Whether the job has a reader of zarr, which Megatron-Core 0.16 removed (core/dist_checkpointing/strategies)."""
     if job.format not in (None, "zarr", "torch_dist"):
         return Finding("format", False, f"the checkpoint is zarr, the job asks for {job.format}")
     text = "Megatron-Core up to 0.15 reads zarr, with the package zarr installed; later ones cannot"
     return Finding("format", None if job.mcore is None else job.mcore < (0, 16), text)
-
-
-def _is_model(catalog: Catalog) -> bool:
-    """Whether it is a Hugging Face folder of a known architecture."""
-    kind = catalog.config.get("model_type")
-    return catalog.framework == "Hugging Face" and isinstance(kind, str) and of_type(kind) is not None
 
 
 def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
@@ -276,9 +140,8 @@ def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
     if catalog.format == "legacy" and changed.keys() - {"dp", "cp"}:
         yield Finding("layout", False, f"the legacy format has a file for each rank: {', '.join(texts)}")
     elif catalog.format in ("torch_dist", "zarr"):
-        yield Finding(
-            "layout", True, f"{catalog.format} weights load at any layout: {', '.join(texts) or 'it is the same'}"
-        )
+        text = f"{catalog.format} weights load at any layout: {', '.join(texts) or 'it is the same'}"
+        yield Finding("layout", True, text)
     else:
         yield Finding("layout", None if changed else True, ", ".join(texts) or "it is the same")
     for note in notes:
@@ -287,17 +150,6 @@ def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
             yield Finding("layout", None, note)
         elif job.mcore < (int(least[1]), int(least[2])):
             yield Finding("layout", False, note, fixed=False)
-
-
-def _vocabulary(catalog: Catalog, job: Job) -> list[Finding]:
-    answers = vocabulary_answers(
-        catalog,
-        job.vocabulary,
-        int(job.sizes.get("tp", 1)),
-        loads_optimizer=job.loads_optimizer and catalog.path.name != "release",
-        from_checkpoint="--use-checkpoint-args" in job.switches,
-    )
-    return [Finding("vocab", *answer) for answer in answers]
 
 
 def _common_file(job: Job) -> Finding:
@@ -326,9 +178,8 @@ def _common(catalog: Catalog) -> Mapping[Any, Any]:
 def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored, parts = optimizer_layout(catalog), optimizer_parts(catalog)
     if stored.name == "none":
-        yield Finding(
-            "optimizer", False, "no optimizer state is stored: start the job with --no-load-optim", fixed=False
-        )
+        text = "no optimizer state is stored: start the job with --no-load-optim"
+        yield Finding("optimizer", False, text, fixed=False)
         return
     if not {"opt_param_scheduler", "lr_scheduler"} & _common(catalog).keys():
         text = "the checkpoint stores no opt_param_scheduler, which Megatron-LM's loader asks for"
@@ -338,47 +189,37 @@ def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
         text = "" if catalog.format in _READERS else "; not known what it means for these flags"
         yield Finding("optimizer", None, f"{stored.name}: {stored.permits}{text}")
         return
-    kept = any(part.distributed for part in parts.parts)
-    if kept != job.distributed:
-        words = (
-            ("the distributed optimizer's", "without") if kept else ("of an optimizer that is not distributed", "with")
-        )
-        yield Finding("optimizer", False, f"the state is {words[0]}, the job is {words[1]} --use-distributed-optimizer")
-    yield from _resharding(catalog, job, f"{stored.name}: {stored.permits}")
+    distributed = any(part.distributed for part in parts.parts)
+    if distributed and not job.distributed:
+        text = "the state is the distributed optimizer's, the job is without --use-distributed-optimizer"
+        yield Finding("optimizer", False, text)
+    elif job.distributed and not distributed:
+        text = "the state is of an optimizer that is not distributed, the job is with --use-distributed-optimizer"
+        yield Finding("optimizer", False, text)
+    yield from _resharding(catalog, job, rule, f"{stored.name}: {stored.permits}")
     yield from _precision(catalog, job, stored.masters)
     if any(part.algorithm.startswith("SGD") for part in parts.parts) and job.mcore in (None, (0, 16)):
-        text = (
-            "Megatron-LM 0.16.1 cannot load an SGD optimizer, not even its own: start such a job with --no-load-optim"
-        )
+        text = "Megatron-LM 0.16.1 cannot load an SGD optimizer, not even its own:"
+        text += " start such a job with --no-load-optim"
         yield Finding("optimizer", False if job.mcore else None, text, fixed=False)
     if stored.caution:
         yield Finding("optimizer", None, stored.caution)
 
 
-def _resharding(catalog: Catalog, job: Job, text: str) -> Iterator[Finding]:
-    rule = optimizer_resharding(catalog)
+def _resharding(catalog: Catalog, job: Job, rule: Resharding, text: str) -> Iterator[Finding]:
     try:
         changed = _changed(catalog, job, job.layout())
     except RequestError:  # said of the layout
         return
-    if rule is None:
-        return
-    axes = {
-        {"expert_tp": "etp", "first_layers": "pp", "last_layers": "pp", "pp_layout": "pp"}.get(n, n) for n in changed
-    }
+    axes = {_AXES.get(name, name) for name in changed}
     late = rule.until is not None and job.mcore is not None and job.mcore > rule.until
     early = rule.since is not None and job.mcore is not None and job.mcore < rule.since
     unversioned = job.mcore is None and (rule.since or rule.until) is not None
     if late or early or axes - rule.sizes - {"cp"}:
         yield Finding("optimizer", False, text)
     elif "cp" in axes - rule.sizes or unversioned or rule.condition:
-        needs = (
-            "; which version is not told (--mcore)"
-            if unversioned
-            else f"; if {rule.condition}"
-            if rule.condition
-            else ""
-        )
+        condition = f"; if {rule.condition}" if rule.condition else ""
+        needs = "; which version is not told (--mcore)" if unversioned else condition
         yield Finding("optimizer", None, f"{text}{needs}")
     else:
         yield Finding("optimizer", True, text)
@@ -393,6 +234,5 @@ def _precision(catalog: Catalog, job: Job, masters: str) -> Iterator[Finding]:
             text = f"{masters}: Megatron-Core 0.17 or later loads these"
             yield Finding("masters", None if job.mcore is None else False, text)
     elif masters or aware:
-        yield Finding(
-            "masters", None, masters or "no argument says that master weights are a precision-aware optimizer's"
-        )
+        text = masters or "no argument says that master weights are a precision-aware optimizer's"
+        yield Finding("masters", None, text)

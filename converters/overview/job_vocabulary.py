@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from converters.errors import FormatError, RequestError
 from converters.formats.folder import is_file, read_small
@@ -21,31 +21,17 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.split import padded_vocab
 from converters.megatron.vocabulary import embedding_name, vocabulary_rows
+from converters.overview.job import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from converters.catalog import Catalog
+    from converters.overview.job import Job
 
-NUMBERS = {
-    "--vocab-size": "vocab_size",
-    "--padded-vocab-size": "padded",
-    "--make-vocab-size-divisible-by": "divisible",
-}
-"""Flags of a job that take a number of rows."""
-FLAGS = {"--tokenizer-type": "tokenizer_type", "--tokenizer-model": "tokenizer_model"}
-"""Those that take a word."""
 _DIVISIBLE = 128  # megatron/training/arguments.py, core_v0.16.1
 _TOKENIZER_LIMIT = 1 << 28
 _ANY_ROWS = ("not distributed", "fully_reshardable")
-
-
-class VocabularyAnswer(NamedTuple):
-    """One thing that the vocabulary decides: see `job_fit.Finding`."""
-
-    fits: bool | None
-    reason: str
-    fixed: bool = True
 
 
 @dataclass(frozen=True)
@@ -61,62 +47,54 @@ class _Rows:
     reason: str
 
 
-def vocabulary_answers(
-    catalog: Catalog, flags: Mapping[str, str], tp: int, *, loads_optimizer: bool, from_checkpoint: bool
-) -> Iterator[VocabularyAnswer]:
-    """What the rows of the embedding decide.
-
-    Args:
-        flags: The values of `NUMBERS` and `FLAGS` that the job has, by their names here.
-        loads_optimizer: The job asks for optimizer state.
-        from_checkpoint: The job takes its arguments from the checkpoint (`--use-checkpoint-args`).
-    """
+def vocabulary_findings(catalog: Catalog, job: Job) -> Iterator[Finding]:
+    """What the rows of the embedding decide."""
     name = embedding_name(catalog.weights)
     if name is None:
         return
     stored, stated = catalog.weights[name].shape[0], ModelArgs.from_catalog(catalog).vocab_size
     exact = catalog.format == "legacy"
-    buckets = loads_optimizer and _in_buckets(catalog)
-    rows = _job_rows(catalog, flags, tp, stored, stated, from_checkpoint=from_checkpoint)
+    buckets = job.loads_optimizer and catalog.path.name != "release" and _is_in_buckets(catalog)
+    tp: int = job.sizes.get("tp", 1)
+    rows = _job_rows(catalog, job, tp, stored, stated)
     if rows is None:
         if exact or buckets:
             needed = "give --vocab-size and --make-vocab-size-divisible-by of the job"
-            yield VocabularyAnswer(None, f"the stored embedding has {stored:,} rows; {needed}")
+            yield Finding("vocab", None, f"the stored embedding has {stored:,} rows; {needed}")
         return
     counts = " or ".join(f"{count:,}" for count in rows.counts)
     text = f"the job's embedding has {counts} rows ({rows.reason}), the stored one {stored:,}"
     if any(count % tp for count in rows.counts):
-        yield VocabularyAnswer(False, f"{text}; tp {tp} must divide its rows", fixed=False)
+        yield Finding("vocab", False, f"{text}; tp {tp} must divide its rows", fixed=False)
         return
     if rows.counts == (stored,):
-        yield VocabularyAnswer(True, text)
+        yield Finding("vocab", True, text)
         return
     if len(rows.counts) > 1:
         either = not exact and not buckets and stated is not None and min(rows.counts) >= stated
-        yield VocabularyAnswer(True if either else None, f"{text}: weights load with any padding" if either else text)
+        yield Finding("vocab", True if either else None, f"{text}: weights load with any padding" if either else text)
         return
     (wanted,) = rows.counts
     if wanted < stored and (stated is None or wanted < stated):
         words = "" if stated is None else f", {stated - wanted:,} of them of real words"
         lost = f"{text}: the last {stored - wanted:,} would be left out{words}"
-        yield VocabularyAnswer(None if stated is None else False, lost, fixed=False)
+        yield Finding("vocab", None if stated is None else False, lost, fixed=False)
     elif exact:
         text += ": a legacy job loads exactly its rows"
-        yield VocabularyAnswer(False, text, fixed=_rows_after(catalog, name, stored, tp, stated) == wanted)
+        yield Finding("vocab", False, text, fixed=_rows_after(catalog, name, stored, tp, stated) == wanted)
     else:
         rest = "the others are zero" if wanted > stored else "the padding is left out"
-        yield VocabularyAnswer(True, f"{text}: weights load with any padding, {rest}")
+        yield Finding("vocab", True, f"{text}: weights load with any padding, {rest}")
     if buckets and not exact:
         layout = optimizer_layout(catalog).name
         if layout.endswith("fully_sharded_model_space"):
-            yield VocabularyAnswer(None, f"whether {layout} loads with other rows of the vocabulary is not known")
+            yield Finding("vocab", None, f"whether {layout} loads with other rows of the vocabulary is not known")
         else:
-            yield VocabularyAnswer(
-                False, f"{layout} has the {stored:,} rows in flat buckets, which other rows do not fit"
-            )
+            text = f"{layout} has the {stored:,} rows in flat buckets, which other rows do not fit"
+            yield Finding("vocab", False, text)
 
 
-def _in_buckets(catalog: Catalog) -> bool:
+def _is_in_buckets(catalog: Catalog) -> bool:
     """Whether optimizer state lies in flat buckets, whose sizes follow the rows of the embedding."""
     layout = optimizer_layout(catalog)
     return layout.name != "none" and optimizer_resharding(catalog) is not None and not layout.name.endswith(_ANY_ROWS)
@@ -130,25 +108,24 @@ def _rows_after(catalog: Catalog, name: str, stored: int, tp: int, stated: int |
         return None
 
 
-def _job_rows(
-    catalog: Catalog, flags: Mapping[str, str], tp: int, stored: int, stated: int | None, *, from_checkpoint: bool
-) -> _Rows | None:
+def _job_rows(catalog: Catalog, job: Job, tp: int, stored: int, stated: int | None) -> _Rows | None:
+    flags = job.vocabulary
     if "padded" in flags:
-        return _Rows((int(flags["padded"]),), "--padded-vocab-size")
+        return _Rows((flags["padded"],), "--padded-vocab-size")
     padded = catalog.options.get("padded_vocab_size")
-    if from_checkpoint and isinstance(padded, int):
+    if "--use-checkpoint-args" in job.switches and isinstance(padded, int):
         return _Rows((padded,), "the checkpoint's padded_vocab_size, with --use-checkpoint-args")
     divisible: object = catalog.options.get("make_vocab_size_divisible_by", _DIVISIBLE)
     kind = flags.get("tokenizer_type", catalog.options.get("tokenizer_type"))
     if "vocab_size" in flags:
-        size, source = int(flags["vocab_size"]), "--vocab-size"
+        size, source = flags["vocab_size"], "--vocab-size"
     elif "tokenizer_model" in flags:
         size, source = _tokenizer_size(Path(flags["tokenizer_model"])), "tokenizer.json"
     else:
         size, source = stated or 0, "the checkpoint's vocabulary, if the job has its tokenizer,"
     if flags.keys() & {"vocab_size", "tokenizer_model"}:
         divisible = _DIVISIBLE
-    divisible = int(flags["divisible"]) if "divisible" in flags else divisible
+    divisible = flags.get("divisible", divisible)
     if not size or not isinstance(divisible, int) or divisible < 1:
         return None
     # NullTokenizer counts an end-of-document word of its own up to core 0.16 (training/tokenizer/tokenizer.py), later not

@@ -74,7 +74,8 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
     """Whether a job loads a checkpoint."""
     from converters.errors import RequestError
     from converters.formats import open_checkpoint
-    from converters.overview.job_fit import Job, job_findings
+    from converters.overview.job import Job
+    from converters.overview.job_fit import job_findings
     from converters.overview.job_remedy import job_remedy
     from distckpt_cli.console import named
 
