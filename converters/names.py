@@ -271,6 +271,11 @@ def _escaped(character: str) -> str:
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+def folded(names: Iterable[str]) -> list[str]:
+    """Only the folded names of `fold`, without their members."""
+    return [text for text, _ in fold(names)]
+
+
 def fold(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Names that differ only in layer or expert numbers, as one: `decoder.layers.{0..31}.mlp.linear_fc1.weight`.
 

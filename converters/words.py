@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 def format_size(nbytes: float) -> str:
     """Bytes for people: `104.70 GiB`, `0.31 MiB`, `1.27 KiB`, `12 B`."""
@@ -17,6 +22,11 @@ def format_count(number: int) -> str:
     if number >= 10**9:
         return f"{number / 1e9:,.2f} B"
     return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
+
+
+def format_shape(shape: Sequence[int]) -> str:
+    """A shape for people: `4096 x 1024`, `scalar`."""
+    return " x ".join(map(str, shape)) or "scalar"
 
 
 def counted(number: int, noun: str, plural: str = "", *, verb: str = "") -> str:

@@ -10,8 +10,8 @@ from converters.comparison.document import fact_document
 from converters.comparison.pairs import Side
 from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
-from converters.names import any_of, fold, matcher, printable
-from converters.words import counted
+from converters.names import any_of, folded, matcher, printable
+from converters.words import counted, format_shape
 from distckpt_cli.difference_values import show_values
 from distckpt_cli.exits import ExitCode
 
@@ -87,7 +87,7 @@ def _show_structure(console: Console, report: DiffReport) -> None:
         console.facts(f"only in {side.label}", _only(report, number), style="error")
     lines = []
     for (a, b), names in _grouped((shapes, name) for name, shapes in matching.shapes.items()).items():
-        lines += [f"{text}  {_shape(a)} in A, {_shape(b)} in B" for text, _ in fold(names)]
+        lines += [f"{text}  {format_shape(a)} in A, {format_shape(b)} in B" for text in folded(names)]
     console.facts("shapes", lines, style="error")
     console.facts("types", types, style=None if report.plan.options.tolerance else "error")
     console.facts("padding", _padding(report))
@@ -100,8 +100,8 @@ def _only(report: DiffReport, number: int) -> list[str]:
     names, other = report.plan.matching.only[number], report.plan.sides[1 - number]
     state = [name for name in names if name.startswith("optimizer.")]
     if not state or any(name.startswith("optimizer.") for name in other.tensors):
-        return [text for text, _ in fold(names)]
-    rest = [text for text, _ in fold(name for name in names if not name.startswith("optimizer."))]
+        return folded(names)
+    rest = folded(name for name in names if not name.startswith("optimizer."))
     return [*rest, f"the optimizer state ({counted(len(state), 'tensor')})"]
 
 
@@ -135,13 +135,9 @@ def _padding(report: DiffReport) -> list[str]:
     return [f"{text}  ({_count(names)})" for text, names in _grouped(lines).items()]
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
-
-
 def _count(names: Sequence[str]) -> str:
-    folded = [text for text, _ in fold(names)]
-    return folded[0] if len(folded) == 1 else f"{len(names):,} tensors"
+    texts = folded(names)
+    return texts[0] if len(texts) == 1 else f"{len(names):,} tensors"
 
 
 def _grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
@@ -176,7 +172,7 @@ def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: s
 def _folded(facts: Sequence[Fact]) -> list[str]:
     """A line for each, those that say the same of several layers or ranks as one."""
     groups = _grouped((_describe(fact), fact.name) for fact in facts)
-    return [f"{name}: {text}" for text, names in groups.items() for name, _ in fold(names)]
+    return [f"{name}: {text}" for text, names in groups.items() for name in folded(names)]
 
 
 def _describe(fact: Fact) -> str:

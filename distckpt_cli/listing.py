@@ -14,10 +14,10 @@ import numpy as np
 
 from converters.errors import RequestError
 from converters.megatron.identity import is_optimizer, writer_of
-from converters.names import fold, matcher, natural_key, printable
+from converters.names import fold, folded, matcher, natural_key, printable
 from converters.overview.tree import module_tree
 from converters.pickles import describe
-from converters.words import counted, format_size
+from converters.words import counted, format_shape, format_size
 from distckpt_cli.console import UsageProblem
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def nothing(what: str, pattern: str, names: Sequence[str], counts: tuple[str, st
         what: What the names are of: "tensor".
         counts: What is counted, one of them and several, where that is not all that a checkpoint has of it.
     """
-    folded = [name for name, _ in fold(names)]
-    candidates = dict.fromkeys(folded)
-    for name in folded:
+    rows = folded(names)
+    candidates = dict.fromkeys(rows)
+    for name in rows:
         parts = name.split(".")
         candidates.update(
             dict.fromkeys(".".join(parts[:n]) + ".*" for n in range(1, len(parts)) if "{" not in parts[n - 1])
@@ -97,7 +97,7 @@ def nothing(what: str, pattern: str, names: Sequence[str], counts: tuple[str, st
         hint = f"did you mean '{meant}'?  ({counted(count, what)})"
     else:
         there = "is" if len(names) == 1 else "are"
-        total, examples = counted(len(names), *(counts or (what,))), ", ".join(sorted(folded, key=len)[:3])
+        total, examples = counted(len(names), *(counts or (what,))), ", ".join(sorted(rows, key=len)[:3])
         hint = f"there {there} {total}, for example {examples}"
     return RequestError(f"no {what} matches {pattern!r}", hint=hint)
 
@@ -124,7 +124,7 @@ def print_tensors(console: Console, tensors: Sequence[TensorInfo], selection: Se
     for name, members in rows:
         counts = sorted({t.chunk_count for t in members})
         shown = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
-        shape = " x ".join(map(str, members[0].shape)) or "scalar"
+        shape = format_shape(members[0].shape)
         lines.append((members[0].dtype.short, shape, shown, format_size(sum(t.nbytes for t in members)), name))
     console.table(["DTYPE", ">SHAPE", ">CHUNKS", ">SIZE", "TENSOR"], lines)
     hint = "" if len(rows) == len(tensors) else f"  ({counted(len(rows), 'row')}; --flat for one row each)"
@@ -329,8 +329,7 @@ def print_objects(console: Console, objects: Sequence[ObjectInfo], *, flat: bool
         for grid, names in by_grid.items():
             for text, members in fold(names):
                 items = [o for name in members for o in grouped[name, grid]]
-                shape = " x ".join(map(str, grid))
-                lines.append((text, (f"{len(items):,}", shape, format_size(sum(o.length for o in items)), text)))
-        lines.sort(key=lambda line: natural_key(line[0]))
-        console.table([">COUNT", ">GRID", ">SIZE", "OBJECT"], [line for _, line in lines])
+                size = format_size(sum(o.length for o in items))
+                lines.append((f"{len(items):,}", " x ".join(map(str, grid)), size, text))
+        console.table([">COUNT", ">GRID", ">SIZE", "OBJECT"], sorted(lines, key=lambda line: natural_key(line[3])))
     console.out(f"{counted(len(objects), 'object')}, {format_size(sum(o.length for o in objects))}")

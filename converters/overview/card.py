@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.names import fold, listed, printable
+from converters.names import folded, listed, printable
 from converters.pickles import describe
 from converters.words import counted, format_count, format_size
 
@@ -169,9 +169,8 @@ def _size_line(identity: Identity) -> str:
 def _problem_lines(identity: Identity) -> Iterator[tuple[str, str]]:
     for problem in identity.problems[:_SHOWN_PROBLEMS]:
         yield problem.severity, problem.message
-        affected = [name for name, _ in fold(problem.tensors)]
-        if affected:
-            yield "affects", listed(affected, 1)
+        if problem.tensors:
+            yield "affects", listed(folded(problem.tensors), 1)
     if len(identity.problems) > _SHOWN_PROBLEMS:
         yield "", f"and {counted(len(identity.problems) - _SHOWN_PROBLEMS, 'more problem')}; --json lists all"
     yield from (("warning", f"not understood: {printable(text)}") for text in identity.model.unknown)

@@ -40,11 +40,6 @@ class Finding:
     tensors: tuple[str, ...] = ()
     hint: str | None = None
 
-    @classmethod
-    def of(cls, document: dict[str, Any]) -> Finding:
-        """From its JSON form."""
-        return cls(**{**document, "tensors": tuple(document["tensors"])})
-
 
 @dataclass
 class Check:
@@ -81,6 +76,10 @@ class Check:
     def leave(self, message: str, **more: Any) -> None:
         """Notes that something is not checked because it is not understood, with the reason; see `Finding`."""
         self.add(Finding("unchecked", message, **more))
+
+    def skip(self, reason: str) -> None:
+        """Notes that it was not made, or cannot be."""
+        self.skipped, self.summary = True, reason
 
     @property
     def status(self) -> str:

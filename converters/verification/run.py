@@ -32,7 +32,7 @@ from converters.verification.hugging_face import check_transformers
 from converters.verification.report import Finding, Report
 from converters.verification.scan import FileWorker, joined
 from converters.verification.structure import check_structure
-from converters.verification.tensor_checks import SAVE, Lookups
+from converters.verification.tensor_checks import SAVE, TensorChecks
 from converters.verification.values import TensorTask, TensorWorker, tile_bytes
 from converters.words import counted
 
@@ -109,8 +109,7 @@ def unopened(error: DamagedFileError) -> Report:
             digests = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in listed}
             _compare(report.check("manifest"), replace(manifest, files=listed, trouble=()), (), digests)
     for name in ("records", "checksums"):
-        check = report.check(name)
-        check.skipped, check.summary = True, "not read: the checkpoint cannot be opened"
+        report.check(name).skip("not read: the checkpoint cannot be opened")
     return report
 
 
@@ -123,7 +122,7 @@ class _Verification:
         self.begin = time.monotonic()
         self.files: list[FileTask] = []
         self.positions: dict[str, tuple[int, ...]] = {}  # of each file, in the reader's list
-        self.lookups = Lookups(reader, self.report)
+        self.tensor_checks = TensorChecks(reader, self.report)
         self.manifest: Manifest | None = None
         self.listed: dict[str, int] = {}
         self.index = RecordIndex(reader)
@@ -144,13 +143,13 @@ class _Verification:
             self._plan()
         else:
             ranks = None  # nothing to share: every rank finds the same
-        tasks: list[FileTask | TensorTask] = [*self.files, *self.lookups.tasks]
+        tasks: list[FileTask | TensorTask] = [*self.files, *self.tensor_checks.tasks]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
         threads = self._threads
         crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
         with crew:
             if tasks and crew.leads and listener is not None:
-                memory = threads * (BLOCK_BYTES + tile_bytes(self.lookups.tensors))
+                memory = threads * (BLOCK_BYTES + tile_bytes(self.tensor_checks.tensors))
                 nbytes, count = sum(t.nbytes for t in tasks), len(self.positions)
                 listener(PlanReady("verify", count, nbytes, nbytes, memory))
             results = crew.map(tasks, lambda: _Worker(self, crew)) if tasks else {}
@@ -176,7 +175,7 @@ class _Verification:
                 what = printable(str(error.filename or folder))
                 raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
         self._plan_files()
-        self.lookups.plan(len(self.files), values=self.options.values)
+        self.tensor_checks.plan(len(self.files), values=self.options.values)
 
     def _plan_files(self) -> None:
         folder, positions = self.catalog.path, dict[str, list[int]]()
@@ -210,8 +209,7 @@ class _Verification:
         report = self.report
         if self.options.quick:
             for name in ("records", "checksums"):
-                check = report.check(name)
-                check.skipped, check.summary = True, "not read (--quick)"
+                report.check(name).skip("not read (--quick)")
             self._conclude_manifest()
             return {}
         check_transformers(report.check("structure"), self.catalog)
@@ -219,8 +217,11 @@ class _Verification:
         self._conclude_files(scan)
         if self.manifest is not None:
             _compare(report.check("manifest"), self.manifest, self.positions, scan.sha256)
-        report.files, report.bytes_read = len(self.positions), scan.read + sum(t.nbytes for t in self.lookups.tasks)
-        self.lookups.conclude(results, values=self.options.values)
+        report.files, report.bytes_read = (
+            len(self.positions),
+            scan.read + sum(t.nbytes for t in self.tensor_checks.tasks),
+        )
+        self.tensor_checks.conclude(results, values=self.options.values)
         order = ["structure", "records", "checksums", "manifest", "copies", "optimizer", "values"]
         report.checks.sort(key=lambda check: order.index(check.name))
         if report.damaged(self.catalog.weights):  # nothing that reads them all is of use
@@ -244,10 +245,8 @@ class _Verification:
         summed = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in sorted(small)}
         check = self.report.check("manifest")
         _compare(check, manifest, (), {**{name: manifest.files[name] for name in sizes}, **summed})
-        files = counted(len(manifest.files), "file")
-        check.summary = (
-            f"{files} that {manifest.name} lists {'is' if len(manifest.files) == 1 else 'are'} there; SHA-256 of "
-        )
+        files = f"{counted(len(manifest.files), 'file')} that {manifest.name} lists"
+        check.summary = f"{files} {'is' if len(manifest.files) == 1 else 'are'} there; SHA-256 of "
         check.summary += f"{len(summed):,} that describe the data match, of the data not computed (--quick)"
 
     def _read_manifest(self) -> Manifest | None:
@@ -265,7 +264,7 @@ class _Verification:
 
     def _conclude_files(self, scan: Scan) -> None:
         wanted = {n for *_, records in scan.findings for n in records}
-        owners = self.index.tensors(wanted, self.lookups.named)
+        owners = self.index.tensors(wanted, self.tensor_checks.named)
         lost = {n for n in wanted if not owners[n]}  # the padding of a bucket
         owners |= self.index.tensors(lost, self.catalog.tensors)
         for file, name, text, at, needed, there, records in scan.findings:
@@ -275,7 +274,7 @@ class _Verification:
             self.report.check(name).add(finding)
         check = self.report.check("records")
         pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
-        find_twins(check, self.reader, self.index, self.lookups.named, pairs)
+        find_twins(check, self.reader, self.index, self.tensor_checks.named, pairs)
         read = sum(len(self.index.records(n)) for positions in self.positions.values() for n in positions)
         check.summary = f"{counted(read, 'record', verb='holds/hold')} what the metadata promises"
         if len(self.index) > read:
@@ -340,9 +339,9 @@ class _Worker:
     """One thread's readers, of files and of tensors."""
 
     def __init__(self, run: _Verification, crew: Crew) -> None:
-        self._files = FileWorker(run.reader, run.index, crew, drop=not run.lookups.tasks)
-        bound = run.lookups.bound or math.inf
-        self._tensors = TensorWorker(run.reader, run.lookups.tensors, crew, bound)
+        self._files = FileWorker(run.reader, run.index, crew, drop=not run.tensor_checks.tasks)
+        bound = run.tensor_checks.moment_bound or math.inf
+        self._tensors = TensorWorker(run.reader, run.tensor_checks.tensors, crew, bound)
 
     def do(self, task: FileTask | TensorTask) -> dict[str, Any]:
         """Does any of them."""

@@ -14,7 +14,7 @@ from converters.formats.links import escape
 from converters.megatron.damage import check_stored
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import optimizer_parts
-from converters.names import StateName, fold, listed, printable, state_names
+from converters.names import StateName, fold, folded, listed, printable, state_names
 from converters.verification.hugging_face import check_hugging_face
 from converters.verification.provenance import check_origin
 from converters.verification.unknown import note_unknown
@@ -202,7 +202,7 @@ def _check_optimizer_names(check: Check, catalog: Catalog) -> None:
                 text = f"{printable(fold(names)[0][0])} is not stored: whether the optimizer has one is not known"
                 check.leave(text, tensors=names)
                 continue
-            text = f"{listed([text for text, _ in fold(names)], 1)} is missing, the other moment is there"
+            text = f"{listed(folded(names), 1)} is missing, the other moment is there"
             check.error(text, tensors=names)
 
 

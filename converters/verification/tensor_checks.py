@@ -1,4 +1,4 @@
-"""Checks of tensors: copies equal their originals, master weights round to weights, values are plausible."""
+"""Plans checks of tensors and judges their results: copies are equal, masters round to weights, values are plausible."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
-from converters.names import MASTER, StateName, fold, listed, parameter_of, printable, state_names
+from converters.names import MASTER, StateName, folded, listed, parameter_of, printable, state_names
 from converters.optimizer.state import optimizer_state
 from converters.verification.moments import judge_moments, moment_bound, moment_pairs
 from converters.verification.structure import is_tied
@@ -27,19 +27,19 @@ SAVE = "distckpt reshard CKPT OUT --optimizer none keeps the weights"
 _CHECKS = {"equal": "copies", "rounded": "optimizer", "": "values"}
 
 
-class Lookups:
-    """What is to be compared, and what is made of the results.
+class TensorChecks:
+    """Which tensors are compared with which, and what the results mean.
 
     Args:
         reader: The checkpoint.
-        report: What is found already while this is planned goes there.
+        report: Takes the findings, also those that planning makes.
 
     Attributes:
         tensors: Everything that may be looked at, by name.
         pairs: Tensor -> (how, tensor) that it is compared with.
         named: The checkpoint's tensors, flat buckets under the names of their parameters.
         tasks: What `plan` made.
-        bound: What limits the moments of Adam; None if nothing is known to.
+        moment_bound: What limits the moments of Adam; None if nothing is known to.
     """
 
     def __init__(self, reader: Reader, report: Report) -> None:
@@ -51,9 +51,9 @@ class Lookups:
             name: info for name, info in self._catalog.tensors.items() if not (info.opaque and info.kind == "optimizer")
         }
         self.tasks: list[TensorTask] = []
-        self.bound: float | None = None
-        self._shown: dict[str, str] = {}  # states under the names that they are stored under
-        self._completed: dict[str, TensorInfo] = {}  # master weights that are stored as remainders
+        self.moment_bound: float | None = None
+        self._stored_names: dict[str, str] = {}  # states under the names that they are stored under
+        self._remainder_masters: dict[str, TensorInfo] = {}  # master weights that are stored as remainders
 
     def plan(self, first: int, *, values: bool) -> None:
         """Decides what is compared with what.
@@ -73,10 +73,11 @@ class Lookups:
             if weights[output].parts != weights[words].parts:
                 self.pairs[output] = ("equal", words)
         self._pair_masters()
-        whole = {name for name, info in self._completed.items() if info.remainders and info.remainders.dtype.floating}
-        self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first, read=whole))
-        self.bound = moment_bound(self._catalog) if values else None
-        if self.bound is not None:
+        masters = self._remainder_masters.items()
+        read = {name for name, info in masters if info.remainders and info.remainders.dtype.floating}
+        self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first, read=read))
+        self.moment_bound = moment_bound(self._catalog) if values else None
+        if self.moment_bound is not None:
             states = {n: self.named[n] for n, at in state_names(self.named) if at.state.startswith("exp_avg")}
             self.tensors.update(states)
             for name, second in moment_pairs(states).items():
@@ -89,7 +90,7 @@ class Lookups:
         try:
             state = optimizer_state(self._reader)
         except (RequestError, UnsupportedError) as error:  # no known optimizer, or no known order of parameters
-            check.skipped, check.summary = True, f"not understood: {printable(error.message)}"
+            check.skip(f"not understood: {printable(error.message)}")
             check.leave(f"the optimizer state is not understood: {printable(error.message)}")
             return
         except (IntegrityError, FormatError) as error:
@@ -102,8 +103,8 @@ class Lookups:
             for name, parts in state_names(state.tensors):
                 stored = str(StateName(older, parts.parameter))
                 if parts.state == MASTER and stored in kept and kept[stored].parts == state.tensors[name].parts:
-                    self._shown[name] = stored
-        self.named = {**kept, **{name: info for name, info in state.tensors.items() if name not in self._shown}}
+                    self._stored_names[name] = stored
+        self.named = {**kept, **{name: info for name, info in state.tensors.items() if name not in self._stored_names}}
         self.tensors.update(self.named)
         for name, (kind, parameter) in state_names(state.tensors):
             info, weight = state.tensors[name], catalog.weights.get(parameter) if kind == MASTER else None
@@ -112,7 +113,7 @@ class Lookups:
             if info.remainders is None:
                 self.pairs[name] = ("rounded", parameter)
             else:
-                self._completed[name] = info
+                self._remainder_masters[name] = info
         self.tensors |= {name: info for name, info in state.tensors.items() if name in self.pairs}
         self._explain(check, state.tensors)
 
@@ -120,15 +121,12 @@ class Lookups:
         """Says why master weights are not compared, where none are."""
         if any(how == "rounded" for how, _ in self.pairs.values()):
             return
-        check.skipped = True
-        if self._completed:
-            check.summary = (
-                f"not checked: {counted(len(self._completed), 'master weight')} kept as remainders of the weights, "
-                "any value of which is plausible"
-            )
-            return
-        why = "no master weights" if states else "no optimizer state"
-        check.summary = f"the checkpoint has {why}: nothing to compare the weights with"
+        if self._remainder_masters:
+            masters = counted(len(self._remainder_masters), "master weight")
+            check.skip(f"not checked: {masters} kept as remainders of the weights, any value of which is plausible")
+        else:
+            why = "no master weights" if states else "no optimizer state"
+            check.skip(f"the checkpoint has {why}: nothing to compare the weights with")
 
     def conclude(self, results: Mapping[int, Any], *, values: bool) -> None:
         """Notes what differs, and what values cannot be.
@@ -167,19 +165,17 @@ class Lookups:
             result, name, parameter = results[task.number], task.names[0], task.names[-1]
             copies += task.compare == "equal"
             if "failed" in result:
-                how = "rounded" if name in self._completed else task.compare
+                how = "rounded" if name in self._remainder_masters else task.compare
                 failed.setdefault(how, []).append((name, result["failed"]))
             elif result["wrong"]:
                 differing.append((task, result))
             if task.compare == "rounded":
                 masters[parameter] = "unread" if "failed" in result else "wrong" if result["wrong"] else "right"
-                wrong += [self._shown.get(name, name)] if result["wrong"] else []
+                wrong += [self._stored_names.get(name, name)] if result["wrong"] else []
         for how, failures in failed.items():
-            names = [self._shown.get(name, name) for name, _ in failures]
-            folded = [text for text, _ in fold(names)]
-            text = (
-                f"{counted(len(failures), 'tensor')} cannot be read: {listed(folded, 3)}; {printable(failures[0][1])}"
-            )
+            names = [self._stored_names.get(name, name) for name, _ in failures]
+            text = f"{counted(len(failures), 'tensor')} cannot be read: {listed(folded(names), 3)}; "
+            text += printable(failures[0][1])
             hint = SAVE if how == "rounded" else None
             self._report.check(_CHECKS[how]).error(text, tensors=tuple(names), hint=hint)
         if copies:
@@ -196,7 +192,7 @@ class Lookups:
         verb = "differ from" if task.compare == "equal" else "do not round to"
         share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
         text = f"{printable(name)}: {share}, {verb} {printable(other)}"
-        concerned = other if task.compare == "equal" else self._shown.get(name, name)
+        concerned = other if task.compare == "equal" else self._stored_names.get(name, name)
         self._report.check(_CHECKS[task.compare]).error(text, tensors=(concerned,))
 
     def _conclude_masters(self, masters: Mapping[str, str], wrong: Sequence[str]) -> None:
@@ -214,7 +210,7 @@ class Lookups:
             check.error(text, tensors=tuple(wrong), hint=SAVE)
         touched = self._report.damaged(self._catalog.weights)
         weights = f"all weights but {touched:,}" if touched else "all weights"
-        shown = ", ".join(text for text, _ in fold(right)[:4])
+        shown = ", ".join(folded(right)[:4])
         state = f"the optimizer state of {len(right):,} of {counted(len(masters), 'parameter')}"
         check.warn(f"what can be saved: {weights}; {state}" + (f": {shown}" if shown else ""), hint=SAVE)
 

@@ -9,7 +9,7 @@ from converters.formats.side_files import side_files
 from converters.megatron.optimizer_parts import MASTERS
 from converters.megatron.pipeline import Pipeline
 from converters.megatron.split import split_rule
-from converters.names import MASTER, StateName, fold, listed
+from converters.names import MASTER, StateName, folded, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,5 +65,5 @@ def _leave(check: Check, names: Iterable[str], one: str, many: str) -> None:
     unknown = tuple(names)  # tensors, or keys and files, which are shown alike
     if not unknown:
         return
-    shown = listed([text for text, _ in fold(unknown)], 8)
+    shown = listed(folded(unknown), 8)
     check.leave(f"{one if len(unknown) == 1 else many}: {shown}", tensors=unknown)

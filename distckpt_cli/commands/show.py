@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from converters.names import quoted
+from converters.words import format_shape
 from distckpt_cli.choices import complete_tensors
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -131,7 +132,7 @@ def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -
         document |= {"values": _plain(values), "values_of": _ranges(shown)}
         console.document("distckpt.show/1", document)
         return
-    console.fact(f"{name}  ", f"{info.dtype}, {_shape(info.shape)}", style="bold")
+    console.fact(f"{name}  ", f"{info.dtype}, {format_shape(info.shape)}", style="bold")
     for label, text in _facts(stats):
         console.fact(label, text)
     for line in _bars(stats):
@@ -152,7 +153,7 @@ def _show_rows(console: Console, checkpoint: Checkpoint, names: list[str]) -> No
     rows = [
         (
             info.dtype.short,
-            _shape(info.shape),
+            format_shape(info.shape),
             *(_number(x) for x in (stats.minimum, stats.maximum, stats.mean, stats.std, stats.norm)),
             f"{stats.zero:,}",
             f"{stats.nan + stats.infinite:,}",
@@ -200,10 +201,6 @@ def _preview(shape: tuple[int, ...], width: int | None) -> Box:
 
 def _ranges(box: Box) -> str:
     return ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "scalar"
 
 
 def _number(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from converters.names import listed, quoted
+from converters.names import folded, listed, quoted
 from converters.words import counted, format_size
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -76,12 +76,10 @@ def verify(
 
 
 def _show(console: Console, report: Report, ckpt: str) -> None:
-    from converters.names import fold
-
     name = quoted(ckpt)
     for check in report.checks:
         _show_check(console, check)
-    affected = [text for text, _ in fold(report.affected)]
+    affected = folded(report.affected)
     if affected:
         console.fact("affects", listed(affected, len(affected) if console.verbose else 4))
     if report.manifest:
