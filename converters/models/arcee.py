@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from converters.models import config
 from converters.models.gpt_neox import linear
-from converters.models.llama import LlamaModel
-
-if TYPE_CHECKING:
-    from converters.megatron.model_args import ModelArgs
-
-
-def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {
-        **config.rms_llama(args),
-        "attention_bias": False,
-        "mlp_bias": False,
-    }
-
+from converters.models.llama import LlamaModel, llama_settings
 
 MODEL = LlamaModel(
     name="arcee",
     architecture="ArceeForCausalLM",
     needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS, "gated": (False,), "activation": ("relu2",)},
-    settings=_settings,
+    settings=llama_settings,
     dense=(*linear("mlp.up_proj", "mlp.linear_fc1"), *linear("mlp.down_proj", "mlp.linear_fc2")),
 )

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.models.described import COMPUTED, HEADS
 from converters.names import printable
 from converters.transformers_config import READ_AS
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _CODE = ("auto_map", "trust_remote_code", "quantization_config", "implementation", "kernel")
-_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias")
-_HEAD = ("lm_head.weight", "embed_out.weight")  # there or not, as the embedding is tied or not
 
 
 def saved_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -72,7 +71,7 @@ def unlike_transformers(config: Mapping[str, Any], shapes: Mapping[str, tuple[in
     """
     out = []
     for name, shape in saved_shapes(config).items():
-        if name not in shapes and name not in _HEAD and not name.endswith(_COMPUTED):
+        if name not in shapes and name not in HEADS and not name.endswith(COMPUTED):
             out.append(f"{printable(name)} of {list(shape)} is missing")
         elif name in shapes and shapes[name] != shape:
             out.append(f"{printable(name)} is {list(shapes[name])}, transformers has {list(shape)}")

@@ -58,24 +58,28 @@ STATED: dict[str, tuple[str, ...]] = {
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
     "init_method_std": ("initializer_range",),
 }
+_FACTS = {key: fact for table in (KEYS, STATED) for fact, keys in table.items() for key in keys}
+
+
+def required(*facts: str) -> dict[str, tuple[Any, ...]]:
+    """Needs of facts that must be known, whatever their values are."""
+    return dict.fromkeys(facts, (SET,))
+
+
 DECODER: dict[str, tuple[Any, ...]] = {
-    "num_layers": (SET,),
-    "hidden_size": (SET,),
-    "num_attention_heads": (SET,),
-    "max_position_embeddings": (SET,),
-    "norm_epsilon": (SET,),
+    **required("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings", "norm_epsilon"),
     "zero_centered_norm": (True, False),
     "tied_embeddings": (True, False),
 }
 GROUPED_ATTENTION: dict[str, tuple[Any, ...]] = {
     "mla": (False,),
-    "num_query_groups": (SET,),
-    "head_dim": (SET,),
+    **required("num_query_groups", "head_dim"),
     "qk_layernorm": (False,),
     "window_size": (UNSET,),
 }
 RMS: dict[str, tuple[Any, ...]] = {"normalization": ("RMSNorm",)}
 SWIGLU: dict[str, tuple[Any, ...]] = {"gated": (True,), "activation": ("silu",)}
+QKV_BIAS: dict[str, tuple[Any, ...]] = {"add_bias_linear": (False,), "add_qkv_bias": (True, False)}
 NO_BIAS: dict[str, tuple[Any, ...]] = {"add_bias_linear": (False,), "add_qkv_bias": (False,)}
 DENSE: dict[str, tuple[Any, ...]] = {"num_experts": (UNSET,), "ffn_hidden_size": (SET,)}
 ROPE: dict[str, tuple[Any, ...]] = {
@@ -88,17 +92,23 @@ ROPE: dict[str, tuple[Any, ...]] = {
 LLAMA: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **RMS, **SWIGLU, **ROPE}
 LAYER_NORM: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **ROPE, **DENSE}
 LAYER_NORM |= {"normalization": ("LayerNorm",), "gated": (False,)}
+EXPERTS = required("num_experts", "moe_topk", "moe_ffn_hidden_size", "moe_layers")
+NO_SHARED_EXPERT: dict[str, tuple[Any, ...]] = {"moe_shared_expert_size": (UNSET,)}
+SHARED_EXPERT: dict[str, tuple[Any, ...]] = {"moe_shared_expert_size": (SET,), "moe_shared_expert_gate": (False,)}
+GATED_SHARED_EXPERT: dict[str, tuple[Any, ...]] = {**SHARED_EXPERT, "moe_shared_expert_gate": (True,)}
 # top-k over a softmax, nothing else
 PLAIN_ROUTER: dict[str, tuple[Any, ...]] = {
-    "num_experts": (SET,),
-    "moe_topk": (SET,),
-    "moe_ffn_hidden_size": (SET,),
-    "moe_layers": (SET,),
+    **EXPERTS,
     "moe_score_function": ("softmax",),
     "moe_group_topk": (UNSET,),
     "moe_scaling_factor": (UNSET, 1.0),
     "moe_expert_bias": (False,),
 }
+
+
+def keys_of(args: ModelArgs, *keys: str) -> dict[str, Any]:
+    """Keys of config.json that each state one fact."""
+    return {key: getattr(args, _FACTS[key]) for key in keys}
 
 
 def decoder(args: ModelArgs) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
 from converters.models.llama import LlamaModel
-from converters.models.model import SET, UNSET
+from converters.models.model import UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS
 from converters.models.rules import GateUp, Rename
 
@@ -48,18 +48,11 @@ DEEPSEEK_NEEDS: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (UNSET, "yarn"),
     "mla": (True,),
     "qk_layernorm": (True,),
-    "kv_lora_rank": (SET,),
-    "qk_head_dim": (SET,),
-    "qk_pos_emb_head_dim": (SET,),
-    "v_head_dim": (SET,),
+    **config.required("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     "window_size": (UNSET,),
     "add_bias_linear": (False,),
-    "num_experts": (SET,),
-    "moe_topk": (SET,),
-    "moe_ffn_hidden_size": (SET,),
-    "moe_layers": (SET,),
-    "moe_shared_expert_size": (SET,),
-    "moe_shared_expert_gate": (False,),
+    **config.EXPERTS,
+    **config.SHARED_EXPERT,
 }
 
 
@@ -72,11 +65,7 @@ def deepseek_settings(args: ModelArgs) -> dict[str, Any]:
         "num_key_value_heads": args.num_attention_heads,
         "rms_norm_eps": args.norm_epsilon,
         "attention_bias": False,
-        "q_lora_rank": args.q_lora_rank,
-        "kv_lora_rank": args.kv_lora_rank,
-        "qk_nope_head_dim": args.qk_head_dim,
-        "qk_rope_head_dim": args.qk_pos_emb_head_dim,
-        "v_head_dim": args.v_head_dim,
+        **config.keys_of(args, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
         "n_routed_experts": args.num_experts,
         "n_shared_experts": (args.moe_shared_expert_size or 0) // (args.moe_ffn_hidden_size or 1),
         "moe_intermediate_size": args.moe_ffn_hidden_size,

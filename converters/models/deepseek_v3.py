@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.models.deepseek_v2 import (
-    DEEPSEEK_EXPERTS,
-    DEEPSEEK_NEEDS,
-    MLA_ATTENTION,
-    deepseek_misfits,
-    deepseek_remarks,
-    deepseek_settings,
-)
-from converters.models.llama import LlamaModel
+from converters.models import deepseek_v2
+from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS, DEEPSEEK_NEEDS, deepseek_misfits, deepseek_settings
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
@@ -41,19 +35,19 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _misfits(args: ModelArgs) -> list[str]:
+def routed_misfits(args: ModelArgs) -> list[str]:
+    """What V3's routing and its order of layers cannot express."""
     return deepseek_misfits(args, best_of_group=2)
 
 
-MODEL = LlamaModel(
+MODEL = replace(
+    deepseek_v2.MODEL,
     name="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     needs={**DEEPSEEK_NEEDS, "moe_score_function": ("sigmoid",), "moe_expert_bias": (True,)},
     settings=_settings,
-    layer=MLA_ATTENTION,
     moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
     mtp=PREDICTION,
-    misfits=_misfits,
-    remarks=deepseek_remarks,
+    misfits=routed_misfits,
     aliases=("kimi_k2",),
 )

@@ -31,7 +31,7 @@ COMPUTED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attenti
 _BIASES = ("attention_bias", "mlp_bias", "use_bias")
 _MOST, _MOST_OF_ANY = 1 << 31, 1 << 13
 _COUNTED = ("num_layers", "num_attention_heads", "num_experts", "mtp_num_layers")  # rules go through them one by one
-HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")  # there or not, as the embedding is tied or not
 # a norm that is one module with the projection behind it, but in latent attention and before experts
 # (gpt_layer_specs.py, get_gpt_layer_with_transformer_engine_spec, core_v0.16.1)
 _FUSED = re.compile(r"(self_attention|mlp)\.linear_(?:qkv|fc1)\.layer_norm_")

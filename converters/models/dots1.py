@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config
 from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS
-from converters.models.deepseek_v3 import ROUTER_BIAS
-from converters.models.glm4_moe import SIGMOID_ROUTER, routed_misfits, routed_settings
+from converters.models.deepseek_v3 import ROUTER_BIAS, routed_misfits
+from converters.models.glm4_moe import SIGMOID_ROUTER, routed_settings
 from converters.models.llama import LlamaModel
 from converters.models.ministral import window_facts
 from converters.models.model import SET, UNSET

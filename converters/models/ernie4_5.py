@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from converters.models import config
 from converters.models.llama import LlamaModel
 from converters.models.model import UNSET
-
-if TYPE_CHECKING:
-    from converters.megatron.model_args import ModelArgs
-
-
-def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {**config.rms_llama(args), "use_bias": False}
-
 
 MODEL = LlamaModel(
     name="ernie4_5",
@@ -26,5 +16,5 @@ MODEL = LlamaModel(
         "rotary_interleaved": (True,),
         "rope_scaling": (UNSET,),
     },
-    settings=_settings,
+    settings=lambda args: {**config.rms_llama(args), "use_bias": False},
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
 from converters.megatron.vocabulary import end_of_documents
-from converters.models.config import KEYS
+from converters.models.config import KEYS, STATED
 from converters.models.predictions import keeps_predictions
 from converters.models.rules import Emit
 from converters.planning.plan import Drop, pieces_of
@@ -178,7 +178,7 @@ _ALONE = (
 _SAME = (
     *(names for field, names in KEYS.items() if field not in ("max_position_embeddings", "mtp_num_layers")),
     ("hidden_act", "activation_function"),
-    ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"),
+    STATED["norm_epsilon"],
     *((name,) for name in _ALONE),
 )
 # two names of one function

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from converters.megatron.bridge_families import FALCON_H1_SCALES, FALCON_H1_VECTORS
 from converters.models import config, llama
 from converters.models.bamba import FEED_FORWARD, FINAL
-from converters.models.model import SET, UNSET, Model
+from converters.models.model import UNSET, Model
 from converters.models.nemotron_h import MAMBA_NEEDS, mamba, mamba_misfits
 from converters.models.rules import QKV, Rename
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
-    heads, dim = args.mamba_num_heads or 0, args.mamba_head_dim or 0
     return {
         **config.rms_llama(args),
         **{name: args.extras.get(name) for name in (*FALCON_H1_SCALES, *FALCON_H1_VECTORS)},
@@ -26,11 +25,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
         "mlp_bias": False,
         "projectors_bias": False,
         "mamba_proj_bias": False,
-        "mamba_d_ssm": heads * dim,
-        "mamba_n_heads": heads,
-        "mamba_d_head": dim,
-        "mamba_n_groups": args.mamba_num_groups,
-        "mamba_d_state": args.mamba_state_dim,
+        "mamba_d_ssm": (args.mamba_num_heads or 0) * (args.mamba_head_dim or 0),
+        **config.keys_of(args, "mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"),
         "mamba_d_conv": 4,
         "mamba_conv_bias": True,
         "mamba_norm_before_gate": False,  # mamba_mixer.py asserts it
@@ -76,12 +72,10 @@ MODEL = Model(
         "rope_scaling": (UNSET,),
         "zero_centered_norm": (False,),
         "mamba_rms_norm": (True, False),
-        **dict.fromkeys((*FALCON_H1_SCALES, *FALCON_H1_VECTORS), (SET,)),
+        **config.required(*FALCON_H1_SCALES, *FALCON_H1_VECTORS),
     },
     settings=_settings,
     before=llama.EMBEDDING,
-    layer=(),
-    dense=(),
     hybrid={
         "P": (
             Rename("input_layernorm.weight", ("norm.weight",)),

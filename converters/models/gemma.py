@@ -55,15 +55,11 @@ def gemma_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"activation": "gelu_tanh" if name == "gelu_pytorch_tanh" else name}
 
 
-def _settings(args: ModelArgs) -> dict[str, Any]:
-    return gemma_settings(args, "hidden_act")
-
-
 MODEL = LlamaModel(
     name="gemma",
     architecture="GemmaForCausalLM",
     needs={**GEMMA_NEEDS, "bridge_family": ("gemma",)},
-    settings=_settings,
+    settings=lambda args: gemma_settings(args, "hidden_act"),
     zero_centered=True,
     facts=gemma_facts,
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from converters.models import config
 from converters.models.gemma import GEMMA_NEEDS, SANDWICH_ATTENTION, gemma_facts, gemma_settings
 from converters.models.llama import LlamaModel
-from converters.models.model import SET, UNSET
+from converters.models.model import UNSET
 from converters.models.qwen3 import QWEN3_ATTENTION
 
 if TYPE_CHECKING:
@@ -82,10 +83,7 @@ MODEL = LlamaModel(
         **GEMMA_NEEDS,
         "bridge_family": ("gemma3",),
         "qk_layernorm": (True,),
-        "window_size": (SET,),
-        "softmax_scale": (SET,),
-        "rotary_base_local": (SET,),
-        "interleaved_attn_pattern": (SET,),
+        **config.required("window_size", "softmax_scale", "rotary_base_local", "interleaved_attn_pattern"),
         "rope_scaling": (UNSET, "linear"),
     },
     settings=_settings,

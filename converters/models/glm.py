@@ -29,8 +29,7 @@ MODEL = LlamaModel(
     needs={
         **config.LLAMA,
         **config.DENSE,
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (True, False),
+        **config.QKV_BIAS,
         "rotary_interleaved": (True,),
         "rotary_percent": (SET,),
         "rope_scaling": (UNSET,),

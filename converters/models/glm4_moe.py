@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
-from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS, deepseek_misfits
-from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS
+from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS
+from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS, routed_misfits
 from converters.models.gpt_neox import partial_rope
 from converters.models.llama import LlamaModel
 from converters.models.model import SET, UNSET
@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
 SIGMOID_ROUTER: dict[str, tuple[Any, ...]] = {
-    "num_experts": (SET,),
-    "moe_topk": (SET,),
-    "moe_ffn_hidden_size": (SET,),
-    "moe_layers": (SET,),
-    "moe_shared_expert_size": (SET,),
-    "moe_shared_expert_gate": (False,),
+    **config.EXPERTS,
+    **config.SHARED_EXPERT,
     "moe_score_function": ("sigmoid",),
     "moe_expert_bias": (True,),
 }
@@ -42,11 +38,6 @@ def routed_settings(args: ModelArgs) -> dict[str, Any]:
         # moe_utils.py, topk_routing_with_score_function: a single expert keeps its score
         "norm_topk_prob": (args.moe_topk or 0) > 1,
     }
-
-
-def routed_misfits(args: ModelArgs) -> list[str]:
-    """What DeepSeek-V3's routing and its order of layers cannot express."""
-    return deepseek_misfits(args, best_of_group=2)
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
@@ -75,8 +66,7 @@ MODEL = LlamaModel(
         "qk_layernorm": (True, False),
         "rotary_percent": (SET,),
         "rope_scaling": (UNSET,),
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (True, False),
+        **config.QKV_BIAS,
     },
     settings=_settings,
     layer=(

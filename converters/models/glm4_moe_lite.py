@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config
-from converters.models.deepseek_v2 import (
-    DEEPSEEK_EXPERTS,
-    DEEPSEEK_NEEDS,
-    MLA_ATTENTION,
-    deepseek_remarks,
-    deepseek_settings,
-)
-from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS
-from converters.models.glm4_moe import routed_misfits, routed_settings
-from converters.models.llama import LlamaModel
+from converters.models import config, deepseek_v3
+from converters.models.deepseek_v2 import deepseek_settings
+from converters.models.deepseek_v3 import routed_misfits
+from converters.models.glm4_moe import routed_settings
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -22,7 +16,7 @@ if TYPE_CHECKING:
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     dense = set(config.dense_layers(args))
-    common = {key: value for key, value in deepseek_settings(args).items() if key not in _OTHERS}
+    common = {key: value for key, value in deepseek_settings(args).items() if key not in _ABSENT}
     return {
         **common,
         **routed_settings(args),
@@ -32,16 +26,13 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-_OTHERS = ("first_k_dense_replace", "moe_layer_freq", "scoring_func")  # what the list says, and what never differs
+_ABSENT = ("first_k_dense_replace", "moe_layer_freq", "scoring_func")  # what the list says, and what never differs
 
-MODEL = LlamaModel(
+MODEL = replace(
+    deepseek_v3.MODEL,
     name="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
-    needs={**DEEPSEEK_NEEDS, "moe_score_function": ("sigmoid",), "moe_expert_bias": (True,)},
     settings=_settings,
-    layer=MLA_ATTENTION,
-    moe=(*DEEPSEEK_EXPERTS, ROUTER_BIAS),
-    mtp=PREDICTION,
     misfits=lambda args: [text for text in routed_misfits(args) if "a layer before it" not in text],
-    remarks=deepseek_remarks,
+    aliases=(),
 )

@@ -25,11 +25,7 @@ def _conv1d(target: str, source: str) -> tuple[Rename, Rename]:
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
-        "n_embd": args.hidden_size,
-        "n_inner": args.ffn_hidden_size,
-        "n_layer": args.num_layers,
-        "n_head": args.num_attention_heads,
-        "n_positions": args.max_position_embeddings,
+        **config.keys_of(args, "n_embd", "n_inner", "n_layer", "n_head", "n_positions"),
         # Megatron's fused GELU, its default, is the tanh form
         "activation_function": "gelu_new" if args.activation == "gelu_tanh" else "gelu",
         "layer_norm_epsilon": args.norm_epsilon,

@@ -61,7 +61,7 @@ MODEL = LlamaModel(
         "rope_scaling": (UNSET, "yarn"),
         "yarn_correction_range_round_to_int": (UNSET, False),
         "moe_pre_softmax": (False,),
-        "moe_shared_expert_size": (UNSET,),
+        **config.NO_SHARED_EXPERT,
     },
     settings=_settings,
     layer=(

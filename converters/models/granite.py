@@ -24,14 +24,10 @@ def granite_settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {**granite_settings(args), "mlp_bias": False}
-
-
 MODEL = LlamaModel(
     name="granite",
     architecture="GraniteForCausalLM",
     needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS},
-    settings=_settings,
+    settings=lambda args: {**granite_settings(args), "mlp_bias": False},
     misfits=hidden_width,
 )

@@ -8,7 +8,6 @@ from converters.models import config
 from converters.models.granite import granite_settings
 from converters.models.llama import LlamaModel
 from converters.models.mixtral import every_layer_mixed
-from converters.models.model import UNSET
 from converters.models.rules import Rename, StackedExperts
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ MODEL = LlamaModel(
         **config.PLAIN_ROUTER,
         **config.NO_BIAS,
         "moe_pre_softmax": (False,),
-        "moe_shared_expert_size": (UNSET,),
+        **config.NO_SHARED_EXPERT,
     },
     settings=stacked_settings,
     dense=(),

@@ -52,7 +52,8 @@ class LlamaModel(Model):
     after: tuple[Rule, ...] = FINAL
 
 
-def _settings(args: ModelArgs) -> dict[str, Any]:
+def llama_settings(args: ModelArgs) -> dict[str, Any]:
+    """The keys of config.json that Llama has."""
     return {
         **config.rms_llama(args),
         "attention_bias": bool(args.add_bias_linear),
@@ -78,6 +79,6 @@ MODEL = LlamaModel(
         "add_bias_linear": (True, False),
         "add_qkv_bias": (True, False),
     },
-    settings=_settings,
+    settings=llama_settings,
     misfits=_misfits,
 )

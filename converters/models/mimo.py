@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.models.llama import LlamaModel
-from converters.models.qwen2 import NEEDS, qwen_settings
+from converters.models import qwen2
+from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Rename, SwappedHalves
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ def _remarks(args: ModelArgs) -> list[str]:
     return ["MiMo's prediction layers take hidden states from before the final norm, Megatron's from behind it"]
 
 
-MODEL = LlamaModel(
+MODEL = replace(
+    qwen2.MODEL,
     name="mimo",
     architecture="MiMoForCausalLM",
-    needs=NEEDS,
     settings=_settings,
     mtp=_PREDICTION,
     predictions=(_LAYERS, _LAYERS),

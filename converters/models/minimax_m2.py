@@ -50,7 +50,7 @@ MODEL = LlamaModel(
         "moe_pre_softmax": (False,),
         "moe_group_topk": (UNSET,),
         "moe_scaling_factor": (UNSET, 1.0),
-        "moe_shared_expert_size": (UNSET,),
+        **config.NO_SHARED_EXPERT,
     },
     settings=_settings,
     layer=QWEN3_ATTENTION,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config
-from converters.models.llama import LlamaModel
+from converters.models import config, mistral
 from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {
-        **config.rms_llama(args),
-        "sliding_window": args.window_size,
-        "layer_types": config.window_layer_types(args),
-    }
+    return {**mistral.MODEL.settings(args), "layer_types": config.window_layer_types(args)}
 
 
 def window_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,16 +26,11 @@ def window_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"window_attn_skip_freq": flags if mixed else None}
 
 
-MODEL = LlamaModel(
+MODEL = replace(
+    mistral.MODEL,
     name="ministral",
     architecture="MinistralForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        **config.NO_BIAS,
-        "window_size": (SET, UNSET),
-        "window_attn_skip_freq": (SET, UNSET),
-    },
+    needs={**mistral.MODEL.needs, "window_attn_skip_freq": (SET, UNSET)},
     settings=_settings,
     facts=window_facts,
 )

@@ -47,7 +47,7 @@ MODEL = LlamaModel(
         **config.NO_BIAS,
         "window_size": (SET, UNSET),
         "moe_pre_softmax": (False,),
-        "moe_shared_expert_size": (UNSET,),
+        **config.NO_SHARED_EXPERT,
     },
     settings=_settings,
     dense=(),

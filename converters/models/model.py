@@ -68,10 +68,10 @@ class Model:
     architecture: str
     needs: Mapping[str, tuple[Any, ...]]
     settings: Callable[[ModelArgs], dict[str, Any]]
-    before: tuple[Rule, ...]
-    layer: tuple[Rule, ...]
-    dense: tuple[Rule, ...]
-    after: tuple[Rule, ...]
+    before: tuple[Rule, ...] = ()
+    layer: tuple[Rule, ...] = ()
+    dense: tuple[Rule, ...] = ()
+    after: tuple[Rule, ...] = ()
     moe: tuple[Rule, ...] = ()
     mtp: tuple[Rule, ...] = ()
     linear: tuple[Rule, ...] = ()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.models import config, llama
+from converters.models import config, starcoder2
 from converters.models.gpt_neox import linear, partial_rope
-from converters.models.model import SET, UNSET, Model
-from converters.models.starcoder2 import LAYER_NORM_ATTENTION, LAYER_NORM_FINAL, same_bias
+from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -24,7 +24,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-MODEL = Model(
+MODEL = replace(
+    starcoder2.MODEL,
     name="nemotron",
     architecture="NemotronForCausalLM",
     needs={
@@ -37,10 +38,6 @@ MODEL = Model(
         "add_qkv_bias": (True, False),
     },
     settings=_settings,
-    before=llama.EMBEDDING,
-    layer=LAYER_NORM_ATTENTION,
     dense=(*linear("mlp.up_proj", "mlp.linear_fc1"), *linear("mlp.down_proj", "mlp.linear_fc2")),
-    after=LAYER_NORM_FINAL,
-    misfits=same_bias,
     zero_centered=True,
 )

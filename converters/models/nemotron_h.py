@@ -59,20 +59,17 @@ MAMBA_NEEDS: dict[str, tuple[Any, ...]] = {
     **config.NO_BIAS,
     "layer_pattern": (SET,),
     **dict.fromkeys(HYBRID, (SET, UNSET, True)),
-    "mamba_num_heads": (SET,),
-    "mamba_head_dim": (SET,),
-    "mamba_num_groups": (SET,),
-    "mamba_state_dim": (SET,),
+    **config.required("mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_state_dim"),
 }
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     kinds = {symbol: kind for kind, symbol in _KINDS.items()}
     pattern = args.layer_pattern or ""
-    own = {**config.decoder(args), **config.attention(args)}
-    own["mlp_hidden_act"] = own.pop("hidden_act")
+    sizes = {**config.decoder(args), **config.attention(args)}
+    sizes["mlp_hidden_act"] = sizes.pop("hidden_act")
     return {
-        **own,
+        **sizes,
         "num_hidden_layers": len(pattern),
         "layers_block_type": [kinds.get(symbol) for symbol in pattern],
         "hybrid_override_pattern": pattern,
@@ -83,10 +80,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
         "use_bias": False,
         "mamba_proj_bias": False,
         "mamba_hidden_act": "silu",
-        "mamba_num_heads": args.mamba_num_heads,
-        "mamba_head_dim": args.mamba_head_dim,
-        "n_groups": args.mamba_num_groups,
-        "ssm_state_size": args.mamba_state_dim,
+        **config.keys_of(args, "mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size"),
         "conv_kernel": 4,
         "use_conv_bias": True,
         "chunk_size": 128,
@@ -167,8 +161,6 @@ MODEL = Model(
     },
     settings=_settings,
     before=(Vocab("backbone.embeddings.weight", "embedding.word_embeddings.weight"),),
-    layer=(),
-    dense=(),
     hybrid={
         "M": (_norm("mixer.in_proj.layer_norm_weight"), *mamba("mixer.")),
         "*": (

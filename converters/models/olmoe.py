@@ -8,7 +8,6 @@ from converters.models import config
 from converters.models.gpt2 import hidden_width
 from converters.models.llama import LlamaModel
 from converters.models.mixtral import every_layer_mixed
-from converters.models.model import UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS
 from converters.models.qwen3 import QWEN3_ATTENTION
 
@@ -48,7 +47,7 @@ MODEL = LlamaModel(
         "qk_layernorm": (True,),
         "tied_embeddings": (False,),
         "moe_pre_softmax": (True, False),
-        "moe_shared_expert_size": (UNSET,),
+        **config.NO_SHARED_EXPERT,
     },
     settings=_settings,
     layer=QWEN3_ATTENTION,

@@ -38,17 +38,21 @@ def with_predictions(model: Model, args: ModelArgs, names: Collection[str]) -> M
     """
     if model.predictions is None or args.mtp_num_layers is not None:
         return args
-    first, last = map(re.escape, model.predictions[1].split("{}"))
-    layer = re.compile(rf"{first}(\d{{1,5}}){last}")
+    layer = _numbered(model.predictions[1])
     return replace(args, mtp_num_layers=len({hit[1] for name in names if (hit := layer.match(name))}) or None)
+
+
+def _numbered(prefix: str) -> re.Pattern[str]:
+    """Matches what a prefix such as `model.layers.{}.` stands for; its group is the number."""
+    before, behind = map(re.escape, prefix.split("{}"))
+    return re.compile(rf"{before}(\d{{1,5}}){behind}")
 
 
 def prediction_tensors(model: Model, args: ModelArgs, names: Collection[str]) -> list[str]:
     """The tensors of prediction layers among those of a folder."""
     if model.predictions is not None:
         return [name for name in names if name.startswith(model.predictions[0].partition("{}")[0])]
-    first, last = map(re.escape, model.layers.split("{}"))
-    layer = re.compile(rf"{first}(\d{{1,5}}){last}")
+    layer = _numbered(model.layers)
     count, more = args.num_layers or 0, args.mtp_num_layers or 0
     numbered = ((name, layer.match(name)) for name in names)
     return [name for name, hit in numbered if hit and count <= int(hit[1]) < count + more]

@@ -25,16 +25,10 @@ def _remarks(args: ModelArgs) -> list[str]:
     return ["--arch mimo has a place for its prediction layers"] if args.mtp_num_layers else []
 
 
-NEEDS: dict[str, tuple[Any, ...]] = {
-    **config.LLAMA,
-    **config.DENSE,
-    "add_bias_linear": (False,),
-    "add_qkv_bias": (True,),
-}
 MODEL = LlamaModel(
     name="qwen2",
     architecture="Qwen2ForCausalLM",
-    needs=NEEDS,
+    needs={**config.LLAMA, **config.DENSE, "add_bias_linear": (False,), "add_qkv_bias": (True,)},
     settings=qwen_settings,
     remarks=_remarks,
 )

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config
 from converters.models.llama import LlamaModel
-from converters.models.model import SET
 from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Experts, GateUp, Rename
 
@@ -56,10 +55,8 @@ MODEL = LlamaModel(
         **config.LLAMA,
         **config.PLAIN_ROUTER,
         "moe_pre_softmax": (True, False),
-        "moe_shared_expert_size": (SET,),
-        "moe_shared_expert_gate": (True,),
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (True, False),
+        **config.GATED_SHARED_EXPERT,
+        **config.QKV_BIAS,
     },
     settings=_settings,
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),

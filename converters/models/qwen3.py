@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from converters.models import config, llama
 from converters.models.llama import LlamaModel
 from converters.models.qwen2 import qwen_settings
 from converters.models.rules import Rename
-
-if TYPE_CHECKING:
-    from converters.megatron.model_args import ModelArgs
 
 QWEN3_ATTENTION = (
     *llama.LLAMA_ATTENTION,
@@ -19,19 +14,10 @@ QWEN3_ATTENTION = (
 )
 
 
-def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {**qwen_settings(args), "attention_bias": False}
-
-
 MODEL = LlamaModel(
     name="qwen3",
     architecture="Qwen3ForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        **config.NO_BIAS,
-        "qk_layernorm": (True,),
-    },
-    settings=_settings,
+    needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS, "qk_layernorm": (True,)},
+    settings=lambda args: {**qwen_settings(args), "attention_bias": False},
     layer=QWEN3_ATTENTION,
 )

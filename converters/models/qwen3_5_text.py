@@ -15,19 +15,18 @@ from converters.models.qwen3_next import (
     joined,
 )
 
-FLAT_DELTA_NET = delta_net(
-    joined("in_proj_qkv", "query", "key", "value"),
-    joined("in_proj_z", "z"),
-    joined("in_proj_b", "beta"),
-    joined("in_proj_a", "alpha"),
-)
 MODEL = LlamaModel(
     name="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
     needs={**DELTA_NET_NEEDS, **config.DENSE},
     settings=delta_net_settings,
     layer=QWEN3_ATTENTION,
-    linear=FLAT_DELTA_NET,
+    linear=delta_net(
+        joined("in_proj_qkv", "query", "key", "value"),
+        joined("in_proj_z", "z"),
+        joined("in_proj_b", "beta"),
+        joined("in_proj_a", "alpha"),
+    ),
     zero_centered=True,
     facts=delta_net_facts,
     mtp=PREDICTION,

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from converters.models import config
 from converters.models.llama import LlamaModel
-from converters.models.model import UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS, qwen_moe_settings
 from converters.models.qwen3 import QWEN3_ATTENTION
-
-if TYPE_CHECKING:
-    from converters.megatron.model_args import ModelArgs
-
-
-def _settings(args: ModelArgs) -> dict[str, Any]:
-    return {**qwen_moe_settings(args), "attention_bias": False}
-
 
 MODEL = LlamaModel(
     name="qwen3_moe",
@@ -27,9 +16,9 @@ MODEL = LlamaModel(
         **config.NO_BIAS,
         "qk_layernorm": (True,),
         "moe_pre_softmax": (True, False),
-        "moe_shared_expert_size": (UNSET,),
+        **config.NO_SHARED_EXPERT,
     },
-    settings=_settings,
+    settings=lambda args: {**qwen_moe_settings(args), "attention_bias": False},
     layer=QWEN3_ATTENTION,
     moe=QWEN_EXPERTS,
 )

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from converters.models.rules import Rule
 
 _NET = "self_attention."
+_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
 
 
 def delta_net(*projections: Rule) -> tuple[Rule, ...]:
@@ -50,13 +54,7 @@ DELTA_NET_NEEDS: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (UNSET,),
     "attention_output_gate": (True,),
     "experimental_attention_variant": ("gated_delta_net", "gdn"),
-    "linear_attention_freq": (SET,),
-    "linear_layers": (SET,),
-    "linear_num_key_heads": (SET,),
-    "linear_num_value_heads": (SET,),
-    "linear_key_head_dim": (SET,),
-    "linear_value_head_dim": (SET,),
-    "linear_conv_kernel_dim": (SET,),
+    **config.required("linear_attention_freq", "linear_layers", *_SIZES),
 }
 PREDICTIONS = ("mtp.", "mtp.layers.{}.")
 # Qwen's own code and Megatron feed (embedding, hidden) to it in this order: vLLM, qwen3_next_mtp.py; Bridge moves no halves
@@ -71,14 +69,13 @@ PREDICTION = (
 def delta_net_settings(args: ModelArgs) -> dict[str, Any]:
     """The keys that all models with gated delta nets share."""
     linear = args.linear_layers or ()
-    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     return {
         **config.llama(args),
         **partial_rope(args),
         "rms_norm_eps": args.norm_epsilon,
         "attention_bias": False,
         "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear],
-        **{f"linear_{name}": getattr(args, f"linear_{name}") for name in sizes},
+        **config.keys_of(args, *_SIZES),
     }
 
 
@@ -123,8 +120,7 @@ MODEL = LlamaModel(
         **DELTA_NET_NEEDS,
         **config.PLAIN_ROUTER,
         "moe_pre_softmax": (True, False),
-        "moe_shared_expert_size": (SET,),
-        "moe_shared_expert_gate": (True,),
+        **config.GATED_SHARED_EXPERT,
     },
     settings=_settings,
     layer=QWEN3_ATTENTION,

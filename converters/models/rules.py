@@ -75,8 +75,8 @@ class Emit:
         matrix: tuple[int, ...] | None = None,
     ) -> None:
         """Declares a tensor to be written, with the type of its source unless a cast was asked for."""
-        kept = keep_dtype or self.cast is None or not source.dtype.floating
-        self.targets[name] = Target(name, source.dtype if kept or self.cast is None else self.cast, shape, matrix)
+        dtype = self.cast if self.cast is not None and source.dtype.floating and not keep_dtype else source.dtype
+        self.targets[name] = Target(name, dtype, shape, matrix)
 
     def whole(self, name: str, source: TensorInfo, op: Op = Op.COPY, *, keep_dtype: bool = False) -> None:
         """A target that is a whole source tensor, through an op."""

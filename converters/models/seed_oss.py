@@ -24,12 +24,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 MODEL = LlamaModel(
     name="seed_oss",
     architecture="SeedOssForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (True, False),
-    },
+    needs={**config.LLAMA, **config.DENSE, **config.QKV_BIAS},
     settings=_settings,
     qkv_bias="attention_bias",
 )

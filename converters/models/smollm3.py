@@ -38,12 +38,7 @@ def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
 MODEL = LlamaModel(
     name="smollm3",
     architecture="SmolLM3ForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        **config.NO_BIAS,
-        "no_rope_freq": (SET, UNSET),
-    },
+    needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS, "no_rope_freq": (SET, UNSET)},
     settings=_settings,
     misfits=hidden_width,
     facts=_facts,

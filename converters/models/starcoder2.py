@@ -13,17 +13,6 @@ from converters.models.rules import QKV, Vocab
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
-LAYER_NORM_ATTENTION = (
-    *layer_norm("input_layernorm", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
-    QKV(),
-    *linear("self_attn.o_proj", "self_attention.linear_proj"),
-    *layer_norm("post_attention_layernorm", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
-)
-LAYER_NORM_FINAL = (
-    *layer_norm("model.norm", "decoder.final_layernorm."),
-    Vocab("lm_head.weight", "output_layer.weight", untied=True),
-)
-
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
     return {
@@ -37,7 +26,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def same_bias(args: ModelArgs) -> list[str]:
+def _misfits(args: ModelArgs) -> list[str]:
     """What one switch for all biases cannot express."""
     if args.add_qkv_bias != args.add_bias_linear:
         return ["q, k and v have a bias, but the output projection has none"]
@@ -56,8 +45,16 @@ MODEL = Model(
     },
     settings=_settings,
     before=llama.EMBEDDING,
-    layer=LAYER_NORM_ATTENTION,
+    layer=(
+        *layer_norm("input_layernorm", "self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+        QKV(),
+        *linear("self_attn.o_proj", "self_attention.linear_proj"),
+        *layer_norm("post_attention_layernorm", "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ),
     dense=(*linear("mlp.c_fc", "mlp.linear_fc1"), *linear("mlp.c_proj", "mlp.linear_fc2")),
-    after=LAYER_NORM_FINAL,
-    misfits=same_bias,
+    after=(
+        *layer_norm("model.norm", "decoder.final_layernorm."),
+        Vocab("lm_head.weight", "output_layer.weight", untied=True),
+    ),
+    misfits=_misfits,
 )

@@ -147,8 +147,6 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
         out |= {
             "rope_beta_fast": parameters.get("beta_fast") or 32.0,
             "rope_beta_slow": parameters.get("beta_slow") or 1.0,
-        }
-        out |= {
             "rope_mscale": float(parameters["mscale"]) if both else 1.0,
             "rope_mscale_all_dim": float(parameters.get("mscale_all_dim") or 0.0),
         }
