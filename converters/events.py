@@ -93,6 +93,10 @@ Event = PlanReady | Moved | FileDone | Resumed | Note | Phase
 Listener = Callable[[Event], None]
 
 
+def ignore(event: object) -> None:
+    """The listener of those who have none."""
+
+
 class StopFlag:
     """Set once, by a signal handler; polled by the engine between tiles.
 

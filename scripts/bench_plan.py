@@ -27,10 +27,12 @@ from converters.formats.torch_dist.reader import TorchDistReader
 from converters.megatron.layout import Layout
 from converters.pickles import Global, Obj
 from converters.torchzip.records_out import object_record
-from converters.write.reshard import ReshardOptions, ReshardPlan, plan_reshard
+from converters.write.reshard import ReshardOptions, plan_reshard
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from converters.write.write_plan import Conversion
 
 EXPERTS, HIDDEN, INNER, VOCAB = 256, 64, 32, 1024
 ARGS = {
@@ -110,7 +112,7 @@ def synthetic(folder: Path, layers: int, iteration: int, args: Mapping[str, obje
     return TorchDistReader(folder, metadata, f"{iteration}")
 
 
-def planned(reader: TorchDistReader, **options: object) -> tuple[ReshardPlan, float]:
+def planned(reader: TorchDistReader, **options: object) -> tuple[Conversion, float]:
     """A plan with its tasks, and the CPU seconds it took."""
     stages = 4 if reader.catalog.args["num_layers"] % 4 == 0 else 1
     layout, wanted = Layout(tp=8, pp=stages), ReshardOptions(threads=2, **options)  # type: ignore[arg-type]
@@ -135,7 +137,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as name:
                 plan, duration = planned(synthetic(Path(name) / "ckpt", layers, number))
                 seconds.append(duration)
-        print(f"{plan.output.columns.records:>10,} {statistics.median(seconds):>9.3f}s", flush=True)
+        print(f"{plan.job.seals.columns.records:>10,} {statistics.median(seconds):>9.3f}s", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters.errors import DestinationError, DistckptError, Interrupted, RequestError
-from converters.events import Moved, Note
+from converters.events import Moved, Note, ignore
 from converters.execute.destination import beside
 from converters.execute.error_json import AGAIN, Stopped, packed, unpacked
 from converters.execute.rank_files import Board, machine
@@ -98,8 +98,8 @@ class Team:
         self.trouble: DistckptError | None = None
         self.share: list[tuple[int, int]] = []
         self.progress: Callable[[], dict[str, Any]] = dict
-        self.on_files: Callable[[Sequence[int]], None] = lambda files: None
-        self._listener, self._stop = listener or (lambda event: None), stop
+        self.on_files: Callable[[Sequence[int]], None] = ignore
+        self._listener, self._stop = listener or ignore, stop
         self._peers = {r: _Peer() for r in (range(1, ranks.world) if self.leads else (0,))}
         self._interval = min(_INTERVAL, ranks.timeout / 10)
         self._looked = time.monotonic()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
 from converters.errors import IntegrityError
-from converters.events import Event, FileDone, Moved, Phase, Resumed
+from converters.events import FileDone, Moved, Phase, Resumed, ignore
 from converters.execute.checksums import seal
 from converters.execute.disk import opened, trouble_with
 from converters.execute.work_sharing import Crew
@@ -92,11 +92,7 @@ def run(
         DestinationError: Writing failed.
     """
     crew = crew or Crew("write", job.fingerprint, threads=job.threads, destination=staging.folder, stop=stop)
-    return _Run(job, reader, staging, listener or _ignore, crew, device).run()
-
-
-def _ignore(event: Event) -> None:
-    pass
+    return _Run(job, reader, staging, listener or ignore, crew, device).run()
 
 
 def _add(total: Losses, more: Losses) -> None:

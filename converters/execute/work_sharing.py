@@ -20,6 +20,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
+from converters.events import ignore
 from converters.execute.rank_sync import Team
 from converters.execute.ranks import Numbered, Ranks, on_one_machine
 from converters.execute.threads import Pool
@@ -98,9 +99,9 @@ class Crew:
         self.leads = ranks.rank == 0
         self.folder: Path | None = None
         self.progress: Callable[[], dict[str, Any]] = dict
-        self.on_files: Callable[[Sequence[int]], None] = _ignore
+        self.on_files: Callable[[Sequence[int]], None] = ignore
         self.left: list[Any] = []
-        self._listener: Listener = listener if listener is not None and self.leads else _ignore
+        self._listener: Listener = listener if listener is not None and self.leads else ignore
         self._lock = threading.Lock()
         self._done, self._dealt = 0, False
         self._team: Team | None = None
@@ -238,7 +239,3 @@ class Crew:
     def _all_progress(self) -> dict[str, Any]:
         more = self.progress()
         return more | {name: self._done + more.get(name, 0) for name in ("bytes", "moved")}
-
-
-def _ignore(event: object) -> None:
-    pass

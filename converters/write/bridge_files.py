@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.dtypes import dtype
 from converters.torchzip.records_out import object_record, storage_node, tensor_node
+from converters.write.job_arguments import provider_values
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,22 +48,9 @@ def bridge_files(
     """
     import yaml
 
-    sizes = {
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp,
-        "context_parallel_size": layout.cp,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.expert_tp,
-        "num_layers_in_first_pipeline_stage": layout.first_layers,
-        "num_layers_in_last_pipeline_stage": layout.last_layers,
-        "pipeline_model_parallel_layout": layout.pp_layout,
-        "account_for_embedding_in_pipeline_split": layout.account_for_embedding,
-        "account_for_loss_in_pipeline_split": layout.account_for_loss,
-    }
     document: dict[str, Any] = {
         "_target_": f"{_TRAINING}config.ConfigContainer",
-        "model": {**section, **sizes},
+        "model": {**section, **provider_values(layout)},
         "checkpoint": {
             "_target_": f"{_TRAINING}config.CheckpointConfig",
             "ckpt_format": "torch_dist",

@@ -33,7 +33,7 @@ from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import OptimizerState
 from converters.optimizer.storage import keeps_remainders
 from converters.planning.routes import CopyRoutes
-from converters.write.companion_files import hf_companions
+from converters.write.companion_files import hf_companions, json_bytes
 from converters.write.export import ExportOptions, plan_export
 from converters.write.side_files import Beside, files_beside
 from converters.write.whole_tensors import (
@@ -146,7 +146,7 @@ def _beside(folder: Path, notes: list[str]) -> dict[str, ExtraFile]:
     except (ValueError, RecursionError, OSError) as error:
         notes.append(f"config.json and what lies beside it is not carried over: {printable(str(error))}")
         return {}
-    return {**files, "config.json": json.dumps(config, indent=2).encode() + b"\n"}
+    return {**files, "config.json": json_bytes(config)}
 
 
 def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOptions | None = None) -> Conversion:
@@ -162,10 +162,10 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     options = options or SafetensorsOptions()
     catalog = reader.catalog
     if options.names == "hf" and catalog.megatron:
-        shared = {
-            name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device", "vocab_size")
-        }
-        return plan_export(reader, destination, ExportOptions(**shared, max_shard_bytes=options.max_shard_bytes))
+        export = ExportOptions(
+            **options.resources, vocab_size=options.vocab_size, max_shard_bytes=options.max_shard_bytes
+        )
+        return plan_export(reader, destination, export)
     check_destination(catalog.root, destination, overwrite=options.overwrite)
     content = choose_content(catalog, options.names, options.vocab_size)
     refuse_damage(catalog, set(content.sources))
@@ -180,7 +180,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
         extra |= _beside(catalog.path, notes)
     if content.names == "megatron":
         job_state, strange = state_of_job(catalog, content)
-        extra[SIDECAR] = json.dumps({"schema": "distckpt.container/1", **job_state}, indent=2).encode() + b"\n"
+        extra[SIDECAR] = json_bytes({"schema": "distckpt.container/1", **job_state})
     written = {*extra, *(file.name for file in layout.files)}
     beside = files_beside(catalog, "safetensors", written=written) if content.names != "hf" else Beside()
     return Conversion(

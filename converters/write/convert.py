@@ -7,19 +7,21 @@ An option that a writer's format does not have is refused by name, never ignored
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, RequestError
 from converters.megatron.layout import Layout
 from converters.names import printable
+from converters.write.container import SafetensorsOptions, TorchOptions, plan_safetensors, plan_torch
+from converters.write.legacy import LegacyOptions, plan_legacy
+from converters.write.reshard import TorchDistOptions, plan_reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from converters.formats.base import Reader
-    from converters.write.write_plan import Conversion
+    from converters.write.write_plan import Conversion, WriteOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +29,30 @@ class Writer:
     """A format that is written.
 
     Attributes:
-        plan: `module:function` of this package.
-        options: `module:class` of its options.
+        plan: Decides everything, and writes nothing.
+        options: The class of its options.
         layout: Files belong to ranks of a job, whose layout is asked for.
     """
 
-    plan: str
-    options: str
+    plan: Callable[..., Conversion]
+    options: type[WriteOptions]
     layout: bool = False
 
     def takes(self) -> frozenset[str]:
         """What may be asked: names of the options, and of the layout's fields."""
-        own = {f.name for f in fields(_named(self.options))}
-        return frozenset(own | ({f.name for f in fields(Layout)} if self.layout else set()))
+        classes: list[Any] = [self.options, Layout] if self.layout else [self.options]
+        return frozenset(option.name for options in classes for option in fields(options))
 
     def optimizers(self) -> tuple[str, ...]:
         """Forms of the optimizer's state that may be asked for."""
-        return tuple(getattr(_named(self.options), "OPTIMIZERS", ()))
+        return tuple(getattr(self.options, "OPTIMIZERS", ()))
 
 
 WRITERS: dict[str, Writer] = {
-    "torch_dist": Writer("reshard:plan_reshard", "reshard:TorchDistOptions", layout=True),
-    "legacy": Writer("legacy:plan_legacy", "legacy:LegacyOptions", layout=True),
-    "torch": Writer("container:plan_torch", "container:TorchOptions"),
-    "safetensors": Writer("container:plan_safetensors", "container:SafetensorsOptions"),
+    "torch_dist": Writer(plan_reshard, TorchDistOptions, layout=True),
+    "legacy": Writer(plan_legacy, LegacyOptions, layout=True),
+    "torch": Writer(plan_torch, TorchOptions),
+    "safetensors": Writer(plan_safetensors, SafetensorsOptions),
 }
 """By the name that `--to` takes."""
 
@@ -81,15 +83,9 @@ def plan_convert(
         raise RequestError(f"the format {to} does not take {', '.join(strange) or 'a layout'}")
     if not reader.catalog.tensors:
         raise FormatError(f"{printable(str(reader.catalog.path))} holds no tensors in the format {reader.name}")
-    plan: Callable[..., Conversion] = _named(writer.plan)
     layouts: list[Any] = [layout or Layout()] if writer.layout else []
-    conversion = plan(reader, destination, *layouts, _named(writer.options)(**options))
+    conversion = writer.plan(reader, destination, *layouts, writer.options(**options))
     formats = ("format", f"{reader.name} -> {to}")
     return replace(
         conversion, command="convert", summary=(formats, *conversion.summary), facts={"to": to, **conversion.facts}
     )
-
-
-def _named(address: str) -> Any:
-    module, _, name = address.partition(":")
-    return getattr(import_module(f"{__package__}.{module}"), name)

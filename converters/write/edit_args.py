@@ -89,9 +89,8 @@ def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Convers
             files.append(replace(rewritten[name], name=f"{folder}/{name}"))
         else:
             files.append(copied_file(f"{folder}/{name}", catalog.path / name, state.size, state.mtime_ns))
-    beside = files_beside(
-        catalog, "torch_dist", folder, written={*(file.name for file in files), *_prefixed(folder, dropped)}
-    )
+    decided = {*(file.name for file in files), *(f"{folder}/{name}" for name, _ in dropped)}
+    beside = files_beside(catalog, "torch_dist", folder, written=decided)
     files += beside.files
     lines = [f"{name} {old} -> {new}" for name, (old, new) in changed.shown.items()]
     copies = byte_copies(reader, files, "what the new arguments take the place of")
@@ -111,10 +110,6 @@ def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Convers
         next_step=f"distckpt verify {quoted(destination)}",
         options=options,
     )
-
-
-def _prefixed(folder: str, dropped: list[tuple[str, str]]) -> list[str]:
-    return [f"{folder}/{name}" for name, _ in dropped]
 
 
 class _Changes:

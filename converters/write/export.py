@@ -2,7 +2,7 @@
 
 plan = plan_export(open_checkpoint("ckpt"), Path("out"), ExportOptions())
 plan.job.bytes_written, plan.facts["targets"]      # what would happen
-run_export(plan)                                      # makes it happen
+run_conversion(plan)                               # makes it happen
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from converters.write.export_report import completed_report, export_report
 from converters.write.model_card import CARD, loading_line, model_card
 from converters.write.reassembled import reassembled
 from converters.write.side_files import files_beside
-from converters.write.write_plan import Conversion, ExtraFile, WriteOptions, run_conversion
+from converters.write.write_plan import Conversion, ExtraFile, WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from converters.formats.containers.safetensors_out import SafetensorsLayout
     from converters.models import HfMapping, Model
     from converters.models.quantizing import Quantization
-    from converters.planning.plan import Target
 
 REPORT = "distckpt-report.json"
 QUANTIZATIONS = ("fp8-block",)
@@ -89,30 +88,7 @@ class ExportOptions(WriteOptions):
     push: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportPlan(Conversion):
-    """An export, proved to be complete, with nothing moved yet.
-
-    Attributes:
-        options: What was asked.
-        model: The architecture.
-        mapping: Which element goes where, and what is dropped.
-        layout: The shards.
-        targets: The tensors that are written.
-        quantization: Which of them are quantized; None if none is.
-        adapter: What is said of adapters that are written or merged; empty without.
-    """
-
-    options: ExportOptions
-    model: Model
-    mapping: HfMapping
-    layout: SafetensorsLayout
-    targets: Mapping[str, Target]
-    quantization: Quantization | None = None
-    adapter: Mapping[str, Any] = field(default_factory=dict)
-
-
-def plan_export(reader: Reader, destination: Path, options: ExportOptions | None = None) -> ExportPlan:
+def plan_export(reader: Reader, destination: Path, options: ExportOptions | None = None) -> Conversion:
     """Decides everything about an export and proves it complete; writes nothing.
 
     Raises:
@@ -150,52 +126,42 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     if form and form.kept:
         sizes = f"have sides that are no multiples of {SCALE_BLOCK}, or go with one that has"
         notes.append(f"{counted(len(form.kept), 'matrix', 'matrices')} stay as they are: they {sizes}")
-    plan = ExportPlan(
+    report = export_report(content, layout, form, notes)
+    narrow = any(target.dtype.name == "float16" for target in targets.values())
+    tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
+    if options.push:
+        extra[CARD] = model_card(report, mapping.config, destination, peft=content.peft)
+    return Conversion(
         command="export",
         reader=content.reader,
         destination=destination,
         job=options.job(content.reader, sources, routes, layout.files, drops=mapping.drops),
+        extra_files={**extra, REPORT: completed_report(report) if form or narrow else json_bytes(report)},
         dropped=(*_dropped(catalog, mapping), *beside),
         notes=tuple(notes),
-        options=options,
-        proof=Masters.needed(content.reader, {}),
-        model=content.model,
-        mapping=mapping,
-        layout=layout,
-        targets=targets,
-        quantization=form,
-        adapter=content.adapter,
-    )
-    report = export_report(plan)
-    narrow = any(target.dtype.name == "float16" for target in plan.targets.values())
-    tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"
-    if options.push:
-        extra[CARD] = model_card(report, mapping.config, destination, peft=content.peft)
-    return replace(
-        plan,
-        extra_files={**extra, REPORT: completed_report(report) if form or narrow else json_bytes(report)},
-        facts={**report, "config": mapping.config | ({"quantization_config": form.config} if form else {})},
-        report_file=REPORT,
         summary=(
             ("model", _summary(content, report)),
             *((("adapters", merged),) if (merged := content.adapter.get("merged")) else ()),
             *((("quantized", _share(form)),) if form else ()),
             *((("tokenizer", ", ".join(carried)),) if carried else ()),
         ),
+        facts={**report, "config": mapping.config | ({"quantization_config": form.config} if form else {})},
         advice=() if options.hf_config or carried or content.peft else (tokenizer,),
         next_step=f"python -c {shlex.quote(loading_line(destination, peft=content.peft))}",
+        report_file=REPORT,
+        options=options,
+        proof=Masters.needed(content.reader, {}),
     )
 
 
-run_export = run_conversion
-
-
 @dataclass(frozen=True)
-class _Content:
+class Content:
     """What an export is of.
 
     Attributes:
         reader: Where it is read; its catalog holds all that has to be accounted for.
+        model: The architecture.
+        mapping: Which element goes where, and what is dropped.
         sources: The tensors that `mapping` accounts for.
         peft: Adapters are written, not the model.
         adapter: What the report says of adapters that are written or merged.
@@ -214,7 +180,7 @@ class _Content:
         return "adapter_model" if self.peft else "model"
 
 
-def _content(reader: Reader, destination: Path, options: ExportOptions, reference: Mapping[str, Any]) -> _Content:
+def _content(reader: Reader, destination: Path, options: ExportOptions, reference: Mapping[str, Any]) -> Content:
     """Chooses between the model, the model with adapters merged into it, and the adapters alone."""
     path, catalog = options.merge_adapter, reader.catalog
     if wants_peft(catalog, options.peft, path is not None):
@@ -222,16 +188,16 @@ def _content(reader: Reader, destination: Path, options: ExportOptions, referenc
     if path is None:
         if options.lora_alpha is not None:
             raise RequestError("--lora-alpha needs adapters, and the checkpoint has none", hint="leave it out")
-        return _Content(reader, *choose_mapping(catalog, options, reference))
+        return Content(reader, *choose_mapping(catalog, options, reference))
     merge = merge_adapters(reader, path, options.lora_alpha)
     check_destination(merge.root, destination, overwrite=options.overwrite, push=options.push)
     model, mapping, sources = choose_mapping(merge.catalog, options, reference)
     sources |= {drop.source: catalog.tensors[drop.source] for drop in merge.drops}
     mapping = replace(mapping, drops=[*mapping.drops, *merge.drops])
-    return _Content(merge.reader, model, mapping, sources, adapter=merge.facts)
+    return Content(merge.reader, model, mapping, sources, adapter=merge.facts)
 
 
-def _adapters(reader: Reader, options: ExportOptions, reference: Mapping[str, Any]) -> _Content:
+def _adapters(reader: Reader, options: ExportOptions, reference: Mapping[str, Any]) -> Content:
     """The adapters alone."""
     if options.check or options.vocab_size is not None:
         raise RequestError("--check and --vocab-size are of whole models, and only adapters are written here")
@@ -245,7 +211,7 @@ def _adapters(reader: Reader, options: ExportOptions, reference: Mapping[str, An
         _check_reference(reference, replace(mapping, config=whole), options.hf_config)
         mapping.config["base_model_name_or_path"] = str(options.hf_config)
     facts = {"rank": adapters.rank, "alpha": adapters.alpha, "weights": list(adapters.factors)}
-    return _Content(reader, model, mapping, _without_optimizer(catalog), True, facts)
+    return Content(reader, model, mapping, _without_optimizer(catalog), True, facts)
 
 
 def choose_mapping(
@@ -273,7 +239,7 @@ def _without_optimizer(catalog: Catalog) -> dict[str, TensorInfo]:
     return {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
 
 
-def _quantization(content: _Content, options: ExportOptions) -> Quantization | None:
+def _quantization(content: Content, options: ExportOptions) -> Quantization | None:
     """What is quantized, and how.
 
     Raises:
@@ -314,7 +280,7 @@ def _check_model(config: Mapping[str, Any], mapping: HfMapping) -> None:
         )
 
 
-def _summary(content: _Content, report: Mapping[str, Any]) -> str:
+def _summary(content: Content, report: Mapping[str, Any]) -> str:
     parameters, tensors = report["parameters"], report["source_tensors"]["weights"]
     model = content.model
     if content.peft:
@@ -338,7 +304,7 @@ def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference
 
 
 def _extra_files(
-    content: _Content,
+    content: Content,
     layout: SafetensorsLayout,
     options: ExportOptions,
     reference: Mapping[str, Any],

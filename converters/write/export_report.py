@@ -11,18 +11,29 @@ from converters.write.accounting import Accounting
 from converters.write.companion_files import json_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from converters.catalog import Catalog
     from converters.execute.run import Stats
+    from converters.formats.containers.safetensors_out import SafetensorsLayout
+    from converters.models.quantizing import Quantization
     from converters.planning.plan import Copy
-    from converters.write.export import ExportPlan
+    from converters.write.export import Content
 
 
-def export_report(plan: ExportPlan) -> dict[str, Any]:
-    """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin."""
-    catalog, mapping = plan.reader.catalog, plan.mapping
-    scales = plan.quantization.scales if plan.quantization else {}
+def export_report(
+    content: Content, layout: SafetensorsLayout, form: Quantization | None, notes: Sequence[str]
+) -> dict[str, Any]:
+    """The accounting: every source tensor used or dropped with its reason, every target tensor and its origin.
+
+    Args:
+        content: What is exported.
+        layout: The shards.
+        form: Which of the targets are quantized; None if none is.
+        notes: Sentences a person should read.
+    """
+    catalog, mapping = content.reader.catalog, content.mapping
+    targets, scales = (form.targets, form.scales) if form else (mapping.targets, {})
 
     def changes(copy: Copy) -> Iterator[str]:
         if catalog.tensors[copy.source].update is not None:
@@ -46,15 +57,15 @@ def export_report(plan: ExportPlan) -> dict[str, Any]:
             "written_by": catalog.framework,
             "iteration": catalog.iteration,
         },
-        "architecture": plan.model.name,
+        "architecture": content.model.name,
         "source_tensors": {
             "weights": len(catalog.weights),
             "used": len(accounts.used),
             "optimizer": len(optimizer),
         },
-        "target_tensors": len(plan.targets),
+        "target_tensors": len(targets),
         "parameters": accounts.parameters,
-        "total_size": sum(target.nbytes for target in plan.targets.values()),
+        "total_size": sum(target.nbytes for target in targets.values()),
         "dropped": [
             *accounts.dropped,
             *({"tensor": text, "elements": "all", "reason": "optimizer state"} for text, _ in fold(optimizer)),
@@ -62,16 +73,16 @@ def export_report(plan: ExportPlan) -> dict[str, Any]:
         ],
         "targets": {
             name: {
-                "file": plan.job.files[plan.layout.locations[name].file].name,
+                "file": layout.files[layout.locations[name].file].name,
                 "dtype": target.dtype.name,
                 "shape": list(target.shape),
                 **accounts.origin(name),
             }
-            for name, target in plan.targets.items()
+            for name, target in targets.items()
         },
-        **({"quantization": plan.quantization.config} if plan.quantization else {}),
-        **({"adapter": dict(plan.adapter)} if plan.adapter else {}),
-        "notes": list(plan.notes),
+        **({"quantization": form.config} if form else {}),
+        **({"adapter": dict(content.adapter)} if content.adapter else {}),
+        "notes": list(notes),
     }
 
 

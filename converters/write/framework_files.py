@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError
 from converters.formats.folder import is_file, is_folder, read_small, scan, walk
 from converters.names import printable
+from converters.write.job_arguments import provider_values
 from converters.write.target_state import iteration_folder
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def companions(
     Raises:
         FormatError: A file of the source cannot be read.
     """
-    sizes = dict(zip(_ABSENT, _sizes(layout), strict=False))
+    sizes = provider_values(layout) | {"expert_tensor_parallel_size": layout.etp}
     sizes_text = f"tensor_model_parallel_size {layout.tp} and pipeline_model_parallel_size {layout.pp}"
     inner, outer = catalog.path, catalog.path.parent
     if catalog.framework == "Megatron-Bridge" and is_file(inner / _CONFIG):
@@ -125,16 +126,8 @@ def companions(
     return Companions(iteration_folder(catalog), notes=() if catalog.options else (silent,))
 
 
-def _sizes(layout: Layout) -> tuple[Any, ...]:
-    return (
-        *(layout.tp, layout.pp, layout.vpp, layout.cp, layout.ep, layout.etp),
-        *(layout.first_layers, layout.last_layers, layout.pp_layout),
-        *(layout.account_for_embedding, layout.account_for_loss),
-    )
-
-
 def _bridge(source: Path, folder: str, wanted: Settings) -> Companions:
-    files, notes = _changed({f"{folder}/{_CONFIG}": source / _CONFIG}, wanted)
+    files, notes = _changed(f"{folder}/{_CONFIG}", source / _CONFIG, wanted)
     if is_file(source / _PROGRESS):
         files |= {f"{folder}/{_PROGRESS}": source / _PROGRESS, f"latest_{_PROGRESS}": source / _PROGRESS}
     return Companions(folder, files, notes=notes)
@@ -146,9 +139,8 @@ def _nemo2(context: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile
     files: dict[str, ExtraFile] = {f"context/{name}": path for name, path in _below(context)}
     notes: tuple[str, ...] = ()
     if files.pop("context/model.yaml", None) is not None:
-        model_files, notes = _changed(
-            {"context/model.yaml": context / "model.yaml"}, {("config", n): v for n, v in sizes.items()}
-        )
+        settings = {("config", name): size for name, size in sizes.items()}
+        model_files, notes = _changed("context/model.yaml", context / "model.yaml", settings)
         files |= model_files
     if "context/io.json" in files:
         files["context/io.json"] = _graph(context / "io.json", sizes)
@@ -161,9 +153,8 @@ def _nemo1(outer: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile],
     files: dict[str, ExtraFile] = {name: outer / name for name in names if name != "model_config.yaml"}
     if len(names) == len(files):
         return files, ()
-    model_files, notes = _changed(
-        {"model_config.yaml": outer / "model_config.yaml"}, {("", n): v for n, v in sizes.items()}
-    )
+    settings = {("", name): size for name, size in sizes.items()}
+    model_files, notes = _changed("model_config.yaml", outer / "model_config.yaml", settings)
     return files | model_files, notes
 
 
@@ -179,14 +170,11 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 # ---------------------------------------------------------------------- settings are changed where they stand
 
 
-def _changed(files: Mapping[str, Path], wanted: Settings) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
-    out: dict[str, ExtraFile] = {}
-    for name, path in files.items():
-        text = _edited(path, wanted)
-        if text is None:
-            return out, (f"{path.name} could not be changed for the new sizes and is not carried over",)
-        out[name] = text.encode("utf-8", "surrogateescape")
-    return out, ()
+def _changed(name: str, path: Path, wanted: Settings) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
+    text = _edited(path, wanted)
+    if text is None:
+        return {}, (f"{path.name} could not be changed for the new sizes and is not carried over",)
+    return {name: text.encode("utf-8", "surrogateescape")}, ()
 
 
 def _edited(path: Path, wanted: Settings) -> str | None:

@@ -12,7 +12,6 @@ run_conversion(plan)
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from dataclasses import replace
@@ -37,7 +36,7 @@ from converters.names import printable, quoted
 from converters.remote.address import named_path
 from converters.transformers_config import CODE_KEYS, completed
 from converters.write.accounting import Accounting
-from converters.write.companion_files import hf_companions
+from converters.write.companion_files import hf_companions, json_bytes
 from converters.write.export import REPORT
 from converters.write.import_start import (
     BRIDGE,
@@ -139,7 +138,7 @@ def plan_import(
         plan,
         command="import-hf",
         proof=TiedHead.needed(reader, mapping),
-        extra_files={**tokenizer, **start.files, REPORT: _json(report), **plan.extra_files},
+        extra_files={**tokenizer, **start.files, REPORT: json_bytes(report), **plan.extra_files},
         dropped=(
             *((drop["tensor"], drop["reason"]) for drop in report["dropped"]),
             *_files_left_out(catalog, tokenizer),
@@ -172,11 +171,10 @@ def _with_format(model: Model, options: ImportOptions) -> ImportOptions:
 
 
 def _planned(view: ImportedReader, destination: Path, layout: Layout, options: ImportOptions) -> Conversion:
-    run_options = {name: getattr(options, name) for name in ("max_memory", "threads", "overwrite", "device")}
     if options.to == "legacy":
-        return plan_legacy(view, destination, layout, LegacyOptions(**run_options, weights_only=True))
+        return plan_legacy(view, destination, layout, LegacyOptions(**options.resources, weights_only=True))
     mcore, framework = "0.19" if options.mcore == "0.19" else None, "keep" if options.to == BRIDGE else "megatron-lm"
-    chosen = ReshardOptions(**run_options, weights_only=True, mcore=mcore, framework=framework)
+    chosen = ReshardOptions(**options.resources, weights_only=True, mcore=mcore, framework=framework)
     return plan_reshard(view, destination, layout, chosen)
 
 
@@ -291,7 +289,7 @@ def _tokenizer_files(catalog: Catalog, options: ImportOptions, notes: list[str])
         kept = {}
     plain = {key: value for key, value in config.items() if key not in CODE_KEYS}
     into = f"{iteration_folder(options.iteration)}/{TOKENIZER}" if bridge else TOKENIZER
-    return {f"{into}/{name}": content for name, content in {**kept, "config.json": _json(plain)}.items()}
+    return {f"{into}/{name}": content for name, content in {**kept, "config.json": json_bytes(plain)}.items()}
 
 
 # ---------------------------------------------------------------------- arguments
@@ -339,7 +337,3 @@ def _report(catalog: Catalog, model: Model, mapping: MegatronMapping, seen: Cata
             for name, target in mapping.targets.items()
         },
     }
-
-
-def _json(document: Any) -> bytes:
-    return json.dumps(document, indent=2).encode() + b"\n"

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.bridge_section import provider_section
+from converters.megatron.layout import Layout
 from converters.megatron.megatron_flags import command_line, model_arguments
 from converters.megatron.split import padded_vocab
 from converters.names import quoted
 from converters.pickles import Global
 from converters.write.bridge_files import bridge_files
-from converters.write.job_arguments import job_flags
+from converters.write.job_arguments import job_flags, layout_values
 from converters.write.write_plan import WriteOptions
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
-    from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
 
 
@@ -160,6 +160,10 @@ def _tokenizer_arguments(destination: Path) -> dict[str, Any]:
     }
 
 
+# of a job that has begun only
+_NOT_STARTED = ("transformer_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
+
+
 def _job_arguments(kept: str) -> dict[str, Any]:
     """What a Namespace says of the job: one that has not begun, on one rank. The writer changes the layout."""
     return {
@@ -171,20 +175,7 @@ def _job_arguments(kept: str) -> dict[str, Any]:
         "consumed_valid_samples": 0,
         "use_distributed_optimizer": False,
         "add_position_embedding": True,
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": 1,
-        "data_parallel_size": 1,
-        "world_size": 1,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "pipeline_model_parallel_layout": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "num_virtual_stages_per_pipeline_rank": None,
+        **{name: size for name, size in layout_values(Layout()).items() if name not in _NOT_STARTED},
     }
 
 

@@ -79,7 +79,15 @@ def layout_arguments(args: Mapping[str, Any], layout: Layout, padded_vocab: int 
     Args:
         padded_vocab: Rows of its embedding.
     """
-    values: dict[str, Any] = {
+    values = layout_values(layout) | _pattern_arguments(args, layout)
+    if padded_vocab is not None:
+        values["padded_vocab_size"] = padded_vocab
+    return {name: v for name, v in values.items() if name in args and (args[name] is not None or v is not None)}
+
+
+def layout_values(layout: Layout) -> dict[str, Any]:
+    """Every training argument that gives a size of a layout, with its value."""
+    return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp,
@@ -97,10 +105,22 @@ def layout_arguments(args: Mapping[str, Any], layout: Layout, padded_vocab: int 
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": layout.vpp,
     }
-    values |= _pattern_arguments(args, layout)
-    if padded_vocab is not None:
-        values["padded_vocab_size"] = padded_vocab
-    return {name: v for name, v in values.items() if name in args and (args[name] is not None or v is not None)}
+
+
+_PROVIDER_NAMES = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+_ONLY_ARGUMENTS = (
+    *("data_parallel_size", "world_size", "transformer_pipeline_model_parallel_size"),
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+)
+
+
+def provider_values(layout: Layout) -> dict[str, Any]:
+    """The same as settings of a `TransformerConfig`, which NeMo and Megatron-Bridge keep."""
+    values = layout_values(layout)
+    return {_PROVIDER_NAMES.get(name, name): v for name, v in values.items() if name not in _ONLY_ARGUMENTS}
 
 
 def _pattern_arguments(args: Mapping[str, Any], layout: Layout) -> dict[str, Any]:

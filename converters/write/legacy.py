@@ -26,20 +26,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.dtypes import dtype
 from converters.errors import RequestError
-from converters.execute.destination import check_destination
 from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
 from converters.formats.legacy.chains import Chains
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, rank_folder
 from converters.formats.legacy.output import flat_optimizer, model_state, plain_optimizer
-from converters.megatron.damage import (
-    refuse_contradictions,
-    refuse_damaged,
-    refuse_damaged_object,
-    refuse_foreign_names,
-)
+from converters.megatron.damage import refuse_damaged_object
 from converters.megatron.extra_states import with_extra_states
-from converters.megatron.layout_check import check as check_layout
-from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, end_of_documents, padding_rows
 from converters.names import fold, listed_lines, parse_key, quoted
@@ -59,6 +51,7 @@ from converters.write.target_state import (
     TRACKER,
     JobOptions,
     as_megatron_lm,
+    check_request,
     chosen_optimizer,
     describe,
     iteration_folder,
@@ -75,7 +68,6 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.base import Reader
-    from converters.formats.legacy.output import Chain
     from converters.megatron.layout import Layout
     from converters.megatron.rank_state_dict import LocalTensor
     from converters.optimizer.state import OptimizerState
@@ -121,13 +113,8 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     """
     options = (options or LegacyOptions()).resolved()
     catalog = reader.catalog
-    check_destination(catalog.root, destination, overwrite=options.overwrite)
-    refuse_damaged(catalog, "weight", *(["optimizer"] if options.optimizer != "none" else []))
-    args = ModelArgs.from_catalog(catalog)
-    refuse_foreign_names(catalog)
-    refuse_contradictions(args, catalog)
+    _, notes = check_request(catalog, destination, layout, options)
     _refuse_layout(catalog, layout)
-    notes = check_layout(args, layout, {name: t.shape for name, t in catalog.weights.items()})
     state, options = chosen_optimizer(reader, options, functools.partial(_kept, catalog))
     writer = _Writer(reader, layout, options, state)
     sources = dict(catalog.weights) | state.tensors
@@ -292,7 +279,11 @@ class _Writer:
             entries = self._entries(file, chunk, pp, number)
             tree["model" if len(chunks) == 1 else f"model{number}"] = model_state(file, entries)
         if self._chains:
-            optimizers = [self._part_of(file, chain) for chain in self._chains.of(chunks)]
+            distributed = self._options.optimizer == "distributed"
+            optimizers = [
+                flat_optimizer(file, chain) if distributed else plain_optimizer(file, chain, file.name)
+                for chain in self._chains.of(chunks)
+            ]
             tree["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
         common = file.adopt(copy.deepcopy(self._common), self._archive.members)
         tree |= {key: common[key] for key in _SCHEDULE if key in common}
@@ -300,12 +291,6 @@ class _Writer:
             tree["rng_state"] = self._rng(file, rank)
         tree |= common
         return tree
-
-    def _part_of(self, file: ArchiveFile, chain: Chain) -> Node:
-        """What the file has of one optimizer."""
-        if self._options.optimizer == "distributed":
-            return flat_optimizer(file, chain)
-        return plain_optimizer(file, chain, file.name)
 
     def _entries(
         self, file: ArchiveFile, chunk: list[LocalTensor], pp: int, number: int

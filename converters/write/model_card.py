@@ -32,7 +32,7 @@ def model_card(report: Mapping[str, Any], config: Mapping[str, Any], destination
     """What a person should know of an exported model; nothing that the export does not know is claimed, such as a license.
 
     Args:
-        report: See `ExportPlan.report`.
+        report: See `export_report`.
         config: What config.json, or adapter_config.json, says.
         destination: The repository on the hub.
         peft: Adapters were written, not the model.

@@ -1,7 +1,7 @@
 """From any readable checkpoint to a torch_dist checkpoint as a job at another layout would have written it.
 
 plan = plan_reshard(open_checkpoint("ckpt"), Path("out"), Layout(tp=2, pp=2))
-run_reshard(plan)
+run_conversion(plan)
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
-from converters.execute.destination import check_destination
 from converters.formats.torch_dist.output import TorchDistOutput
-from converters.megatron.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
-from converters.megatron.layout_check import check as check_layout
-from converters.megatron.model_args import ModelArgs
 from converters.megatron.outline import Outline
 from converters.megatron.vocabulary import end_of_documents
 from converters.names import MASTER, printable, quoted, state_names
@@ -27,8 +23,8 @@ from converters.write.job_arguments import job_flags, optimizer_flags
 from converters.write.reshard_state import ReshardOptions, State, TargetState
 from converters.write.reshard_targets import Targets
 from converters.write.side_files import files_beside
-from converters.write.target_state import TRACKER, chosen_optimizer, describe, tracker, unwanted_state
-from converters.write.write_plan import Conversion, run_conversion
+from converters.write.target_state import TRACKER, check_request, chosen_optimizer, describe, tracker, unwanted_state
+from converters.write.write_plan import Conversion
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,6 +34,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.torch_dist.parts import BucketOut, ObjectOut
     from converters.megatron.layout import Layout
+    from converters.megatron.model_args import ModelArgs
     from converters.optimizer.groups import ParamGroups
     from converters.optimizer.state import OptimizerState
     from converters.write.framework_files import Companions
@@ -51,29 +48,12 @@ class TorchDistOptions(ReshardOptions):
     framework: str = "megatron-lm"
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReshardPlan(Conversion):
-    """A reshard, decided and proved, with nothing moved yet; the destination is a training root with one iteration.
-
-    Attributes:
-        layout: The target layout.
-        options: What was asked.
-        output: The data files.
-        state: Everything that is not a tensor, at the target layout.
-    """
-
-    layout: Layout
-    options: ReshardOptions
-    output: TorchDistOutput
-    state: State
-
-
 def plan_reshard(
     reader: Reader,
     destination: Path,
     layout: Layout,
     options: ReshardOptions | None = None,
-) -> ReshardPlan:
+) -> Conversion:
     """Decides everything about a reshard and proves it complete; writes nothing.
 
     Args:
@@ -91,10 +71,9 @@ def plan_reshard(
     catalog = reader.catalog
     if not keeps_framework(catalog):
         options = replace(options, framework="megatron-lm")
-    check_destination(catalog.root, destination, overwrite=options.overwrite)
-    refuse_damaged(catalog, "weight", *(["optimizer"] if options.optimizer != "none" else []))
-    draft = _draw(reader, layout, options)
-    options, targets, groups = draft.options, draft.targets, draft.targets.groups
+    args, notes = check_request(catalog, destination, layout, options)
+    draft = _draw(reader, layout, args, options)
+    targets, options, groups = draft.targets, draft.targets.options, draft.targets.groups
     masters = {n: draft.sources[n] for n, parts in state_names(draft.sources) if parts.state == MASTER}
     model = reader, layout, targets.outline, options, groups, targets.stacked, targets.padded_vocab()
     state = TargetState(*model, keeps_remainders(masters)).make()
@@ -115,7 +94,7 @@ def plan_reshard(
     drops = list(targets.drops(draft.sources))
     job = options.job(reader, draft.sources, output, files, seals=output, drops=drops)
     summary, facts = describe(catalog, layout, options.optimizer, state.changed)
-    return ReshardPlan(
+    return Conversion(
         command="reshard",
         reader=reader,
         destination=destination,
@@ -129,6 +108,7 @@ def plan_reshard(
             *beside.dropped,
         ),
         notes=(
+            *notes,
             *draft.notes,
             *end_of_documents(drops, catalog.args),
             *_loader_notes(groups),
@@ -143,13 +123,7 @@ def plan_reshard(
         next_step=f"distckpt inspect {quoted(destination)}",
         options=options,
         proof=Masters.needed(reader, masters),
-        layout=layout,
-        output=output,
-        state=state,
     )
-
-
-run_reshard = run_conversion
 
 
 def _flags(root: Path, layout: Layout, catalog: Catalog, groups: ParamGroups | None, form: str) -> str:
@@ -180,15 +154,13 @@ class _Draft:
     """The tensors of the target, and what they are filled from.
 
     Attributes:
-        options: What was asked, "keep" and "there is no optimizer" resolved.
-        targets: The tensors that have keys of their own.
+        targets: The tensors that have keys of their own; its options have "keep" and "there is no optimizer" resolved.
         sources: The source tensors.
         buckets: The stored parts of flat buckets.
         objects: Objects that belong to them.
         notes: Sentences a person should read.
     """
 
-    options: ReshardOptions
     targets: Targets
     sources: Mapping[str, TensorInfo]
     buckets: Sequence[BucketOut]
@@ -202,20 +174,15 @@ _REMAINDERS = (
 )
 
 
-def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
+def _draw(reader: Reader, layout: Layout, args: ModelArgs, options: ReshardOptions) -> _Draft:
     """Works everything out from the catalog."""
-    catalog = reader.catalog
-    args = ModelArgs.from_catalog(catalog)
-    refuse_foreign_names(catalog)
-    refuse_contradictions(args, catalog)
-    shapes = {name: t.shape for name, t in catalog.weights.items()}
-    notes = check_layout(args, layout, shapes)
-    outline = Outline.of(args, shapes)
+    catalog, notes = reader.catalog, list[str]()
+    outline = Outline.of(args, {name: info.shape for name, info in catalog.weights.items()})
     sources = dict(catalog.weights)
     state, options = chosen_optimizer(reader, options, _kept)
     if options.masters == "remainders" and state.tensors:
         state = replace(state, tensors=as_remainders(catalog, state.tensors, options.optimizer))
-        notes = [*notes, _REMAINDERS]
+        notes.append(_REMAINDERS)
     groups = None if options.optimizer == "none" else read_param_groups(reader).stored_as(options.optimizer)
     targets = Targets(catalog, layout, outline, options, args, groups)
     targets.make(sources)
@@ -226,7 +193,7 @@ def _draw(reader: Reader, layout: Layout, options: ReshardOptions) -> _Draft:
     if options.optimizer == "dp_reshardable":
         buckets, objects = targets.flatten(state)
         states = state.tensors
-    return _Draft(options, targets, sources | states, buckets, objects, (*notes, *state.notes))
+    return _Draft(targets, sources | states, buckets, objects, (*notes, *state.notes))
 
 
 def _extra_files(

@@ -62,13 +62,9 @@ class Beside:
         """A line for a person."""
         if not self.files:
             return ()
-        tops: dict[str, int] = {}
-        for file in self.files:
-            for piece in file.slices:
-                if isinstance(piece.content, tuple):
-                    tops[file.name] = piece.content[2]
+        nbytes = sum(file.size for file in self.files)
         verb = "is" if len(self.files) == 1 else "are"
-        text = f"{counted(len(self.files), 'file')} beside the tensors {verb} copied, {counted(sum(tops.values()), 'byte')}"
+        text = f"{counted(len(self.files), 'file')} beside the tensors {verb} copied, {counted(nbytes, 'byte')}"
         return (("beside", text),)
 
 

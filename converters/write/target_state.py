@@ -9,7 +9,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from converters.errors import RequestError
+from converters.execute.destination import check_destination
+from converters.megatron.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
 from converters.megatron.layout import Layout
+from converters.megatron.layout_check import check as check_layout
 from converters.megatron.megatron_args import megatron_arguments
 from converters.megatron.model_args import ModelArgs
 from converters.names import quoted
@@ -20,6 +23,7 @@ from converters.write.write_plan import WriteOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from converters.catalog import Catalog
     from converters.formats.base import Reader
@@ -53,6 +57,27 @@ class JobOptions(WriteOptions):
     def resolved(self) -> Self:
         """The same without `weights_only`, in the words of the other options."""
         return replace(self, optimizer="none", rng="drop") if self.weights_only else self
+
+
+def check_request(
+    catalog: Catalog, destination: Path, layout: Layout, options: JobOptions
+) -> tuple[ModelArgs, list[str]]:
+    """Checks that a checkpoint can be written for a job, before its tensors are looked at.
+
+    Returns:
+        Facts of the model, and sentences about the layout that a person should read.
+
+    Raises:
+        RequestError: Names are not Megatron's, arguments contradict the tensors, or the model cannot be laid out so.
+        IntegrityError: Needed data is missing in the source.
+        DestinationError: The destination cannot be written.
+    """
+    check_destination(catalog.root, destination, overwrite=options.overwrite)
+    refuse_damaged(catalog, "weight", *(["optimizer"] if options.optimizer != "none" else []))
+    args = ModelArgs.from_catalog(catalog)
+    refuse_foreign_names(catalog)
+    refuse_contradictions(args, catalog)
+    return args, check_layout(args, layout, {name: info.shape for name, info in catalog.weights.items()})
 
 
 def chosen_optimizer(

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import DestinationError, FormatError, IntegrityError
-from converters.events import Moved, Note, Phase, PlanReady
+from converters.events import Moved, Note, Phase, PlanReady, ignore
 from converters.execute.destination import beside, free_bytes, os_trouble, replaced
 from converters.execute.hub_upload import HubUpload
 from converters.execute.leftovers import about_run
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.execute.work_sharing import Worker
     from converters.formats.base import Reader
+    from converters.optimizer.proof import Masters
     from converters.planning.job import OutputFile
     from converters.planning.routes import Routes
+    from converters.write.tied_head import TiedHead
 
 _NOTHING = Status(False, False, 0, 0)
 
@@ -67,6 +69,11 @@ class WriteOptions:
     scratch: Path | None = None
     device: str = "cpu"
 
+    @property
+    def resources(self) -> dict[str, Any]:
+        """These options alone, for a plan that another one is made of."""
+        return {option.name: getattr(self, option.name) for option in fields(WriteOptions)}
+
     def job(
         self,
         reader: Reader,
@@ -88,34 +95,6 @@ class WriteOptions:
             distant=isinstance(source, RemotePath),
             **more,
         )
-
-
-class Proof(Protocol):
-    """Something that must be true of the source's data.
-
-    Attributes:
-        claim: What, in a few words.
-    """
-
-    claim: str
-
-    @property
-    def tasks(self) -> Sequence[Any]:
-        """What is to be looked at, as a `Crew` takes it."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read for it."""
-        ...
-
-    def worker(self) -> Worker[Any]:
-        """What one thread does tasks with."""
-        ...
-
-    def judge(self, results: Mapping[int, Any]) -> None:
-        """Raises if it is not true, given what the workers found."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +136,7 @@ class Conversion:
     report_file: str = ""
     options: WriteOptions = field(default_factory=WriteOptions)
     single: bool = False
-    proof: Proof | None = None
+    proof: Masters | TiedHead | None = None
 
     def __post_init__(self) -> None:
         """Every tensor of the source is read, copied with its file, or left out with a reason, in every plan.
@@ -169,15 +148,20 @@ class Conversion:
         account(self.reader.catalog.tensors, self.job.sources, elsewhere)
 
     @property
+    def _made_at(self) -> Path:
+        """Where the result is made: beside the destination, or for one in an object store on a disk."""
+        if isinstance(self.destination, RemotePath):
+            return (self.options.scratch or Path(tempfile.gettempdir())) / "result"
+        return self.destination
+
+    @property
     def free_bytes(self) -> int:
         """Bytes that may still be written where the result is made.
 
         Raises:
             DestinationError: It cannot be looked at.
         """
-        if isinstance(self.destination, RemotePath):
-            return free_bytes(self.options.scratch or Path(tempfile.gettempdir()))
-        return free_bytes(beside(self.destination, "partial").parent)
+        return free_bytes(beside(self._made_at, "partial").parent)
 
     @property
     def bytes_needed(self) -> int:
@@ -187,11 +171,7 @@ class Conversion:
     @property
     def lack_of_room(self) -> str:
         """How many bytes are needed and free, if the result does not fit where it is made; else empty."""
-        if isinstance(self.destination, RemotePath):
-            place = (self.options.scratch or Path(tempfile.gettempdir())) / "result"
-        else:
-            place = self.destination
-        return _lack_of_room(place, self.bytes_needed)
+        return _lack_of_room(self._made_at, self.bytes_needed)
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -226,7 +206,7 @@ def run_conversion(
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     if isinstance(destination, RemotePath):
         return _run_into_store(plan, destination, listener, stop, ranks, typed)
-    notify = listener if listener is not None and ranks.rank == 0 else _ignore
+    notify = listener if listener is not None and ranks.rank == 0 else ignore
     with Crew(
         plan.command,
         job.fingerprint,
@@ -243,7 +223,12 @@ def run_conversion(
         )
         if not crew.leads:
             return _follow(job, plan.reader, destination, crew, device)
-        _need_room(destination, plan.bytes_needed)
+        if lack := plan.lack_of_room:
+            raise DestinationError(
+                f"not enough room for {printable(str(destination))}",
+                details=[lack],
+                hint="free some space, or choose a directory on another disk",
+            )
         notify(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
         for text in (*plan.remarks, *([device_note] if device_note else [])):
             notify(Note(text))
@@ -290,7 +275,7 @@ def _run_into_store(
     typed: Sequence[str],
 ) -> Stats:
     """Makes the result on a disk, as any other, and uploads it."""
-    notify, job, options = listener or _ignore, plan.job, plan.options
+    notify, job, options = listener or ignore, plan.job, plan.options
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     kind = HubUpload if destination.parts[0] == "hf:" else Upload
     upload = kind(destination, job.fingerprint, options.scratch, overwrite=options.overwrite, ranks=ranks, about=about)
@@ -316,7 +301,7 @@ def _run_into_store(
     return stats
 
 
-def _prove(proof: Proof, notify: Listener, crew: Crew) -> None:
+def _prove(proof: Masters | TiedHead, notify: Listener, crew: Crew) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails, for the others wait for what comes next."""
     notify(Phase(f"checking {proof.claim}"))
     notify(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
@@ -364,19 +349,6 @@ def _follow(job: Job, reader: Reader, destination: Path, crew: Crew, device: str
         staging.close()
     crew.agree(None)
     return stats
-
-
-def _ignore(event: object) -> None:
-    pass
-
-
-def _need_room(destination: Path, needed: int) -> None:
-    if lack := _lack_of_room(destination, needed):
-        raise DestinationError(
-            f"not enough room for {printable(str(destination))}",
-            details=[lack],
-            hint="free some space, or choose a directory on another disk",
-        )
 
 
 def _lack_of_room(destination: Path, needed: int) -> str:

@@ -21,7 +21,8 @@ from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.megatron.layout import Layout
 from converters.pickles import fields, set_field
-from converters.write.reshard import plan_reshard, run_reshard
+from converters.write.reshard import plan_reshard
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import GOLDENS, edit_metadata, flip, payloads, write_llama
 from harness.diff_cases import set_element, values
 from harness.support import GOLDEN
@@ -141,7 +142,7 @@ def test_rows_beyond_the_vocabulary_do_not_count(tmp_path):
 
 def test_a_resharded_checkpoint_is_identical(tmp_path):
     plan = plan_reshard(open_checkpoint(GOLDEN / LLAMA), tmp_path / "out", Layout(tp=4, pp=1))
-    run_reshard(plan)
+    run_conversion(plan)
     report = diff(LLAMA, tmp_path / "out")
     assert report.identical
     sizes = {f.name: (f.a, f.b) for f in report.plan.arguments if f.name.endswith("model_parallel_size")}
@@ -312,7 +313,7 @@ def test_padding_rows_are_checked_too(tmp_path):
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     write_llama(folder / "a", layers=2, hidden=256, ffn=704, vocab=2048, tp=2, pp=2)
-    run_reshard(plan_reshard(open_checkpoint(folder / "a"), folder / "b", Layout(tp=4, pp=1)))
+    run_conversion(plan_reshard(open_checkpoint(folder / "a"), folder / "b", Layout(tp=4, pp=1)))
     return folder / "a", folder / "b"
 
 

@@ -143,9 +143,9 @@ def test_a_disk_that_fills_up_meanwhile(small_disk, tmp_path, monkeypatch):
     ballast.write_bytes(b"x" * (700 << 10))
     monkeypatch.setattr(write_plan, "_need_room", lambda *_: None)
     with pytest.raises(DestinationError, match="disk is full") as caught:
-        export.run_export(plan)
+        export.run_conversion(plan)
     assert "free some space" in caught.value.hint
     assert not (small_disk / "out").exists()
     ballast.unlink()
-    export.run_export(plan)
+    export.run_conversion(plan)
     assert (small_disk / "out" / "model.safetensors").exists()

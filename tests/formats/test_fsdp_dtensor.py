@@ -16,8 +16,9 @@ from converters.megatron.optimizer_layout import optimizer_layout
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields, set_field
-from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export
 from converters.write.reshard import plan_reshard
+from converters.write.write_plan import run_conversion
 from harness import hf_reference
 from harness.checkpoints import edit_metadata, golden, truth
 from harness.conformance import Conformance, megatron_case
@@ -157,9 +158,11 @@ def test_random_states_are_kept_at_the_same_grid(tmp_path):
 def test_an_export_is_that_of_the_other_formats(name, tmp_path):
     """In the type that the job computes with; asked for fp32, the masters."""
     config = CONFIGS[name]
-    run_export(plan_export(open_checkpoint(GOLDEN / name), tmp_path / "hf", ExportOptions()))
+    run_conversion(plan_export(open_checkpoint(GOLDEN / name), tmp_path / "hf", ExportOptions()))
     compare(exported(tmp_path / "hf"), hf_reference.expected(config, config, truth(config)))
-    run_export(plan_export(open_checkpoint(GOLDEN / name), tmp_path / "fp32", ExportOptions(dtype=dtype("float32"))))
+    run_conversion(
+        plan_export(open_checkpoint(GOLDEN / name), tmp_path / "fp32", ExportOptions(dtype=dtype("float32")))
+    )
     masters = {f"model/{k.removeprefix('master/')}": v for k, v in truth(config).items() if k.startswith("master/")}
     compare(exported(tmp_path / "fp32"), hf_reference.expected(config, config, masters))
 

@@ -15,7 +15,7 @@ from converters.optimizer.proof import prove_masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields, set_field
-from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export
 from converters.write.legacy import LegacyOptions, plan_legacy
 from converters.write.write_plan import run_conversion
 from harness import hf_reference
@@ -72,7 +72,7 @@ def test_a_tied_copy_is_noted_and_not_stored_twice():
 def test_export_gives_the_bits_of_a_torch_dist_export(name, tmp_path):
     config, family, other = LEGACY[name]
     for source, into in ((name, "legacy"), (other, "torch_dist")):
-        run_export(plan_export(open_checkpoint(GOLDEN / source), tmp_path / into, ExportOptions()))
+        run_conversion(plan_export(open_checkpoint(GOLDEN / source), tmp_path / into, ExportOptions()))
     got, want = exported(tmp_path / "legacy"), hf_reference.expected(config, family, truth(config))
     compare(got, want)
     compare(got, exported(tmp_path / "torch_dist"))
@@ -346,7 +346,7 @@ def test_an_optimizer_that_is_not_understood_does_not_hide_the_weights(damage, t
         with pytest.raises(RequestError, match="contradicts itself"):
             reshard(folder, tmp_path / "out", {"tp": 1}, optimizer="none")
         return
-    run_export(plan_export(open_checkpoint(folder), tmp_path / "hf", ExportOptions()))
+    run_conversion(plan_export(open_checkpoint(folder), tmp_path / "hf", ExportOptions()))
     with pytest.raises(IntegrityError if damage == "no file" else RequestError):
         reshard(folder, tmp_path / "out", {"tp": 1})
     reshard(folder, tmp_path / "out", {"tp": 1}, optimizer="none")

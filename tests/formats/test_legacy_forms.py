@@ -17,7 +17,8 @@ from converters.optimizer.state import optimizer_state
 from converters.pickles import pairs
 from converters.torchzip.records import tensor_ref
 from converters.torchzip.records_out import archive as pack
-from converters.write.export import plan_export, run_export
+from converters.write.export import plan_export
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import truth
 from harness.legacy_cases import (
     FLAT,
@@ -313,7 +314,7 @@ def test_a_tied_copy_that_differs(tmp_path):
         assert error.value.tensor == "embedding.word_embeddings.weight"
         assert not (tmp_path / f"out{number}").exists()
     with pytest.raises(IntegrityError, match="differs from the one on the first stage"):
-        run_export(plan_export(open_checkpoint(folder), tmp_path / "hf"))
+        run_conversion(plan_export(open_checkpoint(folder), tmp_path / "hf"))
 
 
 def test_learning_rates_of_their_own(tmp_path):

@@ -18,7 +18,8 @@ from converters.dtypes import from_option
 from converters.errors import DistckptError, Interrupted
 from converters.events import Moved
 from converters.formats import open_checkpoint
-from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export
+from converters.write.write_plan import run_conversion
 
 
 def anonymous():
@@ -73,7 +74,7 @@ def main():
 
 def run(plan, hold):
     if hold is None:
-        return vars(run_export(plan))
+        return vars(run_conversion(plan))
     from distckpt_cli.signals import stop_on_signals
 
     done = 0
@@ -87,7 +88,7 @@ def run(plan, hold):
             while done >= hold and not stop.wait(1.0):
                 pass
 
-        return vars(run_export(plan, listener=listener, stop=stop))
+        return vars(run_conversion(plan, listener=listener, stop=stop))
 
 
 if __name__ == "__main__":

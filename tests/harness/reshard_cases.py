@@ -13,13 +13,15 @@ from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.megatron.layout import Layout
 from converters.pickles import fields
-from converters.write.reshard import ReshardOptions, ReshardPlan, plan_reshard, run_reshard
+from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import GOLDENS, golden, truth
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.execute.run import Stats
+    from converters.write.write_plan import Conversion
 
 TRAINED = [name for name in GOLDENS if "weights" not in name]
 STATES = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -28,11 +30,11 @@ _PLAIN = {"qwen3": "qwen3_adam_tp2", "gpt": "gpt_adam_tp2pp2", "deepseek_mtp": "
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
-def reshard(source: str | Path, into: Path, layout: dict[str, object], **options: object) -> tuple[ReshardPlan, Stats]:
+def reshard(source: str | Path, into: Path, layout: dict[str, object], **options: object) -> tuple[Conversion, Stats]:
     """Reshards a golden checkpoint (by name) or a folder."""
     folder = golden(source) if isinstance(source, str) else source
     plan = plan_reshard(open_checkpoint(folder), into, Layout(**layout), ReshardOptions(**options))
-    return plan, run_reshard(plan)
+    return plan, run_conversion(plan)
 
 
 def read_with_torch(folder: Path) -> dict[str, np.ndarray]:

@@ -13,7 +13,8 @@ from converters.formats import open_checkpoint
 from converters.formats.containers.safetensors_out import plan_shards
 from converters.models import rules
 from converters.planning.plan import Copy, Op
-from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, choose_mapping, plan_export
+from converters.write.write_plan import run_conversion
 from distckpt_cli.app import main
 from harness import hf_reference
 from harness.checkpoints import GOLDENS, copy_golden, golden, report_of, tree, truth
@@ -25,7 +26,7 @@ LN1P = {"llama_ln1p_weights_tp2pp2"}  # gamma - 1 is stored; gamma itself needs 
 
 def export(source, into, **options):
     plan = plan_export(open_checkpoint(source), into, ExportOptions(**options))
-    run_export(plan)
+    run_conversion(plan)
     return plan
 
 
@@ -76,7 +77,7 @@ def test_bits_and_logits(name, tmp_path):
     config, family = GOLDENS[name]
     options = {"dtype": from_option("fp32")} if name in LN1P else {}
     plan = export(GOLDEN / name, tmp_path / "out", **options)
-    assert plan.model.name == family
+    assert plan.facts["architecture"] == family
     if name in LN1P:
         want = hf_reference.expected(config, family, truth(config))
         for tensor, value in exported(tmp_path / "out").items():
@@ -418,8 +419,8 @@ def test_safetensors_files_are_canonical(tmp_path):
 
 
 def test_too_many_shards_are_refused():
-    plan = plan_export(open_checkpoint(GOLDEN / "llama_adam_tp2pp2"), GOLDEN.parent / "never")
-    many = {f"{name}.{i}": t for name, t in plan.mapping.targets.items() for i in range(7000)}
+    _, mapping, _ = choose_mapping(open_checkpoint(GOLDEN / "llama_adam_tp2pp2").catalog, ExportOptions())
+    many = {f"{name}.{i}": t for name, t in mapping.targets.items() for i in range(7000)}
     with pytest.raises(RequestError, match="shards"):
         plan_shards(many, 1)
 

@@ -116,8 +116,8 @@ def test_masters_of_every_form(name, expected, tmp_path):
 def test_other_layouts_and_formats_hold_the_same(name, tmp_path):
     source = golden(name)
     plan, _ = reshard(name, tmp_path / "a", {"tp": 2, "pp": 2})
-    assert plan.state.changed["use_precision_aware_optimizer"] == (True, False)
-    assert plan.state.changed["exp_avg_sq_dtype"] == ("torch.bfloat16", "torch.float32")
+    assert plan.facts["changed_args"]["use_precision_aware_optimizer"] == {"from": True, "to": False}
+    assert plan.facts["changed_args"]["exp_avg_sq_dtype"] == {"from": "torch.bfloat16", "to": "torch.float32"}
     reshard(name, tmp_path / "b", {"dp": 2}, optimizer="dp_reshardable")
     run_conversion(plan_legacy(open_checkpoint(source), tmp_path / "c", Layout(tp=2)))
     wanted = load_ranks(source, Layout(), 0, optimizer=True)
@@ -177,7 +177,7 @@ def test_remainders_for_a_job_with_them(name, expected, tmp_path):
     """They are moved as they are, at any layout; Megatron loads them from dp_reshardable only."""
     options = {"optimizer": "dp_reshardable", "masters": "remainders"}
     plan, _ = reshard(name, tmp_path / "a", {"tp": 2, "pp": 2}, **options)
-    assert not {"use_precision_aware_optimizer", "exp_avg_dtype"} & plan.state.changed.keys()
+    assert not {"use_precision_aware_optimizer", "exp_avg_dtype"} & plan.facts["changed_args"].keys()
     assert any("0.17 or later" in note for note in plan.notes)
     raw = [t for t in open_checkpoint(tmp_path / "a").catalog.tensors.values() if t.opaque]
     assert {t.name.rpartition(".")[2]: t.dtype.name for t in raw} == {
@@ -289,7 +289,7 @@ def test_plain_masters_of_a_precision_aware_job_stay_plain(tmp_path):
     assert all(info.remainders is None for info in found.values())
     assert verify(open_checkpoint(source)).good
     plan, _ = reshard(source, tmp_path / "out", {"tp": 2})
-    assert "use_precision_aware_optimizer" not in plan.state.changed
+    assert "use_precision_aware_optimizer" not in plan.facts["changed_args"]
 
 
 def test_int16_is_a_remainder_whatever_the_arguments_say(expected, tmp_path):

@@ -32,7 +32,8 @@ from converters.execute.rank_files import Board, claim, dismiss_earlier, is_lock
 from converters.execute.ranks import Ranks, listed, shares, spans
 from converters.formats import open_checkpoint
 from converters.planning.tasks import Task
-from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import golden, tree, write_llama
 from harness.processes import wait_until
 
@@ -235,7 +236,7 @@ def together(source, into, world, *, stops=None, ranks=None, late=0.0, late_rank
             me = Ranks(rank, world, rank, "threads", dict(timeouts).get(rank, 600.0))
             listener = outcome.events.append if rank == 0 else None
             stop = stops[rank] if stops else None
-            outcome.stats[rank] = run_export(plan, listener=listener, stop=stop, ranks=me)
+            outcome.stats[rank] = run_conversion(plan, listener=listener, stop=stop, ranks=me)
         except BaseException as error:
             outcome.errors[rank] = error
 
@@ -253,7 +254,7 @@ def llama(tmp_path_factory):
     root = tmp_path_factory.mktemp("llama")
     write_llama(root / "src")
     plan = plan_export(open_checkpoint(root / "src"), root / "out", ExportOptions(max_shard_bytes=4 * MIB))
-    return root / "src", tree(root / "out"), run_export(plan), tree(root / "out")
+    return root / "src", tree(root / "out"), run_conversion(plan), tree(root / "out")
 
 
 def left_beside(into):
@@ -283,7 +284,7 @@ def test_more_ranks_than_tasks(tmp_path):
     source = golden("llama_adam_tp2pp2")
     outcome = together(source, tmp_path / "out", 7)
     assert not outcome.errors
-    run_export(plan_export(open_checkpoint(source), tmp_path / "alone", ExportOptions(max_shard_bytes=4 * MIB)))
+    run_conversion(plan_export(open_checkpoint(source), tmp_path / "alone", ExportOptions(max_shard_bytes=4 * MIB)))
     assert tree(tmp_path / "out") == tree(tmp_path / "alone")
 
 

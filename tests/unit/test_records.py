@@ -14,7 +14,8 @@ from converters.dtypes import dtype
 from converters.errors import DistckptError, FormatError
 from converters.formats import open_checkpoint
 from converters.torchzip.records import TensorLocator, read_directory, read_pickle, tensor_ref
-from converters.write.export import plan_export, run_export
+from converters.write.export import plan_export
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import copy_golden, payloads
 from harness.support import GOLDEN
 
@@ -128,7 +129,7 @@ def test_no_byte_of_a_record_can_be_changed_unnoticed(tmp_path):
     generator = random.Random(11)
     source = copy_golden("llama_singleton_weights_tp2pp2", tmp_path / "src")
     plan = plan_export(open_checkpoint(source), tmp_path / "good")
-    run_export(plan)
+    run_conversion(plan)
     good = (tmp_path / "good" / "model.safetensors").read_bytes()
     inside = [(path, at, at + n) for _, path, at, n in payloads(source, "weight")]
     caught = harmless = 0
@@ -141,7 +142,7 @@ def test_no_byte_of_a_record_can_be_changed_unnoticed(tmp_path):
         path.write_bytes(raw)
         payload = any(path == p and a <= at < b for p, a, b in inside)
         try:
-            run_export(plan_export(open_checkpoint(source), tmp_path / "out"))
+            run_conversion(plan_export(open_checkpoint(source), tmp_path / "out"))
         except DistckptError:
             caught += 1
             assert [p.name for p in sorted(tmp_path.iterdir())] == ["good", "src"]

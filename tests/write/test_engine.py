@@ -20,7 +20,8 @@ from converters.events import Moved, StopFlag
 from converters.execute import run as engine
 from converters.execute.publish import Staging
 from converters.formats import open_checkpoint
-from converters.write.export import ExportOptions, plan_export, run_export
+from converters.write.export import ExportOptions, plan_export
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import copy_golden, flip, payloads, tree, write_llama
 from harness.processes import finish, start
 from harness.support import GOLDEN
@@ -31,7 +32,7 @@ DRIVER = Path(__file__).parents[1] / "harness" / "engine_driver.py"
 
 def export(source, into, **options):
     plan = plan_export(open_checkpoint(source), into, ExportOptions(**options))
-    return plan, run_export(plan)
+    return plan, run_conversion(plan)
 
 
 def partial(folder):
@@ -198,7 +199,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(llama, tmp_path):
             os.utime(plan.reader.files[-1])
 
     with pytest.raises(IntegrityError, match="source changed"):
-        run_export(plan, listener=touch)
+        run_conversion(plan, listener=touch)
     assert [entry.name for entry in tmp_path.iterdir()] == ["src"]
 
 
@@ -207,7 +208,7 @@ def test_a_source_that_changes_between_planning_and_running_is_refused(llama, tm
     plan = plan_export(open_checkpoint(tmp_path / "src"), tmp_path / "out")
     os.utime(plan.reader.files[0])
     with pytest.raises(IntegrityError, match="source changed"):
-        run_export(plan)
+        run_conversion(plan)
     assert not (tmp_path / "out").exists()
 
 
@@ -228,7 +229,7 @@ def test_signals_stop_where_it_can_go_on(number, code, llama, tmp_path):
     assert not (tmp_path / "out").exists()
     plan, stats = export(source, tmp_path / "out", max_shard_bytes=4 * MIB, max_memory=MIB)
     assert stats.bytes_kept > 0
-    assert stats.bytes_kept + stats.bytes_written == sum(t.nbytes for t in plan.mapping.targets.values())
+    assert stats.bytes_kept + stats.bytes_written == plan.facts["total_size"]
     assert tree(tmp_path / "out") == wanted
 
 
@@ -303,7 +304,7 @@ def stopped(llama, tmp_path):
             stop.set(signal.SIGTERM)
 
     with pytest.raises(Interrupted):
-        run_export(plan, listener=listener, stop=stop)
+        run_conversion(plan, listener=listener, stop=stop)
     assert len((partial(tmp_path / "out") / ".journal").read_text().splitlines()) > 1
     return tmp_path / "src", tmp_path / "out"
 
@@ -388,7 +389,7 @@ def test_a_second_run_is_refused_while_the_first_writes(llama, tmp_path):
                 export(llama[0], tmp_path / "out", max_memory=MIB)
             refusals.append(caught.value.exit_code)
 
-    run_export(plan, listener=listener)
+    run_conversion(plan, listener=listener)
     assert refusals == [5]
     export(llama[0], tmp_path / "alone", max_memory=MIB)
     assert tree(tmp_path / "out") == tree(tmp_path / "alone")
@@ -399,7 +400,7 @@ def test_a_destination_filled_meanwhile_is_not_touched(llama, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "theirs").write_text("x")
     with pytest.raises(DestinationError, match="changed by another program"):
-        run_export(plan)
+        run_conversion(plan)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
 
 
@@ -417,7 +418,7 @@ def test_a_file_that_cannot_be_closed_leaves_nothing_to_continue(llama, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("converters.execute.worker.os", Os())
         with pytest.raises(DestinationError, match="Input/output error"):
-            run_export(plan_export(source, tmp_path / "out", ExportOptions(max_shard_bytes=4 * MIB)))
+            run_conversion(plan_export(source, tmp_path / "out", ExportOptions(max_shard_bytes=4 * MIB)))
     assert len((partial(tmp_path / "out") / ".journal").read_text().splitlines()) == 1  # no task is said to be done
     _, stats = export(llama[0], tmp_path / "out", max_shard_bytes=4 * MIB)
     assert stats.bytes_kept == 0
@@ -463,6 +464,6 @@ def test_nothing_is_journalled_before_it_is_synced(llama, tmp_path, monkeypatch)
         open_checkpoint(llama[0]), tmp_path / "out", ExportOptions(max_memory=MIB, max_shard_bytes=4 * MIB)
     )
     names = [output.name for output in plan.job.files]
-    run_export(plan)
+    run_conversion(plan)
     assert len(lines) > 1
     assert sum(len(line.get("tasks", ())) for line in lines) == len(plan.job.tasks)

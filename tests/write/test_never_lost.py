@@ -107,7 +107,7 @@ def _written(plan, out, names, source=None):
         result = open_checkpoint(plan.destination / plan.folder if plan.folder else plan.destination)
         assert carried <= result.catalog.tensors.keys()
         assert run_diff(plan_diff(source or plan.reader, result, options)).identical
-    objects = {o.key.partition("/")[0] for o in plan.state.objects} if hasattr(plan, "state") else set()
+    objects = {o.key.partition("/")[0] for o in getattr(plan.job.seals, "_objects", ())}
     objects |= {key.partition("/")[0] for key in plan.copied}
     return carried | objects | {what if what in names else what.partition("/")[0] for what, _ in plan.dropped}
 

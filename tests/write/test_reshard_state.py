@@ -17,8 +17,9 @@ from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.state import optimizer_state
-from converters.write.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.target_state import open_common
+from converters.write.write_plan import run_conversion
 from harness.checkpoints import REPOSITORY, copy_golden, flip, golden, payloads, run_cli, tree, write_llama
 from harness.reshard_cases import args_of, common_of, folder_of, reshard
 from harness.support import GOLDEN
@@ -133,8 +134,7 @@ def test_arguments_change_as_stated_and_nothing_else(name, layout, options, chan
     before = source_args(name)
     found = different(before, args_of(folder))
     assert found == {k: v for k, v in changes.items() if k in found or before.get(k) != v}
-    assert found.keys() == plan.state.changed.keys()
-    assert {k: new for k, (_, new) in plan.state.changed.items()} == found
+    assert {name: change["to"] for name, change in plan.facts["changed_args"].items()} == found
 
 
 def test_the_rest_of_the_common_state_is_carried(tmp_path):
@@ -389,7 +389,8 @@ from converters.execute import run as engine
 from converters.events import Moved
 from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
-from converters.write.reshard import ReshardOptions, plan_reshard, run_reshard
+from converters.write.reshard import ReshardOptions, plan_reshard
+from converters.write.write_plan import run_conversion
 engine._SAFE_POINT_SECONDS = 0.0
 source, target, after = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
 moved = tasks = 0
@@ -405,7 +406,7 @@ def watch(event):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 plan = plan_reshard(open_checkpoint(source), target, Layout(tp=4), ReshardOptions(max_memory=1 << 20))
-run_reshard(plan, listener=watch)
+run_conversion(plan, listener=watch)
 """
 
 
@@ -430,7 +431,7 @@ def test_killed_and_run_again(after, llama, tmp_path):
     plan = plan_reshard(
         open_checkpoint(source), tmp_path / "out", Layout(tp=4), ReshardOptions(max_memory=MIB, threads=8)
     )
-    stats = run_reshard(plan, listener=events.append)
+    stats = run_conversion(plan, listener=events.append)
     assert stats.bytes_kept > after // 4
     assert any(isinstance(event, Resumed) for event in events)
     assert tree(tmp_path / "out") == whole
@@ -450,11 +451,11 @@ def test_stopped_and_run_again(llama, tmp_path):
     options = ReshardOptions(max_memory=MIB)
     plan = plan_reshard(open_checkpoint(source), tmp_path / "out", Layout(tp=4), options)
     with pytest.raises(Interrupted) as caught:
-        run_reshard(plan, listener=watch, stop=stop)
+        run_conversion(plan, listener=watch, stop=stop)
     assert caught.value.signum == signal.SIGTERM
     assert not (tmp_path / "out").exists()
     plan = plan_reshard(open_checkpoint(source), tmp_path / "out", Layout(tp=4), options)
-    assert run_reshard(plan).bytes_kept > 0
+    assert run_conversion(plan).bytes_kept > 0
     assert tree(tmp_path / "out") == whole
 
 
@@ -479,5 +480,5 @@ def test_an_object_that_is_carried_is_compared_with_its_checksum(tmp_path):
     path.write_bytes(raw)
     plan = plan_reshard(open_checkpoint(source), tmp_path / "dst", Layout(tp=2, pp=2), ReshardOptions(rng="keep"))
     with pytest.raises((IntegrityError, FormatError)):
-        run_reshard(plan)
+        run_conversion(plan)
     assert not (tmp_path / "dst").exists()
