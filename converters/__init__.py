@@ -53,32 +53,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Checkpoint": "overview.checkpoint",
-    "DiffReport": "comparison.report",
-    "DistckptError": "errors",
-    "Layout": "megatron.layout",
-    "LoadReport": "loading.run",
-    "LoadStream": "loading.loader",
-    "LoadedState": "loading.loader",
-    "Report": "verification.report",
-    "WriteReport": "write.written",
-    "convert": "commands",
-    "diff": "comparison",
-    "edit_args": "commands",
-    "export_hf": "commands",
-    "import_hf": "commands",
-    "iter_tensors": "loading.state",
-    "load": "loading.loader",
-    "load_common": "loading.state",
-    "load_metadata": "loading.state",
-    "load_plain_tensors": "loading.state",
-    "open": "overview.checkpoint",
-    "reshard": "commands",
-    "strip": "commands",
-    "survey": "overview.runs",
-    "verify": "verification",
+_NAMES = {
+    "commands": "convert edit_args export_hf import_hf reshard strip",
+    "comparison": "diff",
+    "comparison.report": "DiffReport",
+    "errors": "DistckptError",
+    "loading.loader": "LoadStream LoadedState load",
+    "loading.run": "LoadReport",
+    "loading.state": "iter_tensors load_common load_metadata load_plain_tensors",
+    "megatron.layout": "Layout",
+    "overview.checkpoint": "Checkpoint open",
+    "overview.runs": "survey",
+    "verification": "verify",
+    "verification.report": "Report",
+    "write.written": "WriteReport",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = list(_HOMES)
 

@@ -2,68 +2,25 @@
 
 torch.save stores a CRC-32 of every record in the zip directory, and no loader checks it. We read each record about once
 anyway; the sums of the pieces are combined at the end, which costs microseconds a piece. Intel's library (ISA-L) computes
-the same sum several times as fast as zlib does; where it is missing, zlib does it.
+the same sum several times as fast as zlib does.
 """
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from isal.isal_zlib import crc32 as crc32
+from isal.isal_zlib import crc32_combine as crc32_combine
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-try:
-    from isal.isal_zlib import crc32 as _crc32
-except ImportError:
-    from zlib import crc32 as _crc32
-
-crc32: Callable[..., int] = _crc32
-"""CRC-32 of a buffer, going on from an earlier sum: `crc32(data, sum=0)`. Other threads run meanwhile."""
-
-_POLYNOMIAL = 0xEDB88320  # reflected, as zlib and zip use it
-
-
-def multiply(a: int, b: int) -> int:
-    """Product of two polynomials over GF(2) modulo the CRC polynomial, bits reflected."""
-    product = 0
-    mask = 1 << 31
-    while True:
-        if a & mask:
-            product ^= b
-            if not a & (mask - 1):
-                return product
-        mask >>= 1
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
-
-
-@lru_cache(maxsize=4096)
-def _shift(nbytes: int) -> int:
-    """x ** (8 * nbytes) modulo the CRC polynomial: what appending `nbytes` bytes multiplies a sum by."""
-    power, square, exponent = 1 << 31, 1 << 30, 8 * nbytes  # x**0 and x**1 in reflected order
-    while exponent:
-        if exponent & 1:
-            power = multiply(square, power)
-        square = multiply(square, square)
-        exponent >>= 1
-    return power
-
-
-def combine(first: int, second: int, nbytes: int) -> int:
-    """CRC-32 of two byte strings one after the other, from the sum of each and the length of the second.
-
-    The method is the one zlib's `crc32_combine` documents; Python's zlib module does not offer it.
-    """
-    if not nbytes:
-        return first
-    return (multiply(_shift(nbytes), first) if first else 0) ^ second
+    from collections.abc import Sequence
 
 
 def crc_of_zeros(nbytes: int) -> int:
     """CRC-32 of `nbytes` zero bytes, without having them."""
-    return multiply(_shift(nbytes), 0xFFFFFFFF) ^ 0xFFFFFFFF if nbytes else 0
+    return crc32_combine(0xFFFFFFFF, 0, nbytes) ^ 0xFFFFFFFF
 
 
 Segment = tuple[int, int, int]
@@ -92,10 +49,10 @@ class RecordSums:
             before = ends.pop(start, None)
             if before is not None:
                 _, n, earlier = pieces.pop(before)
-                start, nbytes, crc = before, n + nbytes, combine(earlier, crc, nbytes)
+                start, nbytes, crc = before, n + nbytes, crc32_combine(earlier, crc, nbytes)
             after = pieces.pop(start + nbytes, None)
             if after is not None:
-                nbytes, crc = nbytes + after[1], combine(crc, after[2], after[1])
+                nbytes, crc = nbytes + after[1], crc32_combine(crc, after[2], after[1])
             pieces[start] = (start, nbytes, crc)
             ends[start + nbytes] = start
 

@@ -11,6 +11,7 @@ A canonical name counts layers and experts through the whole model and contains 
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections import defaultdict
@@ -283,25 +284,19 @@ def fold(names: Iterable[str]) -> list[tuple[str, list[str]]]:
         `(folded, members)` pairs in the order of their first members. Numbers that do not form a full grid are folded
         along their first index, the layers.
     """
-    groups: dict[str, list[str]] = defaultdict(list)
+    groups: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in names:
-        groups[_INDEX.sub("*", name)].append(name)
-    out: list[tuple[str, list[str]]] = []
-    for pattern, members in groups.items():
-        out.extend(_fold_group(pattern, members))
-    return out
+        groups[tuple(_INDEX.split(name))].append(name)
+    return [folded for members in groups.values() for folded in _fold_group(members)]
 
 
-def _fold_group(pattern: str, members: list[str]) -> list[tuple[str, list[str]]]:
+def _fold_group(members: list[str]) -> list[tuple[str, list[str]]]:
     if len(members) == 1:
         return [(members[0], members)]
     indices = [tuple(int(n) for n in _INDEX.findall(name)) for name in members]
     columns = [sorted(set(column)) for column in zip(*indices, strict=True)]
-    full = 1
-    for column in columns:
-        full *= len(column)
-    if full == len(set(indices)):
-        return [(_fill(pattern, columns), members)]
+    if math.prod(map(len, columns)) == len(set(indices)):
+        return [(_with_ranges(members[0], columns), members)]
     by_tail: dict[frozenset[tuple[int, ...]], list[int]] = defaultdict(list)
     rests: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for index in indices:
@@ -313,16 +308,14 @@ def _fold_group(pattern: str, members: list[str]) -> list[tuple[str, list[str]]]
     for tail, heads in by_tail.items():
         chosen = [named[h, *t] for h in sorted(heads) for t in sorted(tail)]
         inner = [sorted(set(column)) for column in zip(*tail, strict=True)]
-        out.append((_fill(pattern, [sorted(heads), *inner]), chosen))
+        out.append((_with_ranges(members[0], [sorted(heads), *inner]), chosen))
     return out
 
 
-def _fill(pattern: str, columns: Sequence[Sequence[int]]) -> str:
-    pieces = pattern.split("*")
-    out = [pieces[0]]
-    for piece, column in zip(pieces[1:], columns, strict=True):
-        out += [_ranges(column), piece]
-    return "".join(out)
+def _with_ranges(name: str, columns: Sequence[Sequence[int]]) -> str:
+    """The name with all numbers that stand in its place instead of each number."""
+    ranges = map(_ranges, columns)
+    return _INDEX.sub(lambda _: next(ranges), name)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -134,7 +134,7 @@ def common_state(layers, experts, expert_parallel):
 
     small = next((GOLDEN / "deepseek_v3_weights_pp2ep2").rglob("common.pt"))
     grouped = next((GOLDEN / "hymoe16_full_tp2ep2").rglob("common.pt"))
-    archive, other = Archive(small), Archive(grouped)
+    archive, other = Archive.read(small), Archive.read(grouped)
     sizes = {
         "num_layers": layers, "encoder_num_layers": layers, "hidden_size": HIDDEN, "num_attention_heads": HEADS,
         "num_query_groups": HEADS, "kv_channels": QK, "ffn_hidden_size": FFN, "moe_ffn_hidden_size": EXPERT_FFN,

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.errors import FormatError
 from converters.formats.common_state import Archive
 from converters.formats.folder import exists, refresh
 from converters.formats.links import followed_links
 from converters.formats.source_file import read_failure
+from converters.lazy import LazySequence
 from converters.names import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from converters.catalog import Catalog
@@ -88,7 +88,7 @@ class Reader(ABC):
         """
         path = self.catalog.path / "common.pt"
         if exists(path):
-            return Archive(path)
+            return Archive.read(path)
         return self.stored_object(COMMON_OBJECT) if COMMON_OBJECT in self.catalog.objects else None
 
     def stored_object(self, key: str) -> Archive:
@@ -101,7 +101,7 @@ class Reader(ABC):
         if info is None:
             raise FormatError(f"{printable(self.catalog.path.name)} holds no object {printable(key)}")
         what = printable(f"{info.file}: {info.key}")
-        archive = Archive(self.catalog.path / info.file, info.start, info.length, what)
+        archive = Archive.read(self.catalog.path / info.file, info.start, info.length, what)
         if info.wrapped and isinstance(archive.tree, list) and len(archive.tree) == 1:
             archive.tree = archive.tree[0]
         return archive
@@ -187,7 +187,7 @@ class ReaderPair(ReaderView):
         return hashlib.sha256(f"{super().fingerprint()}:{self._second.fingerprint()}".encode()).hexdigest()
 
 
-class _Chained(Sequence["Path"]):
+class _Chained(LazySequence["Path"]):
     """The files of one checkpoint and those of another, of which either may make its paths on demand."""
 
     def __init__(self, first: Sequence[Path], second: Sequence[Path]) -> None:
@@ -196,15 +196,9 @@ class _Chained(Sequence["Path"]):
     def __len__(self) -> int:
         return len(self._first) + len(self._second)
 
-    @overload
-    def __getitem__(self, at: int) -> Path: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Path]: ...
-    def __getitem__(self, at: int | slice) -> Path | Sequence[Path]:
-        if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(len(self)))]
-        beyond = at - len(self._first)
-        return self._first[at] if beyond < 0 else self._second[beyond]
+    def _item(self, position: int) -> Path:
+        beyond = position - len(self._first)
+        return self._first[position] if beyond < 0 else self._second[beyond]
 
 
 @dataclass(frozen=True, slots=True)

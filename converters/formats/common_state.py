@@ -7,6 +7,7 @@ stays what it was. Tensors inside (a step counter, a random state) are members o
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.crc import crc32
@@ -36,54 +37,51 @@ def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) 
         return read_pickle(source.read, start, size, what)
 
 
+@dataclass
 class Archive:
     """A small `torch.save` archive: its inert tree, and the other members as bytes.
 
-    Args:
-        length: Bytes; None for the whole file.
-
     Attributes:
         tree: The pickled value, inert; change it in place.
-
-    Raises:
-        FormatError: Damaged (every member is compared with its checksum), or too large for a common state.
+        members: The contents of the archive by name: the storages that the tree refers to, under `data/`.
+        what: Names it in errors.
     """
 
-    def __init__(self, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> None:
+    tree: Any
+    members: dict[str, bytes]
+    what: str
+
+    @classmethod
+    def read(cls, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> Archive:
+        """An archive in a file.
+
+        Args:
+            length: Bytes; None for the whole file.
+
+        Raises:
+            FormatError: Damaged (every member is compared with its checksum), or too large for a common state.
+        """
         with open_source(path) as source:
             size = source.size if length is None else length
-            self._read(source.read, start, size, what or path.name)
+            return cls._parsed(source.read, start, size, what or path.name)
 
     @classmethod
     def parse(cls, raw: bytes, what: str) -> Archive:
         """An archive that is in memory."""
-        archive = cls.__new__(cls)
-        archive._read(lambda at, n: raw[at : at + n], 0, len(raw), what)
-        return archive
-
-    def _read(self, read: Read, start: int, size: int, what: str) -> None:
-        self._what = what
-        members = read_directory(read, start, size, what)
-        self.tree: Any = read_pickle(read, start, size, what, members=members)
-        self._members: dict[str, bytes] = {}
-        for name, member in members.items():
-            if member.size > _LIMIT:
-                raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
-            data = read_member(read, start, member, what)
-            if crc32(data) != member.crc:
-                raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
-            self._members[name] = data
+        return cls._parsed(lambda at, n: raw[at : at + n], 0, len(raw), what)
 
     @classmethod
-    def of(cls, tree: Any, members: Mapping[str, bytes], what: str) -> Archive:
-        """An archive that is put together from parts of another file.
-
-        Args:
-            members: The other members, with the storages that the tree refers to.
-        """
-        archive = cls.__new__(cls)
-        archive.tree, archive._members, archive._what = tree, dict(members), what
-        return archive
+    def _parsed(cls, read: Read, start: int, size: int, what: str) -> Archive:
+        directory = read_directory(read, start, size, what)
+        tree = read_pickle(read, start, size, what, members=directory)
+        members = {}
+        for name, member in directory.items():
+            if member.size > _LIMIT:
+                raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
+            members[name] = read_member(read, start, member, what)
+            if crc32(members[name]) != member.crc:
+                raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
+        return cls(tree, members, what)
 
     @classmethod
     def of_object(cls, value: Any, storages: Mapping[str, bytes], what: str) -> Archive:
@@ -96,11 +94,6 @@ class Archive:
         archive.tree = archive.tree[0]
         return archive
 
-    @property
-    def members(self) -> Mapping[str, bytes]:
-        """The contents of the archive by name: the storages under `data/`."""
-        return self._members
-
     def elements(self, ref: TensorRef) -> bytes:
         """The elements of a tensor in the tree.
 
@@ -108,14 +101,10 @@ class Archive:
             FormatError: Its storage is missing, or it does not lie in C order.
         """
         size = ref.dtype.itemsize
-        raw = self._members.get(f"data/{ref.storage}", b"")
+        raw = self.members.get(f"data/{ref.storage}", b"")
         if not ref.contiguous or len(raw) != ref.storage_nbytes:
-            raise FormatError(f"{self._what} lacks storage {ref.storage}, or a tensor in it has odd strides")
+            raise FormatError(f"{self.what} lacks storage {ref.storage}, or a tensor in it has odd strides")
         return raw[ref.offset * size : (ref.offset + math.prod(ref.shape)) * size]
-
-    def add(self, members: Mapping[str, bytes]) -> None:
-        """Puts storages into the archive, for tensors that come into the tree from elsewhere."""
-        self._members.update(members)
 
     def dump(self, tree: Any, name: str) -> bytes:
         """An archive of `tree` with this one's other members.
@@ -124,7 +113,7 @@ class Archive:
             tree: What to pickle; protocol 2, as torch.save does.
             name: Top folder inside the archive; torch.save takes the file's stem.
         """
-        members = {**self._members, "data.pkl": dumps(tree, 2)}
+        members = {**self.members, "data.pkl": dumps(tree, 2)}
         members.pop(".data/serialization_id", None)  # a fingerprint of contents that have changed; readers need none
         return archive(name, members)
 

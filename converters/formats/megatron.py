@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.catalog import Catalog, Problem
-from converters.errors import FormatError
 from converters.formats.canonical import iteration_of
 from converters.formats.folder import is_file, is_folder, read_small
+from converters.formats.plain_json import parse_json
 from converters.formats.registry import backend_of
-from converters.names import parse_key, printable
+from converters.names import parse_key
 from converters.pickles import Global, Obj, fields
 
 if TYPE_CHECKING:
@@ -156,10 +155,7 @@ def _training(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fiddle(path: Path) -> Mapping[str, Any]:
     """The settings in `io.json`, all that the first versions of NeMo 2 kept: those that were set, no defaults."""
-    try:
-        document = json.loads(read_small(path, 64 << 20)) if is_file(path) else {}
-    except (ValueError, RecursionError) as error:
-        raise FormatError("io.json is not JSON", details=[printable(str(error))[:200]]) from error
+    document = parse_json(read_small(path, 64 << 20), path.name) if is_file(path) else {}
     objects = document.get("objects") if isinstance(document, dict) else None
     fields_of: dict[str, Any] = {}
     for entry in objects.values() if isinstance(objects, dict) else ():

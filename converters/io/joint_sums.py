@@ -13,74 +13,23 @@ x has the order 2**32 - 1, since the polynomial of CRC-32 is primitive; that is 
 
 from __future__ import annotations
 
+import functools
 import threading
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from converters.crc import RecordSums, multiply
+from converters.crc import RecordSums, crc32_combine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
     from converters.crc import Segment
 
 _ORDER = (1 << 32) - 1
 
 
-@lru_cache(maxsize=1)
-def _powers() -> list[list[int]]:
-    """x ** (i << 8 * k) for k = 0..3 and i = 0..255, in the reflected order of crc.py."""
-    out, base = [], 1 << 30  # x
-    for _ in range(4):
-        row = [1 << 31]
-        for _ in range(255):
-            row.append(multiply(row[-1], base))
-        out.append(row)
-        base = multiply(row[-1], base)
-    return out
-
-
-@lru_cache(maxsize=1 << 14)
-def _power(exponent: int) -> int:
-    exponent %= _ORDER
-    product = 1 << 31
-    for k, row in enumerate(_powers()):
-        product = multiply(row[exponent >> 8 * k & 255], product)
-    return product
-
-
-@lru_cache(maxsize=256)
-def _times(factor: int) -> tuple[NDArray[np.uint32], ...]:
-    """Tables with which arrays are multiplied by a factor: one for each byte of a value."""
-    single = [multiply(1 << bit, factor) if bit < 32 else 0 for bit in range(32)]
-    tables = []
-    for k in range(4):
-        table = np.zeros(256, np.uint32)
-        for bit in range(8):
-            table[np.arange(256) >> bit & 1 == 1] ^= np.uint32(single[8 * k + bit])
-        tables.append(table)
-    return tuple(tables)
-
-
-def _run(sums: Sequence[int], stride: int) -> int:
-    """The value of equally spaced pieces, as if shifted to the end of the last: halves are joined until one is left."""
-    values = np.zeros(1 << max(0, len(sums) - 1).bit_length(), np.uint32)
-    values[len(values) - len(sums) :] = sums
-    while len(values) > 1:
-        a, b, c, d = _times(_power(8 * stride))
-        left = values[0::2]
-        values = a[left & 255] ^ b[left >> 8 & 255] ^ c[left >> 16 & 255] ^ d[left >> 24] ^ values[1::2]
-        stride *= 2
-    return int(values[0])
-
-
-def joined(value: int, nbytes: int) -> int:
-    """CRC-32 of a record of `nbytes` bytes from the value of all its pieces."""
-    return multiply(_power(8 * nbytes), value) if value else 0
+def shifted(value: int, nbytes: int) -> int:
+    """A value multiplied by x to the power of 8 * `nbytes`, which may be negative."""
+    return crc32_combine(value, 0, nbytes % _ORDER)
 
 
 class JointSums(RecordSums):
@@ -112,10 +61,11 @@ class JointSums(RecordSums):
 
     def add_runs(self, record: int, start: int, stride: int, nbytes: int, sums: Sequence[int]) -> None:
         """See `RecordSums`."""
-        self._add(record, nbytes * len(sums), start + (len(sums) - 1) * stride + nbytes, _run(sums, stride))
+        value = functools.reduce(lambda before, crc: crc32_combine(before, crc, stride), sums, 0)
+        self._add(record, nbytes * len(sums), start + (len(sums) - 1) * stride + nbytes, value)
 
     def _add(self, record: int, nbytes: int, end: int, value: int) -> None:
-        value = multiply(_power(-8 * end), value) if value else 0
+        value = shifted(value, -end)
         where = [self._alone] if getattr(self._thread, "alone", True) else []
         where += [self.joint] if getattr(self._thread, "joint", False) else []
         with self._lock:
@@ -131,7 +81,7 @@ class JointSums(RecordSums):
             value = self._alone.pop(record)[1]
             self.joint.pop(record, None)
             self.whole_records.append(record)
-        return joined(value, nbytes)
+        return shifted(value, nbytes)
 
     @property
     def partial(self) -> list[int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import IntegrityError
 from converters.io.gather import Gatherer
-from converters.io.joint_sums import joined
+from converters.io.joint_sums import shifted
 from converters.names import fold, printable
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_jointly(loading: Loading, ranks: JobRanks) -> tuple[int, list[int]]:
     for _, whole in parts:  # one rank has read all of it and compared
         for record in whole:
             sums.pop(record, None)
-    complete = {r: (joined(value, total), crc) for r, (n, value, total, crc) in sums.items() if n == total}
+    complete = {r: (shifted(value, total), crc) for r, (n, value, total, crc) in sums.items() if n == total}
     damaged = ranks.broadcast([record for record, (computed, crc) in complete.items() if computed != crc])
     if damaged:
         raise _damaged(loading, damaged)

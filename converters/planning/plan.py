@@ -292,5 +292,5 @@ def _outside(name: str, box: Box, shape: Sequence[int]) -> RequestError:
     return RequestError(f"{box} lies outside {name} of shape {list(shape)}", tensor=name)
 
 
-def _listed(names: Iterable[str], limit: int = 8) -> list[str]:
-    return listed_lines([text for text, _ in fold(names)], limit)
+def _listed(names: Iterable[str]) -> list[str]:
+    return listed_lines([text for text, _ in fold(names)], 8)

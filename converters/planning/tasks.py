@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from converters.box import Box, contiguous_tiles
+from converters.lazy import LazySequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -102,7 +102,7 @@ class TaskTable:
         return cls(*(np.asarray(c, np.int64 if c is nbytes else np.int32) for c in columns))
 
 
-class Tasks(Sequence[Task]):
+class Tasks(LazySequence[Task]):
     """The tasks of a job, made when they are taken."""
 
     def __init__(self, table: TaskTable, sources: Mapping[str, TensorInfo], tile_bytes: int) -> None:
@@ -111,22 +111,11 @@ class Tasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._table.ends)
 
-    @overload
-    def __getitem__(self, at: int) -> Task: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Task]: ...
-    def __getitem__(self, at: int | slice) -> Task | Sequence[Task]:
-        numbers = range(len(self))[at]
-        return [self._make(number) for number in numbers] if isinstance(numbers, range) else self._make(numbers)
-
-    def __iter__(self) -> Iterator[Task]:
-        return map(self._make, range(len(self)))
-
     @cached_property
     def _names(self) -> list[str]:
         return list(self._sources)
 
-    def _make(self, number: int) -> Task:
+    def _item(self, number: int) -> Task:
         table = self._table
         tiles, files = (
             slice(int(ends[number - 1]) if number else 0, int(ends[number])) for ends in (table.ends, table.file_ends)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.crc import combine, crc32
+from converters.crc import crc32, crc32_combine
 from converters.errors import FormatError, UnsupportedError
 from converters.events import FileDone
 from converters.formats.base import StoredArchive
@@ -120,7 +120,7 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
         first = parts[0]
         for _, _, at, _, _, _, start, nbytes, part_crc in sorted(parts, key=lambda p: p[6]):
             if start == at + covered:
-                crc, covered = combine(crc, part_crc, nbytes), covered + nbytes
+                crc, covered = crc32_combine(crc, part_crc, nbytes), covered + nbytes
         if covered < first[3]:
             continue  # not all of it could be read, which has been noted
         out.members += 1

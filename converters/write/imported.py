@@ -99,7 +99,7 @@ class ImportedReader(ReaderView):
             "iteration": self.catalog.iteration or 0,
             "num_floating_point_operations_so_far": 0,
         }
-        return Archive.of(tree, {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}, "common.pt")
+        return Archive(tree, {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}, "common.pt")
 
 
 def seen(

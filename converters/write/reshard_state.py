@@ -232,7 +232,7 @@ class TargetState:
             tree.pop("optimizer", None)
         else:
             tree["optimizer"] = common_optimizer(self.groups, self.groups.chain(self.layout.ep), options.optimizer)
-            archive.add(self.groups.storages)
+            archive.members.update(self.groups.storages)
             _describe_optimizer(tree.setdefault("content_metadata", {}), options.optimizer)
         if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
             tree["content_metadata"]["singleton_local_shards"] = False

@@ -169,7 +169,7 @@ def test_an_argument_that_changes_the_model_counts():
 
 def _change_common(folder, change):
     path = next(folder.glob("**/common.pt"))
-    archive = Archive(path)
+    archive = Archive.read(path)
     change(archive.tree)
     path.write_bytes(archive.dump(archive.tree, "common"))
 

@@ -164,11 +164,11 @@ def test_weights_only_and_the_training_state(tmp_path):
 
 def test_a_loss_scaler_goes_along(tmp_path):
     folder = copy_golden("llama_adam_tp2pp2", tmp_path / "iter_0000010")
-    common = Archive(folder / "common.pt")
+    common = Archive.read(folder / "common.pt")
     scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 3}
     torch.save(scaler, tmp_path / "scaler.pt")
-    held = Archive(tmp_path / "scaler.pt")
-    common.add({"data/0": held._members["data/0"]})
+    held = Archive.read(tmp_path / "scaler.pt")
+    common.members["data/0"] = held.members["data/0"]
     common.tree["optimizer"]["grad_scaler"] = held.tree
     (folder / "common.pt").write_bytes(common.dump(common.tree, "common"))
     path = convert(folder, tmp_path / "model.pt", "torch")

@@ -114,7 +114,7 @@ def test_a_reshard_holds_the_truth(name, layout, options, tmp_path):
 
 def test_the_common_state_of_a_reshard(tmp_path):
     reshard(GOLDEN / "legacy_mixtral_distopt_ep2pp2", tmp_path / "out", {"ep": 2, "dp": 2})
-    tree = Archive(tmp_path / "out" / "iter_0000010" / "common.pt").tree
+    tree = Archive.read(tmp_path / "out" / "iter_0000010" / "common.pt").tree
     args = fields(tree["args"])
     assert args["ckpt_format"] == "torch_dist"
     assert args["pipeline_model_parallel_size"] == 1
@@ -135,7 +135,7 @@ def test_random_states_are_kept_at_the_same_grid(tmp_path):
     assert [name for name, _ in plan.dropped] == ["facts.json"]  # what lies beside the iterations
     reader = open_checkpoint(tmp_path / "out")
     (value,) = reader.object_value("rng_state/shard_1.0_2.2")
-    source = Archive(GOLDEN / name / "iter_0000010" / "mp_rank_00_001" / MODEL).tree["rng_state"][0]
+    source = Archive.read(GOLDEN / name / "iter_0000010" / "mp_rank_00_001" / MODEL).tree["rng_state"][0]
     assert value["random_rng_state"] == source["random_rng_state"]
     item = next(o for o in reader.catalog.objects.values() if o.key == "rng_state/shard_1.0_2.2")
     raw = (reader.catalog.path / item.file).read_bytes()[item.start : item.start + item.length]

@@ -245,7 +245,7 @@ def test_storages_on_a_gpu(tmp_path):
     folder = copy_legacy("legacy_llama_distopt_tp2pp2dp2", tmp_path)
     before = held(folder)
     for path in sorted(folder.glob(f"*/{MODEL}")):
-        archive = Archive(path)
+        archive = Archive.read(path)
         raw = archive.members["data.pkl"]
         tagged = raw.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:3")
         assert tagged != raw
@@ -346,7 +346,9 @@ def test_golden_models_keep_their_order():
     for name in ("legacy_llama_adam_tp2pp2", "legacy_mixtral_distopt_ep2pp2"):
         path = next((GOLDEN / name / "iter_0000010").glob(f"*/{MODEL}"))
         keys = [
-            key for key, _ in pairs(Archive(path).tree["model"]) if "extra_state" not in key and ".experts." not in key
+            key
+            for key, _ in pairs(Archive.read(path).tree["model"])
+            if "extra_state" not in key and ".experts." not in key
         ]
         assert keys == in_order(keys)
 

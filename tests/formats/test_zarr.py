@@ -57,7 +57,7 @@ def as_zarr(name, into, chunk=lambda key, shape: shape):
     for key, values in read_with_torch(source).items():
         write_array(into / key, values, chunk(key, values.shape), SPELLINGS[dtypes[key]])
     for info in reader.catalog.objects.values():
-        record = Archive(source / info.file, info.start, info.length)
+        record = Archive.read(source / info.file, info.start, info.length)
         (into / info.name).mkdir(exist_ok=True)
         (into / f"{info.key}.pt").write_bytes(record.dump(record.tree[0], "archive"))
     shutil.copy(source / "common.pt", into)

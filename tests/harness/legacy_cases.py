@@ -43,7 +43,7 @@ def copy_legacy(name: str, into: Path) -> Path:
 
 def edit(path: Path, change: Callable[[dict[Any, Any]], None]) -> None:
     """Rewrites a file after `change(tree)`; its other members stay."""
-    archive = Archive(path)
+    archive = Archive.read(path)
     change(archive.tree)
     path.write_bytes(archive.dump(archive.tree, "archive"))
 

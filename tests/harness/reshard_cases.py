@@ -122,7 +122,7 @@ def folder_of(root: Path) -> Path:
 
 def common_of(folder: Path) -> dict[str, object]:
     """The inert tree of `common.pt`."""
-    return Archive(folder / "common.pt").tree
+    return Archive.read(folder / "common.pt").tree
 
 
 def args_of(folder: Path) -> dict[str, object]:

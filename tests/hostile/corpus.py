@@ -469,7 +469,7 @@ def _zips() -> Iterator[Case]:
 
 
 def _tensor_tree(path: Path) -> tuple[Archive, Any]:
-    archive = Archive(path)
+    archive = Archive.read(path)
     return archive, archive.tree
 
 
@@ -983,7 +983,7 @@ def _trees() -> Iterator[Case]:
     def argument(**values: Any) -> Callable[[Path], None]:
         def change(folder: Path) -> None:
             for path in folder.glob(f"{ITERATION}/mp_rank_*/model_optim_rng.pt"):
-                archive = Archive(path)
+                archive = Archive.read(path)
                 for name, value in values.items():
                     set_field(archive.tree["args"], name, value)
                 path.write_bytes(archive.dump(archive.tree, "archive"))
@@ -1028,7 +1028,7 @@ def _trees() -> Iterator[Case]:
         def make(folder: Path, _: Path) -> Path:
             copy = copied(GOOD, folder / "ckpt")
             path = copy / ITERATION / "common.pt"
-            archive = Archive(path)
+            archive = Archive.read(path)
             everything = (
                 dict.fromkeys(fields(archive.tree["args"]), values.get("every")) if "every" in values else values
             )
@@ -1181,7 +1181,7 @@ def _names() -> Iterator[Case]:
 
     def keys(folder: Path, _: Path) -> Path:
         copy = copied("torch_mixtral_megatron", folder / "ckpt")
-        archive = Archive(copy / "model.pt")
+        archive = Archive.read(copy / "model.pt")
         weights = archive.tree["model"].pairs
         weights += [(CONTROL, weights[0][1]), ("decoder.layers.0." + CONTROL, weights[0][1])]
         archive.tree[CONTROL] = {CONTROL: CONTROL, "a\nINJECTED": ["\nINJECTED"]}

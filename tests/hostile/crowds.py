@@ -87,7 +87,7 @@ def crowds() -> Iterator[Case]:
 
     def arguments(folder: Path, _: Path) -> Path:
         copy = copied(GOOD, folder / "ckpt")
-        archive = Archive(copy / ITERATION / "common.pt")
+        archive = Archive.read(copy / ITERATION / "common.pt")
         for number in range(30_000):
             set_field(archive.tree["args"], f"argument_{number}", "x" * 50)
         (copy / ITERATION / "common.pt").write_bytes(archive.dump(archive.tree, "archive"))
@@ -95,7 +95,7 @@ def crowds() -> Iterator[Case]:
 
     def keys(folder: Path, _: Path) -> Path:
         copy = copied("torch_mixtral_megatron", folder / "ckpt")
-        archive = Archive(copy / "model.pt")
+        archive = Archive.read(copy / "model.pt")
         weights = archive.tree["model"].pairs
         weights += [(f"decoder.layers.{k}.mlp.x.weight", weights[0][1]) for k in range(4_000)]
         (copy / "model.pt").write_bytes(archive.dump(archive.tree, "archive"))

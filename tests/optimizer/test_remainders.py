@@ -215,7 +215,7 @@ def changed_copy(name, into, change):
 
 
 def with_args(folder, **values):
-    archive = Archive(folder / "common.pt")
+    archive = Archive.read(folder / "common.pt")
     for key, value in values.items():
         assert key in fields(archive.tree["args"])
         set_field(archive.tree["args"], key, value)

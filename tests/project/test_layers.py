@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = {
     "errors": 0,
     "keywords": 0,
+    "lazy": 0,
     "words": 0,
     "box": 1,
     "chunks": 2,

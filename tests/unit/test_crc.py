@@ -8,12 +8,12 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from converters.crc import RecordSums, combine
+from converters.crc import RecordSums, crc32_combine, crc_of_zeros
 
 
 @given(st.binary(), st.binary())
 def test_combine_is_the_sum_of_the_concatenation(a, b):
-    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+    assert crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
 @given(st.binary(min_size=1, max_size=300), st.data())
@@ -31,3 +31,8 @@ def test_pieces_in_any_order_give_the_sum_of_the_record(data, draws):
     assert sums.gaps(7, len(data)) == []
     assert len(sums.pieces[7]) == 1  # merged: memory does not grow with the number of pieces
     assert sums.take(7, len(data)) == zlib.crc32(data)
+
+
+@given(st.integers(0, 5000))
+def test_zeros_have_the_sum_of_zeros(count):
+    assert crc_of_zeros(count) == zlib.crc32(bytes(count))

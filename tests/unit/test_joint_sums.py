@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from converters.io.joint_sums import JointSums, joined
+from converters.io.joint_sums import JointSums, shifted
 
 
 def cut(data, count, seed):
@@ -66,7 +66,7 @@ def test_processes_put_together_what_counts_for_the_job():
     value = 0
     for _, one in values:
         value ^= one
-    assert joined(value, 9000) == zlib.crc32(data)
+    assert shifted(value, 9000) == zlib.crc32(data)
 
 
 def test_each_thread_says_for_itself_what_counts():

@@ -139,7 +139,7 @@ def test_the_form_of_0_19_is_that_of_a_real_checkpoint(tmp_path):
     assert common_state(real).keys() == embedded.keys() | {"rerun_state_machine"}
     args = fields(embedded["args"])
     assert "megatron" in args["inference_cuda_graph_scope"].func.module  # 0.19 knows its own classes
-    older = Archive(plain / "common.pt").tree
+    older = Archive.read(plain / "common.pt").tree
     assert older.keys() == embedded.keys()
     set_field(embedded["args"], "inference_cuda_graph_scope", None)
     assert dumps(older, 2) == dumps(embedded, 2)
@@ -148,7 +148,7 @@ def test_the_form_of_0_19_is_that_of_a_real_checkpoint(tmp_path):
 def common_state(folder):
     """The inert common state that is embedded in a checkpoint."""
     info = open_checkpoint(folder).catalog.objects["common_state/shard_0_1"]
-    tree = Archive(folder / info.file, info.start, info.length).tree
+    tree = Archive.read(folder / info.file, info.start, info.length).tree
     assert isinstance(tree, list)
     return tree[0]
 

@@ -25,7 +25,7 @@ def for_local_layers(name, into):
     They keep their norms apart from the linear layers that follow, so the order of parameters in a bucket is another.
     """
     folder = copy_golden(name, into / "iter_0000010")
-    archive = Archive(folder / "common.pt")
+    archive = Archive.read(folder / "common.pt")
     set_field(archive.tree["args"], "transformer_impl", "local")
     content = archive.dump(archive.tree, "common")
     (folder / "common.pt").write_bytes(content)

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     TensorFile: TypeAlias = "PtFile | SafetensorsFile"
 
 
+_SMALL = 1 << 28
+
+
 @dataclass(frozen=True, slots=True)
 class FileTensor:
     """A tensor, and the file that it lies in."""
@@ -87,10 +90,10 @@ class PtFile:
         """What the file says of its contents, for a fingerprint."""
         return "".join(f"{member.crc:08x}" for member in self.members.values())
 
-    def contents(self, folder: Path, member: str, limit: int = 1 << 28) -> bytes:
+    def contents(self, folder: Path, member: str) -> bytes:
         """The bytes of a small member."""
         entry = self.members.get(member)
-        if entry is None or entry.size > limit:
+        if entry is None or entry.size > _SMALL:
             size = "missing" if entry is None else f"{entry.size} bytes"
             raise FormatError(f"{self.name}: member {member} is {size}")
         with open_source(folder / self.name) as source:

@@ -124,7 +124,7 @@ class WholeReader(StorageReader):
         for ref in tensors_in(tree.get("optimizer")):  # the state of a loss scaler
             file, key = self._storages.files[0], f"data/{ref.storage}"
             members[key] = file.contents(self._folder, key) if isinstance(file, PtFile) else b""
-        return Archive.of(tree, members, self._path.name)
+        return Archive(tree, members, self._path.name)
 
     def _catalog(self, chunks: Mapping[str, Mapping[str, FileTensor]]) -> Catalog:
         names = [name for chunk in chunks.values() for name in chunk]

@@ -99,7 +99,7 @@ class FsdpDtensorReader(DcpReader):
         """See `Reader`: put together from objects of their own."""
         common = _Common(self)
         members = {"byteorder": b"little", "version": b"3\n"}
-        return Archive.of({key: common[key] for key in common}, members, self.name)
+        return Archive({key: common[key] for key in common}, members, self.name)
 
     def stored_object(self, key: str) -> Archive:
         """See `Reader`: put together from keys of their own."""

@@ -58,10 +58,15 @@ def group_members(
     return members
 
 
+def torch_state(entry: Mapping[Any, Node]) -> Mapping[Any, Node]:
+    """The state dictionary of torch's optimizer in that of Megatron's; training in fp32 stores it bare."""
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
+    return inner if isinstance(inner, Mapping) else entry
+
+
 def common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> dict[str, Node]:
     """What the common state of a torch_dist checkpoint would hold of one optimizer of a rank's file."""
-    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
-    state = inner if isinstance(inner, Mapping) else entry
+    state = torch_state(entry)
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in state.get("param_groups") or ()

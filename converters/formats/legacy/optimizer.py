@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
-from converters.formats.legacy.groups import group_members
+from converters.formats.legacy.groups import group_members, torch_state
 from converters.megatron.buffers import Local, Misfit, Rules, arrange
 from converters.megatron.optimizer_parts import entry_groups, group_algorithm
 from converters.names import StateName
@@ -137,8 +137,7 @@ def locate_plain(entries: Sequence[Any], members: Members, file: PtFile, storage
 
 def _state_of(entry: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
     """Torch's own dictionary of an optimizer."""
-    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
-    state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores it bare
+    state = torch_state(entry)
     if not isinstance(state.get("param_groups"), list) or not isinstance(state.get("state"), Mapping):
         raise Misfit(f"{what}: the optimizer is not the dictionary that Megatron-LM writes")
     return state

@@ -25,12 +25,13 @@ from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInf
 from converters.chunks import FlatPart
 from converters.errors import DamagedFileError, FormatError, RequestError, UnsupportedError
 from converters.formats.broken import read_part
+from converters.formats.canonical import object_info
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
 from converters.formats.containers.unread import storages, unread_tensors
 from converters.formats.folder import exists, walk
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, find_grid, rank_folders
-from converters.formats.legacy.groups import common_optimizer
+from converters.formats.legacy.groups import common_optimizer, torch_state
 from converters.formats.legacy.model import Rank, WholeModel
 from converters.formats.legacy.optimizer import (
     FlatFile,
@@ -118,7 +119,7 @@ class LegacyReader(StorageReader):
         file = PtFile.read(self._folder, self._common_file.name)
         tree = _common_tree(file, self._folder)
         small = {name: file.contents(self._folder, name) for name in file.members if not name.startswith("data")}
-        return Archive.of(tree, {**small, **self._storages_of(file, tree)}, file.name)
+        return Archive(tree, {**small, **self._storages_of(file, tree)}, file.name)
 
     def _storages_of(self, file: PtFile, node: Node) -> dict[str, bytes]:
         return {key: file.contents(self._folder, key) for key in sorted(storages(node))}
@@ -132,7 +133,7 @@ class LegacyReader(StorageReader):
         tensors = model.tensors()
         for key, rank, node in model.extra_states:
             name, file = f"{key}/shard_0_1", self._model_files[rank]
-            info = ObjectInfo(key, name, (0,), (1,), file.name, 0, self._size(file, node), wrapped=False)
+            info = object_info(name, file.name, 0, self._size(file, node), wrapped=False)
             self._objects[name] = (info, file, node)
         self._add_rng(model)
         tensors |= self._optimizer(model)
@@ -193,12 +194,8 @@ class LegacyReader(StorageReader):
         if any(_rng_states(file.tree) is None for file in self._model_files.values()):
             return
         if grid.ep > 1 and layout.edp > 1:
-            self._problems.append(
-                Problem(
-                    "warning",
-                    f"only {grid.ep} of {layout.dp} random states of each stage were saved; they are left out",
-                )
-            )
+            text = f"only {grid.ep} of {layout.dp} random states of each stage were saved; they are left out"
+            self._problems.append(Problem("warning", text))
             return
         sizes = (grid.pp, grid.tp) if grid.ep == 1 else (grid.pp, grid.tp, grid.ep)
         for (tp, pp, ep), file in sorted(
@@ -206,7 +203,7 @@ class LegacyReader(StorageReader):
         ):
             offset, node = (pp, tp, ep)[: len(sizes)], _rng_states(file.tree)
             key = f"rng_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
-            info = ObjectInfo("rng_state", key, offset, sizes, file.name, 0, self._size(file, node), wrapped=False)
+            info = object_info(key, file.name, 0, self._size(file, node), wrapped=False)
             self._objects[key] = (info, file, node)
 
     def _optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
@@ -342,11 +339,7 @@ def _iteration(tree: Mapping[Any, Node]) -> int | None:
 
 
 def _has_state(entry: Node) -> bool:
-    if not isinstance(entry, Mapping):
-        return False
-    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
-    state = inner if isinstance(inner, Mapping) else entry
-    return bool(state.get("state"))
+    return isinstance(entry, Mapping) and bool(torch_state(entry).get("state"))
 
 
 _RNG = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state", "rng_tracker_states")

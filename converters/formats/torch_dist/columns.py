@@ -12,6 +12,7 @@ Where the records of a file begin depends on the objects that stand before them;
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
     from converters.planning.plan import Drop
 
 
+@dataclass(eq=False)
 class Columns:
     """Canonical tensors and where their records lie.
 
-    Args:
+    Attributes:
         arrays: The stored arrays.
         names: Source of each tensor, in the order in which they are read.
         array: (n,) position of its array.
@@ -43,20 +45,14 @@ class Columns:
         sizes: Bytes of all records of each file.
     """
 
-    def __init__(
-        self,
-        arrays: Sequence[ArrayOut],
-        names: Sequence[str],
-        array: NDArray[Any],
-        prefix: NDArray[Any],
-        ranks: Sequence[int],
-        file: NDArray[Any],
-        start: NDArray[Any],
-        sizes: Sequence[int],
-    ) -> None:
-        self.arrays, self.ranks, self.sizes = arrays, ranks, sizes
-        self.array, self.prefix, self.file, self.start = array, prefix, file, start
-        self.names = names
+    arrays: Sequence[ArrayOut]
+    names: Sequence[str]
+    array: NDArray[Any]
+    prefix: NDArray[Any]
+    ranks: Sequence[int]
+    file: NDArray[Any]
+    start: NDArray[Any]
+    sizes: Sequence[int]
 
     @classmethod
     def lay_out(

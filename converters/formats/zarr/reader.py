@@ -24,8 +24,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError
@@ -36,11 +35,12 @@ from converters.formats.folder import exists, read_small, scan, status, walk
 from converters.formats.links import follows_links
 from converters.formats.megatron import megatron_catalog
 from converters.formats.zarr.array import ChunkFiles, parse_zarr_json, parse_zarray, scan_chunks
+from converters.lazy import LazySequence
 from converters.names import parse_key, printable
 from converters.torchzip.records import Payload, TensorRef, locate_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from converters.chunks import StoredArray
@@ -174,7 +174,7 @@ class ZarrReader(Reader):
         return state and state.size
 
 
-class _Files(Sequence["Path"]):
+class _Files(LazySequence["Path"]):
     """The chunk files, then the objects' files; a path is made when it is asked for."""
 
     def __init__(self, folder: Path, firsts: list[int], arrays: Mapping[str, ChunkFiles], objects: list[str]) -> None:
@@ -183,14 +183,7 @@ class _Files(Sequence["Path"]):
     def __len__(self) -> int:
         return self._firsts[-1] + len(self._objects)
 
-    @overload
-    def __getitem__(self, position: int) -> Path: ...
-    @overload
-    def __getitem__(self, position: slice) -> list[Path]: ...
-    def __getitem__(self, position: int | slice) -> Path | list[Path]:
-        if isinstance(position, slice):
-            return [self[n] for n in range(*position.indices(len(self)))]
-        position = range(len(self))[position]
+    def _item(self, position: int) -> Path:
         if position >= self._firsts[-1]:
             return self._folder / self._objects[position - self._firsts[-1]]
         key, chunks, row = self.owner(position)
