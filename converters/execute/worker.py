@@ -13,7 +13,7 @@ from converters.errors import RequestError
 from converters.execute.destination import os_trouble
 from converters.execute.disk import trouble_with, write_at
 from converters.io.cast import Caster, lost_in_fp16, pinned
-from converters.io.gather import DROP_BYTES, Gatherer, OpenFiles
+from converters.io.gather import Gatherer, OpenFiles
 from converters.io.quantize import Loss, quantized
 from converters.planning.plan import Op
 
@@ -157,8 +157,6 @@ class Worker:
                     segment = (move.base + inside, len(piece), crc32(piece))
                     self._shared.wrote(move.record, segment, self.written)
                 at += length * size
-            if not outer and len(data) >= DROP_BYTES:  # also starts the write-back, so that the last sync is short
-                os.posix_fadvise(fd, move.offset + first * size, len(data), os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise os_trouble(error, path, "writing") from error
 

@@ -192,6 +192,20 @@ ssize_t read(int fd, void *data, size_t n) {
 WRITTEN_AT(pwrite)
 WRITTEN_AT(pwrite64)
 
+/* Of one piece, with flags: what `os.pwritev` calls. */
+#define WRITTEN_VECTOR(name) \
+    ssize_t name(int fd, const struct iovec *parts, int n, off_t offset, int flags) { \
+        REAL(ssize_t, name, int, const struct iovec *, int, off_t, int); \
+        int hit = fd_matches(fd), what = decide(PWRITE, hit); \
+        struct iovec part = parts[0]; \
+        FAIL_IF(what); \
+        if (what == SHORT && part.iov_len > 1) part.iov_len /= 2; \
+        return done(what, TRACED(hit, ssize_t, , real(fd, &part, 1, offset, flags), \
+                                 part.iov_base, result, "data %lu %ld %ld\n", inode(fd), (long)offset, (long)result)); \
+    }
+WRITTEN_VECTOR(pwritev2)
+WRITTEN_VECTOR(pwritev64v2)
+
 #define READ_AT(name) \
     ssize_t name(int fd, void *data, size_t n, off_t offset) { \
         REAL(ssize_t, name, int, void *, size_t, off_t); \
