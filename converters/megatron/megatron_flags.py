@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from converters.megatron.layer_pattern import LayerPattern
 from converters.megatron.megatron_args import megatron_arguments
 from converters.megatron.model_options import read_options
 from converters.megatron.option_values import Facts
@@ -80,12 +81,24 @@ def inexpressible(model: ModelArgs, mcore: str) -> list[str]:
             "has a second norm before the queries of latent attention that have no q_lora_rank"  # mla_qk_norm_config.py
         )
         out.append(f"{version} {text}; 0.16 has not (--mcore 0.16)")
+    if (unbuilt := no_predictions(model, mcore)) is not None:
+        out.append(unbuilt)
     if base is not None and not base.is_integer():
         out.append(f"{version} takes a whole number as --rotary-base, not {base}")
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         out.append(f"{version} computes the tanh form of GELU only where the projections have biases")
     _, notes = megatron_arguments(model, {})
     return out + [text for text in notes if "Llama 3" not in text and "is scaled by" not in text]
+
+
+def no_predictions(model: ModelArgs, mcore: str) -> str | None:
+    """Why a version does not build the multi-token prediction layers of a model, as a sentence; None if it does."""
+    if model.mtp_num_layers and model.layer_pattern and mcore == "0.16":
+        return "Megatron-LM 0.16 has no prediction layers in a hybrid; 0.19 has (--mcore 0.19)"
+    # mtp_block_spec of training/models/gpt.py, core_v0.19.0; gpt_builders.py, which no longer builds, could
+    if model.mtp_num_layers and any(model.linear_layers or ()) and mcore == "0.19":
+        return "Megatron-LM 0.19 has no prediction layers beside gated delta nets; 0.16 has (--mcore 0.16)"
+    return None
 
 
 def model_arguments(model: ModelArgs, mcore: str = "0.16") -> dict[str, Any]:
@@ -110,10 +123,15 @@ def _hybrid_arguments(model: ModelArgs, mcore: str) -> dict[str, Any]:
         return {}
     if mcore == "0.19":
         module = "megatron.core.models.hybrid.hybrid_layer_specs"
-        return {"hybrid_layer_pattern": model.layer_pattern, "spec": [module, "hybrid_stack_spec"]}
+        depths = model.mtp_num_layers or 0 if model.prediction_pattern else 0
+        pattern = LayerPattern(model.layer_pattern, prediction=model.prediction_pattern or "", depths=depths)
+        return {"hybrid_layer_pattern": pattern.written(), "spec": [module, "hybrid_stack_spec"]}
     module = "megatron.core.models.mamba.mamba_layer_specs"
-    pattern = {"hybrid_override_pattern": model.layer_pattern, "is_hybrid_model": True}
-    return {**pattern, "spec": [module, "mamba_stack_spec"]}
+    return {
+        "hybrid_override_pattern": model.layer_pattern,
+        "is_hybrid_model": True,
+        "spec": [module, "mamba_stack_spec"],
+    }
 
 
 def lost_facts(model: ModelArgs, arguments: Mapping[str, Any], label: str = "args") -> list[str]:

@@ -28,12 +28,14 @@ class ModelFields:
     how many positions a query sees, its own included. `activation` is "silu", "gelu" (exact), "gelu_tanh",
     "quick_gelu", "relu2", "relu" or the name that the configuration gave; `gated` says whether it multiplies a second
     projection. `moe_layers` and `linear_layers` (those with linear attention) have one entry per decoder layer,
-    `layer_pattern` of a hybrid model has one symbol (`layer_pattern.SYMBOLS`). `rope_scaling` is None, "linear", "llama3"
+    `layer_pattern` of a hybrid model has one symbol (`layer_pattern.SYMBOLS`), and `prediction_pattern` one for each layer
+    of a depth of its multi-token prediction. `rope_scaling` is None, "linear", "llama3"
     or "yarn"; the `rope_*` numbers belong to it. `tp` to `world_size` describe the job that saved.
     """
 
     num_layers: int | None = _fact("num_layers", "encoder_num_layers", "num_hidden_layers", "n_layer")
     layer_pattern: str | None = None
+    prediction_pattern: str | None = None
     hidden_size: int | None = _fact("hidden_size", "n_embd")
     num_attention_heads: int | None = _fact("num_attention_heads", "n_head")
     num_query_groups: int | None = _fact("num_query_groups", "num_key_value_heads")

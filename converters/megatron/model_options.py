@@ -109,6 +109,7 @@ def _read_pattern(facts: Facts, label: str, options: Mapping[str, Any]) -> bool:
     if option in facts.extras:  # where a stage ends changes nothing that the model computes
         facts.extras[option] = pattern.written()
     facts.put("mtp_num_layers", pattern.depths or None, f"{label}.{option}")
+    facts.put("prediction_pattern", pattern.prediction or None, f"{label}.{option}")
     if facts.values.get("num_experts") and "E" in pattern.layers:
         facts.put("moe_layers", tuple(symbol == "E" for symbol in pattern.layers), f"{label}.{option}")
     return True

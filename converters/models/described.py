@@ -35,7 +35,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")  # there or not, as the embedding
 # a norm that is one module with the projection behind it, but in latent attention and before experts
 # (gpt_layer_specs.py, get_gpt_layer_with_transformer_engine_spec, core_v0.16.1)
 _FUSED = re.compile(r"(self_attention|mlp)\.linear_(?:qkv|fc1)\.layer_norm_")
-_STACK_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?")
+_STACK_LAYER = re.compile(r"(?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.|mtp_model_layer\.layers\.\d+\.)?")
 
 
 def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> ModelArgs:
@@ -97,7 +97,7 @@ def _own_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes tensors among the facts that no other architecture has."""
     own = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
     extras = {name: own[name] for name in _SHAPING_EXTRAS if own.get(name)}
-    fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern")
+    fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern", "prediction_pattern")
     facts = {name: own[name] for name in fields if isinstance(own.get(name), bool | tuple | int | str)}
     return {**facts, **({"extras": extras} if extras else {})}
 
@@ -205,7 +205,9 @@ class Described(Emit):
         return TensorInfo(name, dtype("float32"), shape, "weight", ())
 
     def _mixed(self, prefix: str) -> bool:
-        """Whether a layer has experts; those of multi-token prediction are like the last."""
+        """Whether a layer has experts; those of multi-token prediction are like the last, but in a hybrid, whose say so."""
+        if ".mtp_model_layer." in prefix:
+            return False
         layers = self.args.moe_layers or (False,)
         number = prefix.split(".")[2]
         return layers[int(number)] if prefix.startswith("decoder.") and int(number) < len(layers) else layers[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
 from converters.megatron.vocabulary import end_of_documents
 from converters.models.config import KEYS, STATED
-from converters.models.predictions import keeps_predictions
+from converters.models.predictions import keeps_predictions, without_predictions
 from converters.models.rules import Emit
 from converters.planning.plan import Drop, pieces_of
 
@@ -101,7 +101,7 @@ def map_to_hf(
         notes.append(
             f"norm weights are stored as gamma - 1; gamma is rounded to {written} (--dtype fp32 rounds nothing)"
         )
-    shown = args if keep else replace(args, mtp_num_layers=None)
+    shown = args if keep else without_predictions(args)
     return HfMapping(
         targets=out.targets,
         copies=out.copies,
@@ -134,6 +134,9 @@ def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterato
             yield rule, source, target
     for rule in model.after:
         yield rule, "", ""
+    if model.hybrid and model.predictions and mtp_layers:
+        yield from _predictions_of_hybrid(args, model, model.predictions[1], mtp_layers)
+        return
     for depth in range(mtp_layers):
         source, target = f"mtp.layers.{depth}.", model.layers.format(len(experts) + depth)
         around, target = (prefix.format(depth) for prefix in model.predictions) if model.predictions else (target,) * 2
@@ -143,6 +146,20 @@ def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterato
         # built from the spec of the last decoder layer: multi_token_prediction.py, get_mtp_layer_spec
         for rule in (*model.layer, *(model.moe if experts[-1] else model.dense)):
             yield rule, inner, target
+
+
+def _predictions_of_hybrid(args: ModelArgs, model: Model, name: str, depths: int) -> Iterator[tuple[Rule, str, str]]:
+    """Each depth is a stack of layers of its own (multi_token_prediction.py, HybridStack, core_v0.19.0)."""
+    symbols = args.prediction_pattern or ""
+    for depth in range(depths):
+        source, first = f"mtp.layers.{depth}.", depth * len(symbols)
+        for rule in model.mtp:
+            yield rule, source, name.format(first)
+        for number, symbol in enumerate(symbols):
+            for rule in model.hybrid[symbol]:
+                yield rule, f"{source}mtp_model_layer.layers.{number}.", name.format(first + number)
+        for rule in model.mtp_last:
+            yield rule, source, name.format(first + len(symbols) - 1)
 
 
 def _vocabulary(args: ModelArgs, vocab_size: int | None) -> tuple[int, list[str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from converters.errors import IntegrityError, RequestError
 from converters.models.described import COMPUTED, HEADS, Described, own_names
 from converters.models.export import emit_all
-from converters.models.predictions import keeps_predictions, prediction_tensors
+from converters.models.predictions import keeps_predictions, prediction_tensors, without_predictions
 from converters.names import fold, printable
 from converters.planning.plan import Drop, Op, Target, pieces_of, prove, reversed_copy
 from converters.words import counted
@@ -75,7 +75,7 @@ def map_from_hf(
     if args.mtp_num_layers and not keep:
         why = "are left out" if behind else "are not in the folder; transformers leaves them out when it saves"
         notes.append(f"{args.mtp_num_layers} multi-token prediction layers {why}; the logits do not depend on them")
-    shown = args if keep else replace(args, mtp_num_layers=None)
+    shown = args if keep else without_predictions(args)
     out = Described(shown, {}, shown.vocab_size or 0)
     emit_all(out, model, shown.mtp_num_layers or 0)
     _check(out, present)
@@ -153,8 +153,6 @@ def _dropped(
             continue
         if name in lost:
             yield Drop(names[name], None, "multi-token prediction layers are not imported")
-        elif reason := next((why for start, why in model.skipped.items() if name.startswith(start)), None):
-            yield Drop(names[name], None, reason)
         elif name.endswith(COMPUTED):
             yield Drop(names[name], None, "computed when the model is built")
         elif name in HEADS and args.tied_embeddings:

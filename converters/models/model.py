@@ -53,15 +53,16 @@ class Model:
         moe: Rules for the layers with experts.
         after: Rules for what follows the layers.
         mtp: Rules for a multi-token prediction layer, beside those of a layer; empty if there is no place for one.
+        mtp_last: Of those, the rules for what a hybrid has in the last layer of a depth, not in the first.
         layers: Prefix of a layer's names.
-        predictions: Prefixes of what surrounds a prediction layer, and of the layer; None if those follow `layers`.
+        predictions: Prefixes of what surrounds a prediction layer, and of the layer; None if those follow `layers`. A
+            hybrid numbers the layers of all depths one by one.
         misfits: More that it cannot express, as sentences.
         remarks: What a person should know about an export, as sentences.
         zero_centered: Whether its norm weights are stored as gamma - 1, as Megatron may.
         facts: What keys that no other architecture has say, as fields of `ModelArgs` and names of `extras`.
         qkv_bias: The key of config.json that gives q, k and v a bias without giving the other projections one.
         aliases: Other spellings of `model_type` for the same model.
-        skipped: Beginnings of tensors' names -> why they are not imported.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Model:
     after: tuple[Rule, ...] = ()
     moe: tuple[Rule, ...] = ()
     mtp: tuple[Rule, ...] = ()
+    mtp_last: tuple[Rule, ...] = ()
     linear: tuple[Rule, ...] = ()
     hybrid: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
     blocks: int = 1
@@ -85,7 +87,6 @@ class Model:
     facts: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=lambda config: {})
     qkv_bias: str = "qkv_bias"
     aliases: tuple[str, ...] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bridge_only(self) -> bool:

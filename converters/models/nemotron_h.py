@@ -87,6 +87,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
         "time_step_min": 0.001,
         "residual_in_fp32": False,
         "sliding_window": None,
+        "num_nextn_predict_layers": args.mtp_num_layers or 0,
+        "mtp_layers_block_type": [kinds.get(symbol) for symbol in args.prediction_pattern or "*E"],  # its default
         **_expert_settings(args),
     }
 
@@ -100,19 +102,24 @@ def _expert_settings(args: ModelArgs) -> dict[str, Any]:
         "n_shared_experts": 1,
         "moe_shared_expert_intermediate_size": args.moe_shared_expert_size,
         "moe_latent_size": args.extras.get("moe_latent_size"),
-        "num_nextn_predict_layers": args.mtp_num_layers or 0,
     }
+
+
+def _symbols(kinds: list[Any]) -> str:
+    return "".join({**_KINDS, **_OLDER_KINDS}.get(kind, "?") for kind in kinds)
 
 
 def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     kinds = settings.get("layers_block_type") or settings.get("layer_types")
     pattern = settings.get("hybrid_override_pattern") or ""
     if isinstance(kinds, list):
-        pattern = "".join({**_KINDS, **_OLDER_KINDS}.get(kind, "?") for kind in kinds)
-    mixed = "E" in pattern
+        pattern = _symbols(kinds)
+    mixed, depths = "E" in pattern, settings.get("num_nextn_predict_layers")
+    predicting = settings.get("mtp_layers_block_type") if depths else None
     return {
         "layer_pattern": pattern,
         "num_layers": len(pattern),
+        "prediction_pattern": _symbols(predicting) if isinstance(predicting, list) else None,
         "position_embedding_type": "none",
         "moe_score_function": "sigmoid" if mixed else None,
         "moe_expert_bias": True if mixed else None,
@@ -187,5 +194,11 @@ MODEL = Model(
     misfits=_misfits,
     remarks=_remarks,
     facts=_facts,
-    skipped={"mtp.": "multi-token prediction layers are not imported"},
+    predictions=("mtp.layers.{}.", "mtp.layers.{}."),
+    mtp=(
+        Rename("enorm.weight", ("enorm.weight",), norm=True),
+        Rename("hnorm.weight", ("hnorm.weight",), norm=True),
+        Rename("eh_proj.weight", ("eh_proj.weight",)),
+    ),
+    mtp_last=(Rename("final_layernorm.weight", ("final_layernorm.weight",), norm=True),),
 )

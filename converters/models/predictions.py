@@ -2,6 +2,7 @@
 
     model.layers.61.enorm.weight  model.layers.61.self_attn.*          behind the others        DeepSeek-V3, GLM-4.5
     mtp.fc.weight  mtp.norm.weight  mtp.layers.0.self_attn.*           by themselves            Qwen3-Next, Qwen3.5
+    mtp.layers.0.eh_proj.weight  mtp.layers.1.final_layernorm.weight   depth by depth           Nemotron-H
     model.mtp_layers.0.input_proj.weight  ..0.self_attn.*              by themselves            MiMo
 
 No key of Qwen's config.json says that there is one, so its tensors do.
@@ -27,7 +28,14 @@ def can_hold_predictions(model: Model, args: ModelArgs) -> bool:
     # gpt_builders.py, core_v0.19.0: Megatron's are like the last decoder layer, Qwen's have attention in any case
     linear = bool(args.linear_layers) and args.linear_layers is not None and args.linear_layers[-1]
     numbered = model.predictions is None or "{}" in model.predictions[0]
+    if model.hybrid and (not args.prediction_pattern or {*args.prediction_pattern} - model.hybrid.keys()):
+        return False
     return bool(model.mtp) and not linear and (numbered or args.mtp_num_layers == 1)
+
+
+def without_predictions(args: ModelArgs) -> ModelArgs:
+    """The facts of a model whose prediction layers are left out."""
+    return replace(args, mtp_num_layers=None, prediction_pattern=None)
 
 
 def with_predictions(model: Model, args: ModelArgs, names: Collection[str]) -> ModelArgs:

@@ -25,7 +25,7 @@ from converters.formats.folder import is_folder, listing
 from converters.formats.side_files import side_files
 from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.damage import refuse_damage
-from converters.megatron.megatron_flags import VERSIONS, inexpressible, lost_facts, model_arguments
+from converters.megatron.megatron_flags import VERSIONS, inexpressible, lost_facts, model_arguments, no_predictions
 from converters.models import ARCHITECTURES, of_type
 from converters.models.importing import map_from_hf
 from converters.models.left_out import LEFT_OUT
@@ -107,10 +107,13 @@ def plan_import(
     config = completed(model.name, catalog.config)
     args = stated(model, config, biased=any(name.endswith("proj.bias") for name in catalog.weights))
     args = with_predictions(model, args, catalog.weights)
-    mapping = map_from_hf(model, args, catalog.weights, mtp=options.mtp)
+    unbuilt = no_predictions(args, options.mcore) if options.to != BRIDGE else None
+    mtp = "drop" if unbuilt and options.mtp == "auto" else options.mtp
+    mapping = map_from_hf(model, args, catalog.weights, mtp=mtp)
     refuse_damage(catalog, {copy.source for copy in mapping.copies})
     _refuse_model(model, args, mapping.args, config, options)
     notes = [p.message for p in catalog.problems if not catalog.unread.keys().isdisjoint(p.tensors)]
+    notes += [unbuilt] if unbuilt else []
     tokenizer = _tokenizer_files(catalog, options, notes)
     kept = options.dtype or _common_type(mapping)
     if options.pad not in PADDINGS:
@@ -260,8 +263,8 @@ def _refuse_model(
         job, reasons = "Megatron-Bridge", [*unlike, *in_bridge]
     else:
         job = f"Megatron-LM {options.mcore}"
-        reasons = [*unlike, *inexpressible(args, options.mcore)]
-        reasons += lost_facts(args, model_arguments(args, options.mcore))
+        reasons = [*unlike, *inexpressible(kept, options.mcore)]
+        reasons += lost_facts(kept, model_arguments(kept, options.mcore))
     if reasons:
         other = "a checkpoint without this would compute something else"
         raise RequestError(

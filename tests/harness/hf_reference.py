@@ -50,6 +50,16 @@ def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[
             out[q + "input_proj.weight"] = np.concatenate(np.split(t[p + "eh_proj.weight"], 2, axis=1)[::-1], axis=1)
             out[q + "final_layernorm.weight"] = t[p + "final_layernorm.weight"]
             _layer(out, t, p + "transformer_layer.", q, family, heads, groups)
+    elif "mtp.layers.0.eh_proj.weight" in t and family == "qwen3_next":
+        p = "mtp.layers.0."
+        names = {
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "eh_proj": "fc",
+            "final_layernorm": "norm",
+        }
+        out |= {f"mtp.{name}.weight": t[f"{p}{one}.weight"] for one, name in names.items()}
+        _layer(out, t, p + "transformer_layer.", "mtp.layers.0.", family, heads, groups)
     elif "mtp.layers.0.eh_proj.weight" in t:
         p, q = "mtp.layers.0.", f"model.layers.{layers}."
         out[q + "enorm.weight"] = t[p + "enorm.weight"]
@@ -245,8 +255,12 @@ def _hybrid(t, layers, family, heads, groups):
     out = {f"{prefix}{'embed_tokens' if bamba else 'embeddings'}.weight": t["embedding.word_embeddings.weight"]}
     out[f"{prefix}{'final_layernorm' if bamba else 'norm_f'}.weight"] = t["decoder.final_norm.weight"]
     out["lm_head.weight"] = t["output_layer.weight"]
-    for i in range(layers):
-        p, q = f"decoder.layers.{i}.", f"{prefix}layers.{i // 2 if bamba else i}."
+    places = [(f"decoder.layers.{i}.", f"{prefix}layers.{i // 2 if bamba else i}.") for i in range(layers)]
+    if "mtp.layers.0.eh_proj.weight" in t:  # one depth of attention and experts
+        places += [(f"mtp.layers.0.mtp_model_layer.layers.{i}.", f"mtp.layers.{i}.") for i in range(2)]
+        out |= {f"mtp.layers.0.{n}.weight": t[f"mtp.layers.0.{n}.weight"] for n in ("enorm", "hnorm", "eh_proj")}
+        out["mtp.layers.1.final_layernorm.weight"] = t["mtp.layers.0.final_layernorm.weight"]
+    for p, q in places:
         first = q + ("input_layernorm.weight" if bamba else "norm.weight")
         if p + "mixer.A_log" in t:
             m, to = p + "mixer.", q + ("mamba." if bamba else "mixer.")

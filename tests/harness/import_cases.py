@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness.mimo  # noqa: F401  # a class for it
+from harness import predictions
 
 # three layers; a vocabulary that is a multiple of nothing; heads times head_dim is not hidden_size where a class permits it
 BASE = {
@@ -211,7 +213,9 @@ CASES = {
     "olmoe": BASE | {"num_key_value_heads": 8, "num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
     "minimax_m2": WIDE | {"num_local_experts": 6, "num_experts_per_tok": 2, "partial_rotary_factor": 0.4},
 }
+CASES |= {name: CASES[name.removesuffix("_mtp")] | about.whole for name, about in predictions.CASES.items()}
 FAMILY = {
+    **{name: name.removesuffix("_mtp") for name in predictions.CASES},
     "falcon_h1_norm": "falcon_h1",
     "gemma3_text_mixed": "gemma3_text",
     "gpt_oss_yarn": "gpt_oss",
@@ -227,6 +231,11 @@ FAMILY = {
 def family(name):
     """The `model_type` of a case."""
     return FAMILY.get(name, name)
+
+
+def mcore(name):
+    """The version of Megatron-LM that builds all of a case; the first where several do."""
+    return "0.19" if name in ("gpt_oss_yarn", "nemotron_h_mtp") else "0.16"
 
 
 def settings(name):
@@ -269,6 +278,9 @@ def save(name, folder, shard="5GB", **changes):
     """Saves a case; returns the model."""
     made = model(name, **changes)
     made.save_pretrained(folder, max_shard_size=shard)
+    if name in predictions.CASES:
+        dtype = changes.get("dtype", torch.bfloat16)
+        predictions.add_predictions(name, folder, made, partial(save, family(name), seed=12, dtype=dtype))
     return made
 
 

@@ -105,7 +105,7 @@ def wrong_places(name, folder, root):
 @pytest.mark.parametrize("name", cases.CASES)
 def test_there_and_back_every_bit_and_every_key(name, hf, tmp_path):
     source = hf(name)
-    plan = imported(source, tmp_path / "job", mcore="0.19" if name == "gpt_oss_yarn" else "0.16")
+    plan = imported(source, tmp_path / "job", mcore=cases.mcore(name))
     assert diff(source, tmp_path / "job").identical
     back = exported(tmp_path / "job", tmp_path / "back", arch=cases.family(name))
     assert same(back, tensors(source)) == []
@@ -125,7 +125,7 @@ def test_there_and_back_every_bit_and_every_key(name, hf, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name != "llama_bias_tied"])
 def test_tensors_are_where_megatron_keeps_them(name, hf, tmp_path):
-    imported(hf(name), tmp_path / "job", mcore="0.19" if name == "gpt_oss_yarn" else "0.16")
+    imported(hf(name), tmp_path / "job", mcore=cases.mcore(name))
     assert wrong_places(name, hf(name), tmp_path / "job") == []
 
 

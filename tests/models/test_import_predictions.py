@@ -1,5 +1,8 @@
 """Prediction layers of Qwen3-Next and Qwen3.5, which are named by themselves and which no key of config.json speaks of."""
 
+import json
+import shlex
+
 import numpy as np
 import pytest
 import torch
@@ -96,3 +99,31 @@ def test_those_of_mimo_may_be_left_out(tmp_path):
     assert verify(tmp_path / "back").good
     notes = plan_export(open_checkpoint(tmp_path / "kept"), tmp_path / "qwen2").notes
     assert any("--arch mimo" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "text"),
+    [("nemotron_h_mtp", "0.16", "in a hybrid"), ("qwen3_next_mtp", "0.19", "beside gated delta nets")],
+)
+def test_a_version_without_them_leaves_them_out(name, version, text, tmp_path):
+    cases.save(name, tmp_path / "hf")
+    plan = imported(tmp_path / "hf", tmp_path / "job", mcore=version)
+    assert any(text in note for note in plan.notes)
+    assert "--mtp-num-layers" not in (tmp_path / "job" / "megatron_args.txt").read_text()
+    with pytest.raises(RequestError, match=text):
+        plan_import(tmp_path / "hf", tmp_path / "no", Layout(), ImportOptions(mcore=version, mtp="keep"))
+
+
+def test_those_of_a_hybrid_are_a_stack_of_their_own(tmp_path):
+    source = tmp_path / "hf"
+    cases.save("nemotron_h_mtp", source)
+    for layout in (Layout(), Layout(tp=2, pp=5, ep=2, dp=2)):
+        job = tmp_path / f"job{layout.pp}"
+        imported(source, job, layout, mcore="0.19")
+        assert shlex.join(["--hybrid-layer-pattern", "ME*-E/*E"]) in (job / "megatron_args.txt").read_text()
+        assert same(exported(job, tmp_path / f"back{layout.pp}"), tensors(source)) == []
+    stored = open_checkpoint(tmp_path / "job5").catalog.args["hybrid_layer_pattern"]
+    assert (stored.replace("|", ""), stored.count("|")) == ("ME*-E/*E", 4)
+    assert verify(tmp_path / "job5").good
+    config = json.loads((tmp_path / "back5" / "config.json").read_text())
+    assert (config["num_nextn_predict_layers"], config["mtp_layers_block_type"]) == (1, ["full_attention", "moe"])

