@@ -32,7 +32,7 @@ def _text_parts(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
     for number, reader in enumerate(readers):
         if reader.catalog.framework == "Hugging Face" and has_text_part(reader.catalog.config):
             readers[number], part = text_folder(reader)
-            count = counted(len(part.others), "tensor")
+            count = counted(len(part.other_parts), "tensor")
             notes.append(
                 f"{'AB'[number]} is a {part.kind}: its language model is compared, {count} of other parts are not"
             )

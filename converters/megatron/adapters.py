@@ -22,7 +22,7 @@ from converters.names import fold, listed_lines, printable
 from converters.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from converters.catalog import Catalog, TensorInfo
 
@@ -149,21 +149,21 @@ def _number(stated: Mapping[str, Any], key: str, least: float | None = None) -> 
 
 def _factors(catalog: Catalog) -> dict[str, Factors]:
     halves: dict[str, dict[str, TensorInfo]] = {}
-    strange = []
+    unsupported = []
     for name, info in catalog.weights.items():
         if not is_adapter(name):
             continue
         match = _NAME.fullmatch(name)
         if match is None or len(info.shape) != 2 or not info.numel or not info.dtype.floating:
-            strange.append(name)
+            unsupported.append(name)
         else:
             halves.setdefault(f"{match[1]}.weight", {})[match[2]] = info
-    if strange:
+    if unsupported:
         raise RequestError(
-            f"{counted(len(strange), 'tensor')} of adapters cannot belong to a LoRA of one linear layer of a decoder",
-            details=_listed(strange),
+            f"{counted(len(unsupported), 'tensor')} of adapters cannot belong to a LoRA of one linear layer of a decoder",
+            details=listed_lines([text for text, _ in fold(unsupported)], 8),
             hint="experts' adapters, DoRA and canonical LoRA are not known; convert --to safetensors keeps them",
-            tensor=strange[0],
+            tensor=unsupported[0],
         )
     if not halves:
         raise RequestError("the checkpoint has no adapters", hint="give the checkpoint of a job with peft:")
@@ -180,7 +180,3 @@ def _factors(catalog: Catalog) -> dict[str, Factors]:
             )
         out[name] = one
     return out
-
-
-def _listed(names: Iterable[str]) -> list[str]:
-    return listed_lines([text for text, _ in fold(names)], 8)

@@ -79,11 +79,11 @@ def read_provider(facts: Facts, label: str, options: Mapping[str, Any]) -> Mappi
     path = layers.get("_target_") if isinstance(layers, dict) else None
     provider, spec = target.removeprefix(MODELS), str(path).removeprefix(MODELS)
     only_options = _OPTIONS_ONLY.fullmatch(provider) is not None
-    for family, (own_provider, own_spec) in FAMILIES.items():
-        same = only_options if _OPTIONS_ONLY.fullmatch(own_provider) else provider == own_provider
-        if same and (spec == own_spec or not own_spec):
+    for family, (family_provider, family_spec) in FAMILIES.items():
+        same = only_options if _OPTIONS_ONLY.fullmatch(family_provider) else provider == family_provider
+        if same and (spec == family_spec or not family_spec):
             facts.extras["bridge_family"] = family
-            taken = {"transformer_layer_spec"} if own_spec else set()
+            taken = {"transformer_layer_spec"} if family_spec else set()
             taken |= _read_gemma3(facts, label, options) if family == "gemma3" else set()
             if family == "falcon_h1":
                 _read_falcon_h1(facts, label, options)

@@ -37,16 +37,14 @@ _FUNCTIONS = {
 def beyond_provider(model: ModelArgs) -> list[str]:
     """What of a model this file has no provider of Megatron-Bridge for, as sentences; empty if it has one for all."""
     out = []
-    parallel = model.extras.get("bridge_family") == "falcon_h1"
-    if model.mla or (model.layer_pattern is not None and not parallel) or model.linear_layers is not None:
-        kind = (
-            "latent attention"
-            if model.mla
-            else "a stack of single layers"
-            if model.layer_pattern
-            else "linear attention"
-        )
-        out.append(f"a model with {kind} is not written for Megatron-Bridge, which imports it itself")
+    single_layers = model.layer_pattern is not None and model.extras.get("bridge_family") != "falcon_h1"
+    for kind, present in (
+        ("latent attention", model.mla),
+        ("a stack of single layers", single_layers),
+        ("linear attention", model.linear_layers is not None),
+    ):
+        if present:
+            out.append(f"a model with {kind} is not written for Megatron-Bridge, which imports it itself")
     if model.moe_layers is not None and any(model.moe_layers) and not all(model.moe_layers):
         # gpt_provider.py, default_layer_spec: one kind of layer, whatever moe_layer_freq says
         out.append("Megatron-Bridge's GPTModelProvider builds experts in all layers or in none")

@@ -39,9 +39,9 @@ def refuse_damage(catalog: Catalog, used: set[str]) -> None:
         IntegrityError: Some of the tensors cannot be read as they are.
         RequestError: It is not understood what some of them are.
     """
-    met = [p for p in catalog.problems if not used.isdisjoint(p.tensors)]
-    errors = [p for p in met if p.severity == "error"]
-    unknown = next((p for p in met if p.severity == "unknown"), None)
+    relevant = [p for p in catalog.problems if not used.isdisjoint(p.tensors)]
+    errors = [p for p in relevant if p.severity == "error"]
+    unknown = next((p for p in relevant if p.severity == "unknown"), None)
     if unknown is not None and not errors:
         raise RequestError(
             unknown.message,
@@ -50,12 +50,12 @@ def refuse_damage(catalog: Catalog, used: set[str]) -> None:
         )
     if not errors:
         return
-    hit = used.intersection(name for problem in errors for name in problem.tensors)
-    affected = [name for name in catalog.tensors if name in hit]
-    shown = [text for text, _ in fold(affected)]
+    damaged = used.intersection(name for problem in errors for name in problem.tensors)
+    affected = [name for name in catalog.tensors if name in damaged]
+    folded = [text for text, _ in fold(affected)]
     raise IntegrityError(
         errors[0].message,
-        details=[*(p.message for p in errors[1:8]), "needed for", *listed_lines(shown, 8)],
+        details=[*(p.message for p in errors[1:8]), "needed for", *listed_lines(folded, 8)],
         hint=_hint(catalog),
         tensor=affected[0],
     )
@@ -105,11 +105,11 @@ def refuse_foreign_names(catalog: Catalog) -> None:
     """
     if catalog.megatron:
         return
-    whose = "Hugging Face's names" if catalog.framework == "Hugging Face" else "names of their own"
+    naming = "Hugging Face's names" if catalog.framework == "Hugging Face" else "names of their own"
     model = catalog.framework == "Hugging Face" and catalog.config
-    kept = f"distckpt convert {quoted(catalog.root)} DST --to safetensors keeps the names"
+    hint = f"distckpt convert {quoted(catalog.root)} DST --to safetensors keeps the names"
     raise RequestError(
-        f"the checkpoint's tensors have {whose}, not Megatron's",
+        f"the checkpoint's tensors have {naming}, not Megatron's",
         details=[f"for example {printable(name)}" for name in list(catalog.weights or catalog.tensors)[:2]],
-        hint=f"distckpt import-hf {quoted(catalog.root)} DST makes a checkpoint of Megatron's of it" if model else kept,
+        hint=f"distckpt import-hf {quoted(catalog.root)} DST makes a checkpoint of Megatron's of it" if model else hint,
     )

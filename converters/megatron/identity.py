@@ -322,4 +322,4 @@ def _features(weights: Mapping[str, TensorInfo], model: ModelArgs) -> tuple[str,
         "learned positions": has("embedding.position_embeddings.weight"),
         "gated mlp": fc1 is not None and fc2 is not None and fc1.shape[0] == 2 * fc2.shape[1],
     }
-    return tuple(name for name, there in features.items() if there)
+    return tuple(name for name, present in features.items() if present)

@@ -150,9 +150,9 @@ def missing_tensors(names: Collection[str]) -> list[str]:
             layer.names.add("mlp.experts.*")
             layer.experts[int(expert[1])].add(expert[2])
     out = [f"{where} has no {what}" for where, layer in layers.items() for what in _layer_lacks(layer)]
-    for shown, optional in _SHARED:
+    for sign, optional in _SHARED:
         if any(optional in layer.names for layer in layers.values()):
-            bare = [where for where, layer in layers.items() if shown in layer.names and optional not in layer.names]
+            bare = [where for where, layer in layers.items() if sign in layer.names and optional not in layer.names]
             out += [f"{where} has no {optional}" for where in bare]
     out += [f"the model has no {what}" for what in _outer_lacks(layers, outer)]
     out += [f"{where} has no {what}" for where, what in _predictions(layers, outer)]
@@ -179,8 +179,8 @@ def _layer_lacks(layer: _Layer) -> list[str]:
         needed += [norm for start, norm in _NORM_BEFORE if any(name.startswith(start) for name in names)]
     out = list(dict.fromkeys(_lacking(names, needed)))
     leaves = {"linear_fc1.weight", "linear_fc2.weight"}.union(*layer.experts.values())
-    for number, mine in layer.experts.items():
-        out += [f"mlp.experts.{number}.{leaf}" for leaf in sorted(leaves - mine)]
+    for number, expert_leaves in layer.experts.items():
+        out += [f"mlp.experts.{number}.{leaf}" for leaf in sorted(leaves - expert_leaves)]
     return out
 
 
@@ -230,8 +230,8 @@ def _outer_lacks(layers: dict[str, _Layer], outer: set[str]) -> list[str]:
             needed.append("|".join(f"{norm}.weight" for norm in norms))
         if any(f"{norm}.weight" in outer for norm in norms):
             needed.append(embedding)
-        mine = [layer.names for where, layer in layers.items() if where.startswith(f"{stack}.layers.")]
-        biased = any(f"{norm}bias" in names for names in mine for norm in _NORMS)
+        stack_names = [layer.names for where, layer in layers.items() if where.startswith(f"{stack}.layers.")]
+        biased = any(f"{norm}bias" in names for names in stack_names for norm in _NORMS)
         needed += [f"{norm}.bias" for norm in norms if biased and f"{norm}.weight" in outer]
         needed += [f"{norm}.weight" for norm in norms if f"{norm}.bias" in outer]
     return list(dict.fromkeys(_lacking(outer, needed)))
@@ -242,9 +242,9 @@ def _predictions(layers: dict[str, _Layer], outer: set[str]) -> Iterator[tuple[s
     depths: dict[str, set[str]] = defaultdict(set)
     for where, layer in layers.items():
         if (match := _PREDICTION.match(f"{split_part(where)[1]}.")) is not None:
-            mine = depths[split_part(where)[0] + match[1]]
+            depth_names = depths[split_part(where)[0] + match[1]]
             if where.endswith(match[1]):
-                mine |= layer.names
+                depth_names |= layer.names
     for where, names in depths.items():
         yield from ((where, what) for what in _lacking(names or outer, _PREDICTION_NEEDS))
 
@@ -253,6 +253,6 @@ def _adapters_alone(names: Collection[str]) -> Iterator[str]:
     """Adapters of which one of the two matrices is there."""
     for name in names:
         stem, adapter, rest = name.partition(".adapter.")
-        for one, other in (("linear_in.", "linear_out."), ("linear_out.", "linear_in.")):
-            if adapter and one in rest and stem + adapter + rest.replace(one, other) not in names:
-                yield f"{stem} has no {adapter[1:]}{rest.replace(one, other)}"
+        for matrix, counterpart in (("linear_in.", "linear_out."), ("linear_out.", "linear_in.")):
+            if adapter and matrix in rest and stem + adapter + rest.replace(matrix, counterpart) not in names:
+                yield f"{stem} has no {adapter[1:]}{rest.replace(matrix, counterpart)}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 SYMBOLS = {
     "M": "Mamba",
@@ -180,26 +180,27 @@ def symbol_of(suffixes: Iterable[str]) -> str:
 
 def moe_layers(freq: Any, layers: int) -> tuple[bool, ...] | None:
     """Which layers have experts: every `freq`-th, or as a list of 0 and 1 (also written `([0]*1+[1]*26)`)."""
-    if isinstance(freq, int) and freq > 0 and layers <= MOST_LAYERS:
-        return tuple(i % freq == 0 for i in range(layers))
-    return _flags(freq)
+    return _layer_flags(freq, layers, lambda number, every: number % every == 0)
 
 
 def all_but_every_nth(freq: Any, layers: int) -> tuple[bool, ...] | None:
     """Which layers have linear attention, or a window: all but every `freq`-th, or as a list of 0 and 1."""
-    if isinstance(freq, int) and freq > 0 and layers <= MOST_LAYERS:
-        return tuple((i + 1) % freq != 0 for i in range(layers))
-    return _flags(freq)
+    return _layer_flags(freq, layers, lambda number, every: (number + 1) % every != 0)
 
 
 def every_nth(freq: Any, layers: int) -> tuple[bool, ...] | None:
     """Which layers do not rotate queries and keys: every `freq`-th, or as a list of 0 and 1."""
+    return _layer_flags(freq, layers, lambda number, every: (number + 1) % every == 0)
+
+
+def _layer_flags(freq: Any, layers: int, has: Callable[[int, int], bool]) -> tuple[bool, ...] | None:
+    """A flag for each layer, of a frequency or a list.
+
+    Args:
+        has: Whether a layer of this number has what there is with this frequency.
+    """
     if isinstance(freq, int) and freq > 0 and layers <= MOST_LAYERS:
-        return tuple((i + 1) % freq == 0 for i in range(layers))
-    return _flags(freq)
-
-
-def _flags(freq: Any) -> tuple[bool, ...] | None:
+        return tuple(has(number, freq) for number in range(layers))
     if isinstance(freq, str) and re.fullmatch(r"[\[\]()\d,*+ ]+", freq):
         freq = _expand(freq)
     if isinstance(freq, list | tuple) and all(isinstance(n, int) for n in freq):

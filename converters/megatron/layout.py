@@ -137,11 +137,11 @@ class Layout:
         return "  ".join([*parts, f"dp {self.dp}", f"({counted(self.world_size, 'rank')})"])
 
     def _uneven_experts(self) -> RequestError:
-        need, have = self.expert_tp * self.ep, self.tp * self.cp * self.dp
+        need, ranks = self.expert_tp * self.ep, self.tp * self.cp * self.dp
         least = self.least_dp(self.tp, self.cp, self.ep, self.etp)
         return RequestError(
-            f"{counted(have, 'rank')} a pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}) cannot be divided among "
-            f"--ep {self.ep} x --etp {self.expert_tp} = {need}",
+            f"{counted(ranks, 'rank')} a pipeline stage (tp {self.tp} x cp {self.cp} x dp {self.dp}) cannot be divided "
+            f"among --ep {self.ep} x --etp {self.expert_tp} = {need}",
             hint=f"--dp must be a multiple of {least}",
         )
 

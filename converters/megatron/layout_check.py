@@ -103,14 +103,14 @@ def check(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) 
             "--first-layers and --last-layers",
             hint="leave --vpp and --pp-layout out",
         )
-    for option, saved, wanted in (
+    for option, saved, divided_into in (
         ("moe_mlp_glu_interleave_size", args.etp or args.tp, layout.expert_tp),
         ("moe_shared_expert_glu_interleave_size", args.tp, layout.tp),
     ):
-        if args.extras.get(option) and saved not in (None, wanted):
+        if args.extras.get(option) and saved not in (None, divided_into):
             raise RequestError(
                 f"with {option} {printable(str(args.extras[option]))} the rows of gate and up alternate within each "
-                f"of {saved} tensor-parallel parts; no loader of Megatron divides them into {wanted}",
+                f"of {saved} tensor-parallel parts; no loader of Megatron divides them into {divided_into}",
                 hint=f"--{'etp' if 'mlp' in option else 'tp'} {saved}",
             )
     layout.pipeline(outline.num_layers, outline.mtp_layers)

@@ -142,17 +142,17 @@ def lost_facts(model: ModelArgs, arguments: Mapping[str, Any], label: str = "arg
     """
     facts = Facts()
     read_options(facts, label, arguments)
-    again = facts.values
+    read_back = facts.values
     out = []
     for name, value in vars(model).items():
         if value is None or name in ("extras", "notes", "source", "dtype", "padded_vocab_size") or value is False:
             continue
-        if name in again and again[name] != value:
-            out.append(f"{name} is {value}, its arguments say {again[name]}")
+        if name in read_back and read_back[name] != value:
+            out.append(f"{name} is {value}, its arguments say {read_back[name]}")
     for name in sorted({*model.extras, *facts.extras} - HYBRID):
-        one, other = model.extras.get(name), facts.extras.get(name)
-        if one != other:
-            out.append(f"{name} is {one!r:.80}, its arguments say {other!r:.80}")
+        value_of_model, stated = model.extras.get(name), facts.extras.get(name)
+        if value_of_model != stated:
+            out.append(f"{name} is {value_of_model!r:.80}, its arguments say {stated!r:.80}")
     return out
 
 

@@ -56,8 +56,7 @@ class ModelArgs(ModelFields):
         facts.count_real_rows(catalog)
         if catalog.args or catalog.config:
             facts.add_defaults(catalog)
-        field_names = {f.name for f in fields(cls)}
-        values = {name: value for name, value in facts.values.items() if name in field_names and value is not None}
+        values = {name: value for name, value in facts.values.items() if value is not None}
         source = {name: text for name, text in facts.source.items() if name in values}
         notes, unknown = tuple(facts.notes), tuple(facts.unknown)
         return cls(**values, extras=facts.extras, notes=notes, unknown=unknown, source=source)
@@ -80,7 +79,7 @@ class ModelArgs(ModelFields):
             if measured.value is None or (stated is not None and stated != measured.value):
                 label = source.split(".")[0] if source.startswith(("args.", "config.")) else "the rest"
                 verb = "say" if label == "args" else "says"
-                out.append(f"{label} {verb} {name} {_shown(stated)}, but {measured.evidence}")
+                out.append(f"{label} {verb} {name} {_format_value(stated)}, but {measured.evidence}")
         vocab, padded = self.vocab_size, self.padded_vocab_size
         if vocab is not None and padded is not None and vocab > padded:
             out.append(f"{self.source['vocab_size']} is {vocab}, but the embedding has {padded} rows")
@@ -93,7 +92,7 @@ class ModelArgs(ModelFields):
 _NONE_IF_ZERO = ("num_experts", "mtp_num_layers", "vpp", "consumed_train_samples")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "".join("01"[int(v)] for v in value)
     return str(value)

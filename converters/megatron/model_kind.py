@@ -103,6 +103,6 @@ def _adapters(weights: dict[str, TensorInfo]) -> str:
     if not bases:
         return ""
     ranks = sorted({t.shape[0] for name, t in weights.items() if name.endswith(_IN) and t.shape})
-    others = {match[2] for name in weights if (match := _ADAPTER.search(name)) is not None}
-    kind = "LoRA" if others <= {"linear_in", "linear_out"} else "adapters"
+    matrices = {match[2] for name in weights if (match := _ADAPTER.search(name)) is not None}
+    kind = "LoRA" if matrices <= {"linear_in", "linear_out"} else "adapters"
     return f"{kind} of rank {', '.join(map(str, ranks)) or '?'} on {', '.join(bases)}"

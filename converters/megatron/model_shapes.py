@@ -105,8 +105,8 @@ class Findings(dict[str, Measured]):
             return
         value, rest = divmod(tensor.shape[axis] - less, divisor)
         fits = value > 0 and not rest
-        shown = f"{tensor.name} {tensor.shape} fits {value if fits else 'no whole number'}"
-        self[name] = Measured(value if fits else None, tensor.name, shown)
+        evidence = f"{tensor.name} {tensor.shape} fits {value if fits else 'no whole number'}"
+        self[name] = Measured(value if fits else None, tensor.name, evidence)
 
     def exists(self, name: str, tensor: TensorInfo | None, missing: str) -> None:
         """`name` says whether the tensor exists."""
@@ -155,8 +155,8 @@ def _measure_model(findings: Findings, layers: LayerTensors) -> None:
         findings.size("hidden_size", embedding, 1)
         findings.size("padded_vocab_size", embedding, 0)
         head = weights.get("output_layer.weight")
-        shown = f"output_layer.weight {'does not exist' if head is None else 'exists'}"
-        findings["tied_embeddings"] = Measured(head is None, "output_layer.weight", shown)
+        evidence = f"output_layer.weight {'does not exist' if head is None else 'exists'}"
+        findings["tied_embeddings"] = Measured(head is None, "output_layer.weight", evidence)
     else:
         findings.size("hidden_size", layers.first("self_attention.linear_proj.weight"), 0)
     positions = weights.get("embedding.position_embeddings.weight")
@@ -174,8 +174,8 @@ def _measure_model(findings: Findings, layers: LayerTensors) -> None:
     if last is not None:
         name = f"{last.name.removesuffix('.weight')}.bias"
         bias = name in weights
-        shown = f"{name} {'exists' if bias else 'does not exist'}"
-        findings["normalization"] = Measured("LayerNorm" if bias else "RMSNorm", last.name, shown)
+        evidence = f"{name} {'exists' if bias else 'does not exist'}"
+        findings["normalization"] = Measured("LayerNorm" if bias else "RMSNorm", last.name, evidence)
     if layers.mtp:
         depth = max(layers.mtp) + 1
         findings["mtp_num_layers"] = Measured(
@@ -193,15 +193,15 @@ def _measure_kinds(findings: Findings, layers: LayerTensors, count: int) -> list
     if not (stated or mixers or _HYBRID_NORM in layers.weights):
         linear = tuple(any(_LINEAR in suffix for suffix in layers.suffixes.get(n, ())) for n in range(count))
         if any(linear) or findings.stated.get("linear_layers"):
-            shown = f"{sum(linear)} of {count} layers have linear attention: {_digits(linear)}"
-            findings["linear_layers"] = Measured(linear, _LINEAR, shown)
+            evidence = f"{sum(linear)} of {count} layers have linear attention: {_digits(linear)}"
+            findings["linear_layers"] = Measured(linear, _LINEAR, evidence)
         return []
     kinds = [symbol_of(layers.suffixes.get(n, ())) or "?" for n in range(count)]
     for number, symbol in enumerate((stated or "")[:count]):
         if (symbol, kinds[number]) == ("D", "+"):  # sparse attention may use the indices of a layer before it
             kinds[number] = symbol
-    shown = f"the tensors of its layers are {''.join(kinds)}"
-    findings["layer_pattern"] = Measured("".join(kinds), "the layers' tensors", shown)
+    evidence = f"the tensors of its layers are {''.join(kinds)}"
+    findings["layer_pattern"] = Measured("".join(kinds), "the layers' tensors", evidence)
     return _incomplete(layers, kinds)
 
 
@@ -210,14 +210,14 @@ _LINEAR = "self_attention.in_proj."
 
 def _incomplete(layers: LayerTensors, kinds: list[str]) -> list[str]:
     """Layers of a hybrid that lack what another layer of their kind has."""
-    whole: dict[str, set[str]] = defaultdict(set)
+    suffixes_by_kind: dict[str, set[str]] = defaultdict(set)
     for number, kind in enumerate(kinds):
-        whole[kind] |= layers.suffixes.get(number, set())
+        suffixes_by_kind[kind] |= layers.suffixes.get(number, set())
     out = []
     for number, kind in enumerate(kinds):
-        gone = sorted(s for s in whole[kind] - layers.suffixes.get(number, set()) if ".indexer." not in s)
-        if gone and kind not in "MG?":  # those are looked at one by one
-            out.append(f"layer {number} has no {gone[0]}, other layers of its kind have")
+        missing = sorted(s for s in suffixes_by_kind[kind] - layers.suffixes.get(number, set()) if ".indexer." not in s)
+        if missing and kind not in "MG?":  # those are looked at one by one
+            out.append(f"layer {number} has no {missing[0]}, other layers of its kind have")
     return out[:8]
 
 
@@ -291,8 +291,8 @@ def _measure_experts(findings: Findings, layers: LayerTensors, count: int) -> li
     number = max(max(numbers) for numbers in layers.experts.values()) + 1
     findings["num_experts"] = Measured(number, "mlp.experts", f"the checkpoint holds {counted(number, 'expert')}")
     flags = tuple(layer in layers.experts for layer in range(count))
-    shown = f"{sum(flags)} of {count} layers hold experts: {_digits(flags)}"
-    findings["moe_layers"] = Measured(flags, "mlp.experts", shown)
+    evidence = f"{sum(flags)} of {count} layers hold experts: {_digits(flags)}"
+    findings["moe_layers"] = Measured(flags, "mlp.experts", evidence)
     fc1, fc2 = (layers.first(f"mlp.experts.*.linear_fc{i}.weight") for i in (1, 2))
     findings.size("moe_ffn_hidden_size", fc2, 1)
     _measure_gate(findings, fc1, fc2)
@@ -304,9 +304,9 @@ def _measure_experts(findings: Findings, layers: LayerTensors, count: int) -> li
     gate = layers.first("mlp.shared_experts.gate_weight")
     findings.exists("moe_shared_expert_gate", gate, "mlp.shared_experts.gate_weight")
     findings.exists("moe_expert_bias", layers.first("mlp.router.expert_bias"), "mlp.router.expert_bias")
-    everyone = set(range(number))
-    broken = [(n, sorted(everyone - have)) for n, have in layers.experts.items() if have != everyone]
-    notes = [f"layer {n} has no expert {gone[0]}" for n, gone in broken[:4]]
+    all_experts = set(range(number))
+    incomplete = [(n, sorted(all_experts - numbers)) for n, numbers in layers.experts.items() if numbers != all_experts]
+    notes = [f"layer {n} has no expert {missing[0]}" for n, missing in incomplete[:4]]
     router = layers.first("mlp.router.weight")
     if router is not None and router.shape[:1] != (number,):
         notes.append(f"{router.name} is {router.shape}, the layer has {counted(number, 'expert')}")

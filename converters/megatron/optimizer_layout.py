@@ -95,7 +95,7 @@ def optimizer_layout(catalog: Catalog) -> OptimizerLayout:
 def optimizer_resharding(catalog: Catalog) -> Resharding | None:
     """What `OptimizerLayout.permits` says, for a program; None where it is not known, or there is no optimizer state."""
     parts = optimizer_parts(catalog)
-    if not parts.parts or parts.strange or parts.lost or parts.layer_wise or parts.mixed:
+    if not parts.parts or parts.unknown or parts.lost or parts.layer_wise or parts.mixed:
         return None
     if catalog.format == "legacy":
         flat = any(file.name.endswith("/distrib_optim.pt") for file in catalog.files)
@@ -126,9 +126,9 @@ def _stored_layout(catalog: Catalog) -> OptimizerLayout:
     name = _named(parts, sharding)
     permits = _PERMITS.get(sharding, _PERMITS["unknown"])
     if parts.mixed and sharding == "dp_reshardable":
-        permits = "Megatron changes only dp; not tp, pp or ep (distckpt reshard does)"
-    if parts.strange or parts.lost:
-        permits, caution = "none of it is moved (--optimizer none)", str((*parts.strange, *parts.lost)[0])
+        permits = _PERMITS["dp_zero_gather_scatter"]
+    if parts.unknown or parts.lost:
+        permits, caution = "none of it is moved (--optimizer none)", str((*parts.unknown, *parts.lost)[0])
     return OptimizerLayout(name, reason, permits, tuple(states), caution)
 
 
@@ -138,11 +138,8 @@ def _masters(catalog: Catalog) -> str:
     narrow = any(t.dtype.name == "int16" for t in masters)
     if not catalog.megatron or not (narrow or catalog.args.get("use_precision_aware_optimizer") is True):
         return ""
-    stored = (
-        "as remainders of the weights (int16)"
-        if narrow
-        else "as fp32, or as remainders of the weights in fp32 (verify says which)"
-    )
+    in_fp32 = "as fp32, or as remainders of the weights in fp32 (verify says which)"
+    stored = "as remainders of the weights (int16)" if narrow else in_fp32
     parts = optimizer_parts(catalog)
     return f"precision-aware {parts if parts.parts else 'optimizer'}: master weights {stored}"
 
@@ -151,9 +148,7 @@ def _named(parts: Recognised, layout: str) -> str:
     """What a person calls it."""
     if not parts.parts or (str(parts) == "Adam" and layout != "not distributed"):
         return layout
-    if parts.layer_wise:
-        return f"{parts}, {layout}" if parts.mixed else str(parts)
-    return f"{parts}, {layout}"
+    return str(parts) if parts.layer_wise and not parts.mixed else f"{parts}, {layout}"
 
 
 def _legacy(catalog: Catalog, states: tuple[str, ...]) -> OptimizerLayout:

@@ -118,7 +118,7 @@ class Recognised:
     Attributes:
         parts: One for each algorithm, that of the matrices first.
         layer_wise: Whole parameters are dealt out to data-parallel ranks (LayerWiseDistributedOptimizer).
-        strange: Sentences: what is not understood.
+        unknown: Sentences: what is not understood.
         lost: States that parameters should have and that are missing.
         stateless: Weights that have no state at all, not even a master weight, where others have: frozen in training, or
             lost; nothing in the checkpoint tells which.
@@ -126,7 +126,7 @@ class Recognised:
 
     parts: tuple[OptimizerPart, ...]
     layer_wise: bool = False
-    strange: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
     lost: tuple[LostStates, ...] = ()
     stateless: tuple[str, ...] = ()
 
@@ -135,9 +135,9 @@ class Recognised:
         """A sentence on weights without any state; None if every weight has some."""
         if not self.stateless:
             return None
-        shown = listed([text for text, _ in fold(self.stateless)], 3)
+        folded = listed([text for text, _ in fold(self.stateless)], 3)
         return (
-            f"{shown} {'has' if len(self.stateless) == 1 else 'have'} no optimizer state: frozen in training, or lost"
+            f"{folded} {'has' if len(self.stateless) == 1 else 'have'} no optimizer state: frozen in training, or lost"
         )
 
     @property
@@ -166,41 +166,41 @@ def group_algorithm(group: Mapping[Any, Any]) -> str | None:
 
 def optimizer_parts(catalog: Catalog) -> Recognised:
     """Which algorithm has which parameters, from the catalog alone."""
-    by_name, spelled_whole, flat = _stored_states(catalog)
+    by_name, fp32_param_names, flat = _stored_states(catalog)
     entries = chained_entries(catalog.common)
     if not by_name and not flat:
         unnamed = any(t.kind == "optimizer" for t in catalog.tensors.values())
-        return Recognised((), strange=("it is not known which parameters its tensors are of",) if unnamed else ())
+        return Recognised((), unknown=("it is not known which parameters its tensors are of",) if unnamed else ())
     accepted = _accepted(catalog, entries)
     if accepted and any("momentum_buffer" in states for states in by_name.values()):  # then every parameter has it
         accepted = tuple(name for name in accepted if name != "SGD")
-    whole = frozenset(_whole_names(catalog, entries, by_name, spelled_whole, flat=bool(flat)))
+    undistributed = frozenset(_undistributed_names(catalog, entries, by_name, fp32_param_names, flat=bool(flat)))
     by_states: dict[tuple[str, frozenset[str], bool], list[str]] = defaultdict(list)
     for name, states in by_name.items():
         kind = _kind(catalog, name)
-        by_states[kind, frozenset(states - {"param", *_STEPS}), name not in whole].append(name)
+        by_states[kind, frozenset(states - {"param", *_STEPS}), name not in undistributed].append(name)
     if flat:
         rest = [name for name in trained_weights(catalog.weights) if name not in by_name]
         by_states["flat", frozenset(flat - {"param", *_STEPS}), True] += rest
     members: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    strange, lost = list[str](), list[LostStates]()
+    unknown, lost = list[str](), list[LostStates]()
     if accepted is None:
-        strange.append(f"the optimizer {printable(str(catalog.args.get('optimizer')))!r} is not known")
-    stored = {(kind, have) for kind, have, _ in by_states}
-    for (kind, have, distributed), names in by_states.items():
-        algorithm = next((a for a in accepted or () if _STATES[a] == have), None)
+        unknown.append(f"the optimizer {printable(str(catalog.args.get('optimizer')))!r} is not known")
+    stored = {(kind, present) for kind, present, _ in by_states}
+    for (kind, present, distributed), names in by_states.items():
+        algorithm = next((a for a in accepted or () if _STATES[a] == present), None)
         # one algorithm has all parameters of a kind: what has less than another of its kind has lost something
-        alike = [a for a in accepted or () if have < _STATES[a] and (kind, _STATES[a]) in stored and a != "SOAP"]
-        if algorithm is not None and not alike:
+        richer = [a for a in accepted or () if present < _STATES[a] and (kind, _STATES[a]) in stored and a != "SOAP"]
+        if algorithm is not None and not richer:
             members[algorithm, distributed] += names
             continue
-        full = next(iter(alike), None) or next((a for a in accepted or () if have < _STATES[a]), None)
+        full = next(iter(richer), None) or next((a for a in accepted or () if present < _STATES[a]), None)
         if full is not None:
-            lost.append(LostStates(full, tuple(sorted(_STATES[full] - have)), tuple(sorted(names))))
+            lost.append(LostStates(full, tuple(sorted(_STATES[full] - present)), tuple(sorted(names))))
         elif accepted is not None:
-            listed = printable(", ".join(sorted(have))) or "no state but the master weight"
+            listed = printable(", ".join(sorted(present))) or "no state but the master weight"
             example = printable(fold(sorted(names))[0][0])
-            strange.append(f"{example} has {listed}: no known optimizer has these states")
+            unknown.append(f"{example} has {listed}: no known optimizer has these states")
     lost += _lost_masters(catalog, by_name)
     lost += _lost_second_moments(entries, [flat, *by_name.values()])
     parts = [OptimizerPart(a, d, _STATES[a], frozenset(names)) for (a, d), names in members.items()]
@@ -208,7 +208,7 @@ def optimizer_parts(catalog: Catalog) -> Recognised:
     parts.sort(key=lambda part: (order.get(part.algorithm, -1), part.distributed))
     expected = trained_weights(catalog.weights) if catalog.megatron and not flat else {}
     stateless = tuple(name for name in expected if name not in by_name)
-    return Recognised(tuple(parts), _layer_wise(catalog), tuple(strange), tuple(lost), stateless)
+    return Recognised(tuple(parts), _layer_wise(catalog), tuple(unknown), tuple(lost), stateless)
 
 
 def trained_weights(weights: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -220,7 +220,7 @@ def trained_weights(weights: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 def _stored_states(catalog: Catalog) -> tuple[dict[str, set[str]], set[str], set[str]]:
     """States of each parameter, parameters whose master weight is spelled `fp32_param`, and the states of flat buckets."""
     by_name: dict[str, set[str]] = defaultdict(set)
-    spelled_whole: set[str] = set()
+    fp32_param_names: set[str] = set()
     flat: set[str] = set()
     for tensor in catalog.tensors.values():
         if tensor.kind != "optimizer":
@@ -231,11 +231,11 @@ def _stored_states(catalog: Catalog) -> tuple[dict[str, set[str]], set[str], set
         elif (parts := StateName.parse(tensor.name)) is not None:
             state, name = parts
             if state == "fp32_param" and all(part.block is None for part in tensor.parts):
-                spelled_whole.add(name)
+                fp32_param_names.add(name)
             by_name[name].add(MASTERS.get(state, state))
     if any(o.name.endswith(".param_state") for o in catalog.objects.values()):
         flat |= {"param", *_ADAM}  # dp_zero_gather_scatter, whose DistributedOptimizer takes nothing but Adam
-    return by_name, spelled_whole, flat
+    return by_name, fp32_param_names, flat
 
 
 def chained_entries(common: Any) -> dict[int, Mapping[Any, Any]]:
@@ -252,11 +252,15 @@ def chained_entries(common: Any) -> dict[int, Mapping[Any, Any]]:
     return {0: optimizer}
 
 
+def torch_state(entry: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The state of torch's optimizer in what the common state has of one; fp32 training stores that itself."""
+    inner = entry.get("optimizer")
+    return inner if isinstance(inner, Mapping) else entry
+
+
 def entry_groups(entry: Mapping[Any, Any]) -> list[Mapping[Any, Any]]:
     """The param groups of one optimizer, as far as they are dictionaries."""
-    inner = entry.get("optimizer")
-    state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores torch's own dictionary
-    groups = state.get("param_groups")
+    groups = torch_state(entry).get("param_groups")
     return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
 
 
@@ -282,11 +286,11 @@ def _accepted(catalog: Catalog, entries: Mapping[int, Mapping[Any, Any]]) -> tup
     return tuple(stated) or ("Adam", "Lion", "SOAP")  # `momentum_buffer` alone may be Muon's or SGD's
 
 
-def _whole_names(
+def _undistributed_names(
     catalog: Catalog,
     entries: Mapping[int, Mapping[Any, Any]],
     by_name: Mapping[str, set[str]],
-    spelled_whole: set[str],
+    fp32_param_names: set[str],
     *,
     flat: bool,
 ) -> set[str]:
@@ -299,7 +303,7 @@ def _whole_names(
         return set()
     distributed = sum("param_state_sharding_type" in entry for entry in entries.values())
     if distributed and distributed < len(entries):
-        return spelled_whole | {name for name, states in by_name.items() if "param" not in states}
+        return fp32_param_names | {name for name, states in by_name.items() if "param" not in states}
     return set() if distributed or stated_sharding(catalog) else set(by_name)
 
 

@@ -80,7 +80,7 @@ class Outline:
             divided_norms=args.extras.get("bridge_family") in DIVIDED_NORMS,
             stacks={name: n for name, n in stacks.items() if n != layers},
             gated_parts={
-                part: gated_by_shape(mine) is True for part, mine in parts.items() if language_name(part) is None
+                part: gated_by_shape(inner) is True for part, inner in parts.items() if language_name(part) is None
             },
         )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
 
-Seen: TypeAlias = "dict[tuple[str, str], Counter[int]]"
+Extents: TypeAlias = "dict[tuple[str, str], Counter[int]]"
 
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers|mtp\.layers)\.(\d{1,5})\.(?:transformer_layer\.)?(.*)", re.DOTALL)
 _EXPERT = re.compile(r"mlp\.experts\.\d{1,5}\.")
@@ -96,20 +96,20 @@ def odd_shapes(weights: Mapping[str, TensorInfo], options: Mapping[str, Any]) ->
     uneven = any(name.startswith("heterogeneous_") and options[name] for name in options)
     wide = options.get("bridge_family") in WIDE_NORMS
     terms: list[tuple[TensorInfo, list[tuple[str, str]]]] = []
-    seen: Seen = defaultdict(Counter)
+    extents_of: Extents = defaultdict(Counter)
     for name, tensor in weights.items():
         sizes = _sizes_of(name, uneven=uneven, wide=wide)
         if sizes is None or (radio and name.startswith("vision_model.")):
             continue
         terms.append((tensor, sizes))
         for size, extent in zip(sizes, tensor.shape, strict=False):
-            seen[size][extent] += 1
-    most = {size: extents.most_common(1)[0][0] for size, extents in seen.items()}
+            extents_of[size][extent] += 1
+    most = {size: extents.most_common(1)[0][0] for size, extents in extents_of.items()}
     out = []
     for tensor, sizes in terms:
-        wanted = tuple(int(size) if size.isdigit() else most.get((scope, size), 0) for scope, size in sizes)
-        if tensor.shape != wanted:
-            out.append(f"{tensor.name} is {tensor.shape}, the other tensors imply {wanted}")
+        expected = tuple(int(size) if size.isdigit() else most.get((scope, size), 0) for scope, size in sizes)
+        if tensor.shape != expected:
+            out.append(f"{tensor.name} is {tensor.shape}, the other tensors imply {expected}")
     gate = options.get("attention_output_gate")
     widths = (1, 2) if gate is None else (1 + bool(gate),)  # of a query, with its gate
     return [*out, *_ratios(most, widths), *_vision(most, weights, options), *_adapters(weights)]
@@ -210,7 +210,7 @@ def _adapters(weights: Mapping[str, TensorInfo]) -> Iterator[str]:
         base = weights.get(f"{stem}.weight")
         shapes = inward.shape, outward.shape
         rank = inward.shape[0] if inward.shape else 0
-        wanted = ((rank, base.shape[1]), (base.shape[0], rank)) if base is not None and len(base.shape) == 2 else None
-        if shapes[0][:1] != shapes[1][1:] or (wanted is not None and shapes != wanted):
+        expected = ((rank, base.shape[1]), (base.shape[0], rank)) if base is not None and len(base.shape) == 2 else None
+        if shapes[0][:1] != shapes[1][1:] or (expected is not None and shapes != expected):
             what = f"{base.name} {base.shape}" if base is not None else "each other"
             yield f"{stem}.adapter is of {shapes[0]} and {shapes[1]}, which do not fit {what}"

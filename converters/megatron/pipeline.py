@@ -156,31 +156,28 @@ _STACK_LAYER = re.compile(
 
 def _even(layout: Layout, num_layers: int) -> list[int]:
     """Layers of each stage when all pipeline ranks get as many, embedding and output layer counted if asked."""
-    ends = [what for what, on in _ends(layout) if on]
+    ends = ["embedding"] * layout.account_for_embedding + ["output layer"] * layout.account_for_loss
     total, chunks = num_layers + len(ends), layout.vpp or 1
-    shown = counted(num_layers, "layer") + "".join(f" + 1 for the {what}" for what in ends)
+    layers = counted(num_layers, "layer") + "".join(f" + 1 for the {what}" for what in ends)
     if total % layout.pp:
         raise RequestError(
-            f"{shown} cannot be spread evenly over --pp {layout.pp}",
+            f"{layers} cannot be spread evenly over --pp {layout.pp}",
             hint=f"--pp must divide {total}: try {some_of(divisors(total), layout.pp)}; or give the uneven stages with "
             "--first-layers, --last-layers or --pp-layout",
         )
     each = total // layout.pp
     if each % chunks:
         raise RequestError(
-            f"{counted(each, 'layer')} a pipeline rank ({shown}, --pp {layout.pp}) cannot be cut into --vpp {chunks} chunks",
+            f"{counted(each, 'layer')} a pipeline rank ({layers}, --pp {layout.pp}) cannot be cut into --vpp {chunks} "
+            "chunks",
             hint=f"--vpp must divide {each}: try {some_of(divisors(each), chunks)}",
         )
     sizes = [each // chunks] * (layout.pp * chunks)
     sizes[0] -= layout.account_for_embedding
     sizes[-1] -= layout.account_for_loss
     if min(sizes) < 0:
-        raise RequestError(f"one stage has no room for embedding and output layer ({shown})")
+        raise RequestError(f"one stage has no room for embedding and output layer ({layers})")
     return sizes
-
-
-def _ends(layout: Layout) -> tuple[tuple[str, bool], tuple[str, bool]]:
-    return ("embedding", layout.account_for_embedding), ("output layer", layout.account_for_loss)
 
 
 def _uneven(layout: Layout, num_layers: int) -> list[int]:
@@ -189,8 +186,8 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
         raise RequestError(
             "Megatron allows --first-layers and --last-layers only without account_for_embedding and account_for_loss"
         )
-    own = [("--first-layers", layout.first_layers), ("--last-layers", layout.last_layers)]
-    options = [(option, n) for option, n in own if n is not None]
+    stated_sizes = [("--first-layers", layout.first_layers), ("--last-layers", layout.last_layers)]
+    options = [(option, n) for option, n in stated_sizes if n is not None]
     words = " ".join(f"{option} {n}" for option, n in options)
     middle, left = layout.pp - len(options), num_layers - sum(n for _, n in options)
     if middle < 0:

@@ -87,9 +87,9 @@ class LocalTensor(Piece):
         """Its elements one behind the other, as boxes of whole tensors; `name` is that of the parameter."""
         segments: list[tuple[str, Box]] = []
         for source, copies in itertools.groupby(self.copies, key=lambda copy: copy.source):
-            mine = list(copies)
-            boxes = [copy.source_box for copy in mine]
-            if mine[0].op is Op.TRANSPOSE:  # column by column of gate, then of up
+            held = list(copies)
+            boxes = [copy.source_box for copy in held]
+            if held[0].op is Op.TRANSPOSE:  # column by column of gate, then of up
                 boxes = [_column(box, n) for n in range(boxes[0].shape[1]) for box in boxes]
             segments += [(source, box) for box in boxes]
         numel = sum(box.volume for _, box in segments)
@@ -201,13 +201,13 @@ class LocalModel:
         Raises:
             RequestError: An element is on none; the tensor is named.
         """
-        seen = set[tuple[str, tuple[int, ...]]]()
+        proved_kinds = set[tuple[str, tuple[int, ...]]]()
         for name, target in self.tensors.items():
             self._pipeline.homes(name, tied=self.outline.tied)
             kind = (_NUMBER.sub("*", name), target.shape)
-            if kind in seen:  # divided as the same tensor of another layer
+            if kind in proved_kinds:  # divided as the same tensor of another layer
                 continue
-            seen.add(kind)
+            proved_kinds.add(kind)
             gap = uncovered(target.shape, [shard.box for shard in self._shards_of(name)])
             if gap is not None:
                 raise RequestError(f"{printable(name)}: elements {gap} would be on no rank", tensor=name)
@@ -342,9 +342,9 @@ class LocalModel:
             expert = shards[0].ep is not None
             stacked = expert and self.order.experts == "stacked" and len(self.tensors[name].shape) == 2
             at = etp if expert else tp
-            mine = [shard for shard in shards if shard.tp in (None, at)]
-            first &= at == 0 or mine[0].tp is not None
-            for shard in mine:
+            held = [shard for shard in shards if shard.tp in (None, at)]
+            first &= at == 0 or held[0].tp is not None
+            for shard in held:
                 for source, target in self._parts(name, shard):
                     local = Box(target.start[::-1], target.shape[::-1]) if stacked else target
                     if local.shape and rows:
@@ -353,7 +353,7 @@ class LocalModel:
                         fills.append(local)
                     else:
                         copies.append(Copy(name, source, parameter, local, Op.TRANSPOSE if stacked else Op.COPY))
-            extent = tuple(max(ends) for ends in zip(*(shard.local.stop for shard in mine), strict=True))
+            extent = tuple(max(ends) for ends in zip(*(shard.local.stop for shard in held), strict=True))
             extent = extent[::-1] if stacked else extent
             rows += extent[0] if extent else 0
             matrix = (rows, *extent[1:]) if extent else ()
@@ -373,10 +373,10 @@ class LocalModel:
         if not box.shape or box.stop[0] <= rows:
             yield box, local
             return
-        kept = max(0, rows - box.start[0])
-        if kept:
-            yield Box(box.start, (kept, *box.shape[1:])), Box(local.start, (kept, *local.shape[1:]))
-        yield None, Box((local.start[0] + kept, *local.start[1:]), (local.shape[0] - kept, *local.shape[1:]))
+        present = max(0, rows - box.start[0])
+        if present:
+            yield Box(box.start, (present, *box.shape[1:])), Box(local.start, (present, *local.shape[1:]))
+        yield None, Box((local.start[0] + present, *local.start[1:]), (local.shape[0] - present, *local.shape[1:]))
 
 
 def _column(box: Box, number: int) -> Box:

@@ -237,8 +237,8 @@ def shards(name: str, shape: Sequence[int], layout: Layout, outline: Outline) ->
 @lru_cache(maxsize=4096)  # the same for all layers and all experts of a rank
 def _cut(shape: tuple[int, ...], axis: int | None, parts: int, halves: int, ep: int | None) -> tuple[Shard, ...]:
     if axis is None:
-        whole = Box.whole(shape)
-        return (Shard(whole, whole, None, ep),)
+        every_element = Box.whole(shape)
+        return (Shard(every_element, every_element, None, ep),)
     size = shape[axis] // (parts * halves)
     before, behind = (0,) * axis, (0,) * (len(shape) - axis - 1)
     extent = (*shape[:axis], size, *shape[axis + 1 :])

@@ -43,8 +43,8 @@ def padding_rows(sources: Mapping[str, TensorInfo], rows: Callable[[str, TensorI
     """
     for source, info in sources.items():
         name = parameter_of(source)
-        if info.shape and is_vocabulary(name) and (kept := rows(name, info)) < info.shape[0]:
-            yield Drop(source, Box.rows(info.shape, kept), "padding rows of the vocabulary")
+        if info.shape and is_vocabulary(name) and (target_rows := rows(name, info)) < info.shape[0]:
+            yield Drop(source, Box.rows(info.shape, target_rows), "padding rows of the vocabulary")
 
 
 def real_rows(stated: int, stored: int, tp: int, args: Mapping[str, Any]) -> tuple[int | None, str]:

@@ -50,13 +50,14 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
         FormatError: A size is no size, or one that is needed is not stated.
         RequestError: It describes a variant that the table does not have.
     """
-    own = {*model.settings(ModelArgs()), "vocab_size", "tie_word_embeddings", *KEYS["num_experts"]}
-    config = {key: value for key, value in config.items() if key in own}  # transformers ignores those of other models
-    own_facts = _own_facts(model, config)
-    facts: dict[str, Any] = {name: value for name, value in own_facts.items() if name in KEYS}
+    class_keys = {*model.settings(ModelArgs()), "vocab_size", "tie_word_embeddings", *KEYS["num_experts"]}
+    # transformers ignores the keys of other models
+    config = {key: value for key, value in config.items() if key in class_keys}
+    table_facts = _table_facts(model, config)
+    facts: dict[str, Any] = {name: value for name, value in table_facts.items() if name in KEYS}
     for fact, names in KEYS.items():
         size = _size(config, names)
-        if size is not None and fact not in own_facts:
+        if size is not None and fact not in table_facts:
             facts[fact] = size
         if fact in _COUNTED and (size or 0) > _MOST_OF_ANY:
             raise FormatError(f"config.json says {names[0]} {size:,}, which is too large")
@@ -74,7 +75,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
         raise FormatError(
             f"config.json says {heads} heads, which {facts['num_query_groups']} query groups cannot share"
         )
-    if "n_shared_experts" in config and "moe_shared_expert_intermediate_size" not in own:
+    if "n_shared_experts" in config and "moe_shared_expert_intermediate_size" not in class_keys:
         facts["moe_shared_expert_size"] = (_size(config, ("n_shared_experts",)) or 0) * facts["moe_ffn_hidden_size"]
     lacking = next((name for name in _NEEDED if SET in model.needs.get(name, ()) and name not in facts), None)
     if lacking:
@@ -89,16 +90,16 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
         add_bias_linear=bias,
         add_qkv_bias=qkv_bias,
         moe_layers=_expert_layers(model, config, facts),
-        **{name: value for name, value in own_facts.items() if name not in facts},
+        **{name: value for name, value in table_facts.items() if name not in facts},
     )
 
 
-def _own_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
+def _table_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes tensors among the facts that no other architecture has."""
-    own = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
-    extras = {name: own[name] for name in _SHAPING_EXTRAS if own.get(name)}
+    stated = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
+    extras = {name: stated[name] for name in _SHAPING_EXTRAS if stated.get(name)}
     fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern", "prediction_pattern")
-    facts = {name: own[name] for name in fields if isinstance(own.get(name), bool | tuple | int | str)}
+    facts = {name: stated[name] for name in fields if isinstance(stated.get(name), bool | tuple | int | str)}
     return {**facts, **({"extras": extras} if extras else {})}
 
 

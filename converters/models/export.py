@@ -101,13 +101,13 @@ def map_to_hf(
         notes.append(
             f"norm weights are stored as gamma - 1; gamma is rounded to {written} (--dtype fp32 rounds nothing)"
         )
-    shown = args if keep else without_predictions(args)
+    exported = args if keep else without_predictions(args)
     return HfMapping(
         targets=out.targets,
         copies=out.copies,
         drops=out.drops,
-        config=model.config(shown, vocab_size=vocab, dtype=written),
-        generation_config=model.generation_config(shown),
+        config=model.config(exported, vocab_size=vocab, dtype=written),
+        generation_config=model.generation_config(exported),
         notes=[*notes, *end_of_documents(out.drops, catalog.args), *_doubts(args), *model.remarks(args)],
     )
 
@@ -219,9 +219,9 @@ def check_hf_config(config: Mapping[str, Any], mapping: HfMapping) -> list[str]:
             continue
         if ours is not None and theirs is not None and not _equal(ours[1], theirs[1]):
             out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
-    own, stated = _rope_facts(mapping.config), _rope_facts(config)
-    differ = [name for name in _ROPE if own and stated and own.get(name) != stated.get(name)]
-    return out + [f"config.json says {n} {stated.get(n)}, but the checkpoint gives {own.get(n)}" for n in differ]
+    rope, stated = _rope_facts(mapping.config), _rope_facts(config)
+    differ = [name for name in _ROPE if rope and stated and rope.get(name) != stated.get(name)]
+    return out + [f"config.json says {n} {stated.get(n)}, but the checkpoint gives {rope.get(n)}" for n in differ]
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -27,8 +27,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 
 
 def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
-    own = {name: settings.get(name) or None for name in (*_CAPS, "query_pre_attn_scalar")}
-    return {**gemma_facts(settings), **own, "window_size": settings.get("sliding_window")}
+    scales = {name: settings.get(name) or None for name in (*_CAPS, "query_pre_attn_scalar")}
+    return {**gemma_facts(settings), **scales, "window_size": settings.get("sliding_window")}
 
 
 MODEL = LlamaModel(

@@ -75,14 +75,14 @@ def map_from_hf(
     if args.mtp_num_layers and not keep:
         why = "are left out" if behind else "are not in the folder; transformers leaves them out when it saves"
         notes.append(f"{args.mtp_num_layers} multi-token prediction layers {why}; the logits do not depend on them")
-    shown = args if keep else without_predictions(args)
-    out = Described(shown, {}, shown.vocab_size or 0)
-    emit_all(out, model, shown.mtp_num_layers or 0)
+    imported = args if keep else without_predictions(args)
+    out = Described(imported, {}, imported.vocab_size or 0)
+    emit_all(out, model, imported.mtp_num_layers or 0)
     _check(out, present)
     kinds = _types(out.copies, present)
     targets = {name: Target(name, kinds[name].dtype, shape) for name, shape in out.canonical.items()}
     copies = [reversed_copy(replace(copy, target=names[copy.target])) for copy in out.copies]
-    drops = list(_dropped(model, shown, present, names, set(out.targets), behind if not keep else ()))
+    drops = list(_dropped(model, imported, present, names, set(out.targets), behind if not keep else ()))
     shifted = sum(copy.op is Op.SUBTRACT_ONE for copy in copies)
     if shifted:
         notes.append(
@@ -92,7 +92,7 @@ def map_from_hf(
     matrices = {names[name]: t.matrix for name, t in out.targets.items() if t.matrix is not None}
     stored = {info.name: matrices.get(info.name, info.shape) for info in present.values()}
     prove(pieces_of(targets, copies).values(), stored, drops)
-    return MegatronMapping(targets, copies, drops, shown, notes, matrices)
+    return MegatronMapping(targets, copies, drops, imported, notes, matrices)
 
 
 def _check(out: Described, present: Mapping[str, TensorInfo]) -> None:
@@ -146,12 +146,12 @@ def _dropped(
     used: set[str],
     behind: Iterable[str],
 ) -> Iterable[Drop]:
-    lost = set(behind)
+    predictions = set(behind)
     unknown = []
     for name in present:
         if name in used:
             continue
-        if name in lost:
+        if name in predictions:
             yield Drop(names[name], None, "multi-token prediction layers are not imported")
         elif name.endswith(COMPUTED):
             yield Drop(names[name], None, "computed when the model is built")

@@ -106,8 +106,8 @@ class Model:
         if args.rope_scaling == "yarn" and args.rope_original_max_position_embeddings is None:
             out.append("the length that yarn extends (original_max_position_embeddings) is not known")
         if self.hybrid:
-            strange = sorted({*(args.layer_pattern or "")} - self.hybrid.keys())
-            out += [f"it has no layer of the kind {SYMBOLS.get(symbol, symbol)}" for symbol in strange]
+            unknown_symbols = sorted({*(args.layer_pattern or "")} - self.hybrid.keys())
+            out += [f"it has no layer of the kind {SYMBOLS.get(symbol, symbol)}" for symbol in unknown_symbols]
         return out if out else self.misfits(args)
 
     def requires(self, args: ModelArgs) -> None:

@@ -47,7 +47,7 @@ def with_predictions(model: Model, args: ModelArgs, names: Collection[str]) -> M
     if model.predictions is None or args.mtp_num_layers is not None:
         return args
     layer = _numbered(model.predictions[1])
-    return replace(args, mtp_num_layers=len({hit[1] for name in names if (hit := layer.match(name))}) or None)
+    return replace(args, mtp_num_layers=len({match[1] for name in names if (match := layer.match(name))}) or None)
 
 
 def _numbered(prefix: str) -> re.Pattern[str]:
@@ -63,7 +63,7 @@ def prediction_tensors(model: Model, args: ModelArgs, names: Collection[str]) ->
     layer = _numbered(model.layers)
     count, more = args.num_layers or 0, args.mtp_num_layers or 0
     numbered = ((name, layer.match(name)) for name in names)
-    return [name for name, hit in numbered if hit and count <= int(hit[1]) < count + more]
+    return [name for name, match in numbered if match and count <= int(match[1]) < count + more]
 
 
 def keeps_predictions(args: ModelArgs, model: Model, mtp: str) -> bool:

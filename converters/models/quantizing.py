@@ -46,13 +46,13 @@ class Quantization:
         targets: All tensors of the result; scales stand behind their weights.
         scales: The name of the scales of each weight that is quantized.
         config: `quantization_config` of config.json.
-        kept: Matrices of the kinds that are quantized, but with sides that are no multiples of 128, or beside such.
+        unquantized: Matrices of the kinds that are quantized, but with sides that are no multiples of 128, or beside such.
     """
 
     targets: dict[str, Target]
     scales: dict[str, str]
     config: dict[str, Any]
-    kept: list[str]
+    unquantized: list[str]
 
 
 def quantization(architecture: str, targets: Mapping[str, Target]) -> Quantization:
@@ -79,11 +79,11 @@ def quantization(architecture: str, targets: Mapping[str, Target]) -> Quantizati
         for name, group in candidates.items()
         if group not in uneven
     }
-    kept = [name for name in candidates if name not in scales]
+    unquantized = [name for name in candidates if name not in scales]
     if not scales:
         raise RequestError(
             f"no weight of this {architecture} can be quantized in blocks of {SCALE_BLOCK} x {SCALE_BLOCK}",
-            details=[f"{name} is {list(targets[name].shape)}" for name in kept[:4]],
+            details=[f"{name} is {list(targets[name].shape)}" for name in unquantized[:4]],
             hint="export it without --quantize",
         )
     config = {
@@ -93,7 +93,7 @@ def quantization(architecture: str, targets: Mapping[str, Target]) -> Quantizati
         "weight_block_size": [SCALE_BLOCK, SCALE_BLOCK],
         "modules_to_not_convert": list(dict.fromkeys(["lm_head", *_unconverted(targets, scales)])),
     }
-    return Quantization(dict(_quantized(targets, scales)), scales, config, kept)
+    return Quantization(dict(_quantized(targets, scales)), scales, config, unquantized)
 
 
 def _group(name: str, target: Target) -> str:

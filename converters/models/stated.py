@@ -105,8 +105,9 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def _without_experts(args: ModelArgs) -> ModelArgs:
-    gone: dict[str, Any] = {f.name: None for f in fields(args) if f.name.startswith("moe_") or f.name == "num_experts"}
-    return replace(args, **gone)
+    names = (f.name for f in fields(args) if f.name.startswith("moe_") or f.name == "num_experts")
+    unused: dict[str, Any] = dict.fromkeys(names)
+    return replace(args, **unused)
 
 
 def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:

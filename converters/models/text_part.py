@@ -42,13 +42,13 @@ class TextPart:
         kind: `model_type` of the whole.
         config: The language model's configuration.
         tensors: Its tensors, under the names that they have in a model of text.
-        others: Names of the tensors of the other parts.
+        other_parts: Names of the tensors of the other parts.
     """
 
     kind: str
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    others: list[str]
+    other_parts: list[str]
 
 
 def has_text_part(config: Mapping[str, Any]) -> bool:
@@ -68,18 +68,18 @@ def text_part(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> T
         RequestError: The parts cannot be told apart.
     """
     kind = str(config.get("model_type"))
-    whole = completed(kind, config)
-    text = whole.get("text_config")
+    completed_config = completed(kind, config)
+    text = completed_config.get("text_config")
     if not isinstance(text, Mapping) or not isinstance(text.get("model_type"), str):
         raise RequestError(f"a {printable(kind)} has no text_config that describes its language model")
-    own, others = _sorted(kind, tensors)
+    text_tensors, other_parts = _sorted(kind, tensors)
     family = _SAME.get(text["model_type"], text["model_type"])
     out = {key: _plain(value) if key in ("rope_parameters", "rope_scaling") else value for key, value in text.items()}
     # the class of the whole decides about tying; where lm_head is stored beside another embedding, it does not tie
-    tied = whole.get("tie_word_embeddings") is True and "lm_head.weight" not in own
+    tied = completed_config.get("tie_word_embeddings") is True and "lm_head.weight" not in text_tensors
     out |= {"model_type": family, "tie_word_embeddings": tied}
     out |= {key: config[key] for key in (_QUANTIZED, "dtype", "torch_dtype") if config.get(key) is not None}
-    return TextPart(kind, out, own, others)
+    return TextPart(kind, out, text_tensors, other_parts)
 
 
 def _plain(rope: Any) -> Any:
@@ -91,17 +91,17 @@ def _plain(rope: Any) -> Any:
 
 
 def _sorted(kind: str, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[str]]:
-    others = [name for name in tensors if name.removeprefix("model.").startswith(_OTHERS)]
+    other_parts = [name for name in tensors if name.removeprefix("model.").startswith(_OTHERS)]
     left = [name for name in tensors if not name.removeprefix("model.").startswith(_OTHERS)]
     body, head = next((starts for starts in _STARTS if any(n.startswith(starts[0]) for n in left)), _STARTS[-1])
-    own: dict[str, TensorInfo] = {}
+    text_tensors: dict[str, TensorInfo] = {}
     unknown: list[str] = []
     for name in left:
         if name.startswith((body, head)):
             plain = (
                 f"model.{name.removeprefix(body)}" if name.startswith(body) else f"lm_head.{name.removeprefix(head)}"
             )
-            own[plain] = replace(tensors[name], name=plain)
+            text_tensors[plain] = replace(tensors[name], name=plain)
         else:
             unknown.append(name)
     if unknown:
@@ -110,4 +110,4 @@ def _sorted(kind: str, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, Ten
             details=[printable(text) for text, _ in fold(unknown)][:8],
             tensor=unknown[0],
         )
-    return own, others
+    return text_tensors, other_parts

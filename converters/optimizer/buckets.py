@@ -77,9 +77,9 @@ def flatten(
     model = LocalModel(parameters, layout, outline, order)
     for chained in chain:
         if chained.part.distributed:
-            own_parts, own_objects = _Flattener(model, chained, scaler, args or {}, available or {}).run(states)
-            parts += own_parts
-            objects += own_objects
+            chained_parts, chained_objects = _Flattener(model, chained, scaler, args or {}, available or {}).run(states)
+            parts += chained_parts
+            objects += chained_objects
     return parts, objects
 
 
@@ -104,7 +104,8 @@ class _Flattener:
             names = self.chained.part.names
             buffers = self.model.buffers(group, range(layout.chunks), experts=experts, names=names)
             for number, buffer in enumerate(buffers):
-                grad = "float32" if self._grads_in_fp32() else buffer.dtype.name
+                in_fp32 = self.args.get("accumulate_allreduce_grads_in_fp32") is not False
+                grad = "float32" if in_fp32 else buffer.dtype.name
                 types = (Global("torch", buffer.dtype.name), Global("torch", grad))
                 job = (self.args, layout, self.model.numel, group.pp, buffer.chunk)
                 buckets = arrange(buffer.parameters, Rules.of(*job, experts=experts))
@@ -114,9 +115,6 @@ class _Flattener:
                     parts += self._parts(f"{key}.bucket_idx_{k}", bucket, ranks, states)
             objects += self._objects(prefix, ranks[0], numels)
         return parts, objects
-
-    def _grads_in_fp32(self) -> bool:
-        return self.args.get("accumulate_allreduce_grads_in_fp32") is not False
 
     def _objects(self, prefix: str, rank: int, numels: list[tuple[Node, list[Bucket]]]) -> Iterator[ObjectOut]:
         """What a rank stores of its group beside the buckets."""

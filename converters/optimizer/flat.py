@@ -229,8 +229,8 @@ def collect_states(
 
 
 def _fitted(parameters: Sequence[Local], sizes: Sequence[int], candidates: Sequence[Rules], what: str) -> list[Bucket]:
-    *others, last = dict.fromkeys(rules.align for rules in candidates)
-    for align in others:
+    *alternatives, last = dict.fromkeys(rules.align for rules in candidates)
+    for align in alternatives:
         with contextlib.suppress(Misfit):
             return fit(parameters, sizes, align, what)
     return fit(parameters, sizes, last, what)

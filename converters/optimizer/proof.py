@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from converters.box import Box, contiguous_tiles
+from converters.box import contiguous_tiles
 from converters.errors import IntegrityError
 from converters.io.block_runner import TileChecker
 from converters.io.questions import RoundsTo
 from converters.io.sources import Sources
 from converters.names import MASTER, fold, listed_lines, master_name, state_names
-from converters.optimizer.storage import first_elements, spread
+from converters.optimizer.storage import common_elements, first_elements, spread
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,13 +40,13 @@ class MasterTask:
         number: Its place in the list.
         name: The parameter.
         nbytes: What is read for it.
-        other: What it is compared with.
+        counterpart: What it is compared with.
     """
 
     number: int
     name: str
     nbytes: int
-    other: str
+    counterpart: str
 
 
 class RoundingProof:
@@ -68,8 +68,8 @@ class RoundingProof:
         self._reader = reader
         self.tensors = tensors
         self.tasks = [
-            MasterTask(number, name, tensors[other].nbytes + tensors[name].nbytes, other)
-            for number, (name, other) in enumerate(pairs)
+            MasterTask(number, name, tensors[counterpart].nbytes + tensors[name].nbytes, counterpart)
+            for number, (name, counterpart) in enumerate(pairs)
         ]
         self.claim = claim
 
@@ -107,12 +107,12 @@ class Masters(RoundingProof):
         names = [weight.name for weight in _provable(reader.catalog, tensors).values()]
         self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
         pairs = [(name, master_name(name)) for name in names]
-        both = {master: tensors[master] for _, master in pairs} | {n: weights[n] for n in names}
+        compared = {master: tensors[master] for _, master in pairs} | {n: weights[n] for n in names}
         for label, copy in self._copies.items():
-            both |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
+            compared |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
         pairs += [(copy.name, label) for label, copy in self._copies.items()]
         claim = "that master weights round to the weights" if names else "that copies of the embedding are equal"
-        super().__init__(reader, both, pairs, claim)
+        super().__init__(reader, compared, pairs, claim)
 
     @classmethod
     def needed(cls, reader: Reader, tensors: Mapping[str, TensorInfo]) -> Masters | None:
@@ -130,7 +130,7 @@ class Masters(RoundingProof):
             IntegrityError: Some do not; they are named.
         """
         failed = [task for task in self.tasks if not results[task.number]]
-        apart = [task.other for task in failed if task.other in self._copies]
+        apart = [task.counterpart for task in failed if task.counterpart in self._copies]
         if apart:
             raise IntegrityError(
                 f"{apart[0]} differs from the one on the first stage, though the model ties them",
@@ -156,13 +156,13 @@ class MasterWorker:
 
     def do(self, task: MasterTask, *, sample: bool = False) -> bool:
         """Whether the master weight of a parameter rounds to it; `sample` looks only at the first elements."""
-        master, weight = self._tensors[task.other], self._tensors[task.name]
+        master, weight = self._tensors[task.counterpart], self._tensors[task.name]
         if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
             return False
-        rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
         question = RoundsTo(master, weight)
-        for tile in [first_elements(master, weight)] if sample else contiguous_tiles(Box.whole(rows), _TILE):
-            self._checker.ask(question, [tile], task.other, task.name)
+        every_tile = contiguous_tiles(common_elements(master, weight), _TILE)
+        for tile in [first_elements(master, weight)] if sample else every_tile:
+            self._checker.ask(question, [tile], task.counterpart, task.name)
             if question.wrong:
                 return False
         return True

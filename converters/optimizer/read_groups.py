@@ -8,7 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from converters.errors import FormatError, IntegrityError, RequestError, UnsupportedError
-from converters.megatron.optimizer_parts import chained_entries, group_algorithm, optimizer_parts, undecayed
+from converters.megatron.optimizer_parts import (
+    chained_entries,
+    group_algorithm,
+    optimizer_parts,
+    torch_state,
+    undecayed,
+)
 from converters.names import quoted
 from converters.optimizer.flat import stored_groups
 from converters.optimizer.groups import ParamGroups, PartGroups, group_value
@@ -41,8 +47,7 @@ def read_param_groups(reader: Reader) -> ParamGroups:
     scalers: list[tuple[str | None, Node]] = []
     steps: list[int] = []
     for number, entry in entries.items():
-        inner = entry.get("optimizer")
-        state = inner if isinstance(inner, Mapping) else entry  # fp32 training stores torch's own dictionary
+        state = torch_state(entry)
         if groups := _groups(state.get("param_groups")):
             by_number[number] = groups
         scalers += [(None, entry["grad_scaler"])] if "grad_scaler" in entry else []
@@ -51,7 +56,7 @@ def read_param_groups(reader: Reader) -> ParamGroups:
             isinstance(inner_state, Mapping) and inner_state.get("common_step") is not None
         ):  # None where the groups have the step
             steps.append(_number(reader, inner_state["common_step"]))
-    own = bool(steps)
+    counts_by_parameter = bool(steps)
     if not by_number or entries.keys() - by_number.keys():
         for number, groups in _from_objects(reader, scalers).items():
             by_number.setdefault(number, groups)
@@ -75,8 +80,8 @@ def read_param_groups(reader: Reader) -> ParamGroups:
     storages: dict[str, bytes] = {}
     scaler = _detached(reader, *scalers[0], storages) if scalers else None  # the same in every optimizer
     # torch's own Adam, by the options that only it has, counts steps beside each parameter
-    own = own or any("amsgrad" in group for group in everything)
-    return ParamGroups(parts, scaler, storages, max(steps) if own and steps else None)
+    counts_by_parameter = counts_by_parameter or any("amsgrad" in group for group in everything)
+    return ParamGroups(parts, scaler, storages, max(steps) if counts_by_parameter and steps else None)
 
 
 _COUNTING = ("Adam", "SOAP")  # Muon, Lion and SGD count no steps
@@ -91,22 +96,22 @@ def _by_part(catalog: Catalog, chain: list[list[dict[str, Node]]]) -> Iterator[P
         stated = {a for group in groups if (a := group_algorithm(group)) is not None}
         fitting = [p for p in recognised.parts if not stated or _kin(p.algorithm) in {_kin(a) for a in stated}]
         if not fitting or len(stated) > 1:
-            have = " and ".join(dict.fromkeys(p.algorithm for p in recognised.parts)) or "nothing that is known"
+            stored = " and ".join(dict.fromkeys(p.algorithm for p in recognised.parts)) or "nothing that is known"
             raise RequestError(
-                f"param groups are those of {' and '.join(sorted(stated)) or 'no optimizer'}, the states those of {have}",
+                f"param groups are those of {' and '.join(sorted(stated)) or 'no optimizer'}, the states those of {stored}",
                 hint="--optimizer none leaves the optimizer out",
             )
         owners.append(fitting[0])
     for part in recognised.parts:
-        mine = [groups for groups, owner in zip(chain, owners, strict=True) if owner is part]
-        if not mine:
+        part_groups = [groups for groups, owner in zip(chain, owners, strict=True) if owner is part]
+        if not part_groups:
             raise IntegrityError(
                 f"there is optimizer state of {part.algorithm} but none of its param groups (learning rates, steps)",
                 hint="convert without the optimizer state (--optimizer none)",
             )
-        experts = tuple(g for groups in mine for g in groups if g.get("is_expert_parallel") is True)
-        dense = tuple(g for groups in mine for g in groups if g.get("is_expert_parallel") is not True)
-        shared = any(len({g.get("is_expert_parallel") is True for g in groups}) > 1 for groups in mine)
+        experts = tuple(g for groups in part_groups for g in groups if g.get("is_expert_parallel") is True)
+        dense = tuple(g for groups in part_groups for g in groups if g.get("is_expert_parallel") is not True)
+        shared = any(len({g.get("is_expert_parallel") is True for g in groups}) > 1 for groups in part_groups)
         apart = not shared if experts else not _experts_within(catalog, recognised, part)
         _check_decay(catalog, part, (*dense, *experts))
         yield PartGroups(part, dense, experts, apart)

@@ -152,10 +152,9 @@ def _refuse_unknown(catalog: Catalog, recognised: Recognised) -> None:
         more = len(recognised.lost) - 1
         text = str(recognised.lost[0]) + (f"; and {more} more" if more else "")
         raise IntegrityError(text, details=list(map(str, recognised.lost[1:8])), hint=_WITHOUT)
-    if recognised.strange:
-        raise RequestError(
-            f"the optimizer is not understood: {recognised.strange[0]}", details=recognised.strange[1:8], hint=_WITHOUT
-        )
+    if recognised.unknown:
+        text = f"the optimizer is not understood: {recognised.unknown[0]}"
+        raise RequestError(text, details=recognised.unknown[1:8], hint=_WITHOUT)
 
 
 def may_be_shifted(catalog: Catalog) -> bool:

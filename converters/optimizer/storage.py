@@ -54,10 +54,10 @@ def complete_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> dict[
     masters = {name: at.parameter for name, at in state_names(tensors) if at.state == MASTER}
     _refuse_missing(reader.catalog, tensors, set(masters.values()))
     narrow = [name for name in masters if tensors[name].dtype.name == "int16"]
-    strange = [name for name in masters if not tensors[name].dtype.floating and name not in narrow]
-    if strange:
-        kind = tensors[strange[0]].dtype
-        raise _not_understood(reader.catalog, f"are {kind}, which no known optimizer keeps them in", strange)
+    not_floating = [name for name in masters if not tensors[name].dtype.floating and name not in narrow]
+    if not_floating:
+        kind = tensors[not_floating[0]].dtype
+        raise _not_understood(reader.catalog, f"are {kind}, which no known optimizer keeps them in", not_floating)
     wide = []
     if _may_keep_remainders(reader.catalog):
         beside = reader.catalog.weights
@@ -167,16 +167,16 @@ def _are_remainders(reader: Reader, tensors: Mapping[str, TensorInfo], names: li
     weights = reader.catalog.weights
     remainders, plain = list[str](), list[str]()
     chosen = [name for _, members in fold(names) for name in spread(members)]
-    both = {name: tensors[name] for name in chosen} | {n: weights[n] for n in map(parameter_of, chosen)}
-    sources = Sources(reader, both, checked=False)
+    compared = {name: tensors[name] for name in chosen} | {n: weights[n] for n in map(parameter_of, chosen)}
+    sources = Sources(reader, compared, checked=False)
     with contextlib.closing(TileChecker([sources, sources])) as checker:
         for name in chosen:
             master, weight = tensors[name], weights[parameter_of(name)]
             question = _Remainders(master, weight)
             checker.ask(question, [first_elements(master, weight)], name, weight.name)
-            if question.whole and question.wrong:
+            if question.whole_numbers and question.wrong:
                 remainders.append(name)
-            elif not question.whole:
+            elif not question.whole_numbers:
                 plain.append(name)
     if bool(remainders) == bool(plain):
         text = "are whole numbers for some parameters only" if plain else "and the weights may both be remainders"
@@ -188,11 +188,11 @@ def _are_remainders(reader: Reader, tensors: Mapping[str, TensorInfo], names: li
 class _Remainders(RoundsTo):
     """Also whether all elements of a master weight are whole numbers that remainders can be."""
 
-    whole: bool = True
+    whole_numbers: bool = True
 
     def add(self, tile: Box, rows: NDArray[np.float64], arrays: Sequence[NDArray[Any]]) -> None:
         super().add(tile, rows, arrays)
-        self.whole &= are_remainders(arrays[0].view(np.float32))
+        self.whole_numbers &= are_remainders(arrays[0].view(np.float32))
 
 
 def first_elements(master: TensorInfo, weight: TensorInfo) -> Box:
@@ -201,8 +201,13 @@ def first_elements(master: TensorInfo, weight: TensorInfo) -> Box:
         raise Misfit(
             f"{master.name} is {list(master.shape)}, {weight.name} is {list(weight.shape)}", tensor=master.name
         )
-    rows = tuple(min(a, b) for a, b in zip(master.shape, weight.shape, strict=True))  # padding of the vocabulary
-    return next(iter(contiguous_tiles(Box.whole(rows), _SAMPLE)), Box.whole(rows))
+    common = common_elements(master, weight)
+    return next(iter(contiguous_tiles(common, _SAMPLE)), common)
+
+
+def common_elements(master: TensorInfo, weight: TensorInfo) -> Box:
+    """The elements that both have: the vocabulary may be padded otherwise."""
+    return Box.whole(tuple(map(min, master.shape, weight.shape)))
 
 
 def spread(members: list[str], most: int = 16) -> list[str]:
@@ -214,7 +219,7 @@ def spread(members: list[str], most: int = 16) -> list[str]:
 def _not_understood(catalog: Catalog, text: str, names: list[str]) -> RequestError:
     return RequestError(
         f"the master weights of the optimizer {text}",
-        details=listed_lines([shown for shown, _ in fold(names)], 8),
+        details=listed_lines([folded for folded, _ in fold(names)], 8),
         hint=f"--optimizer none leaves the state out; distckpt convert {quoted(catalog.root)} OUT --to safetensors "
         "keeps the weights",
         tensor=names[0],

@@ -123,9 +123,9 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     beside = tuple(item for item in beside if item[0] != "tokenizer/" or not carried)
     if options.check and isinstance(config := extra["config.json"], bytes):
         _check_model(json.loads(config), mapping)
-    if form and form.kept:
+    if form and form.unquantized:
         sizes = f"have sides that are no multiples of {SCALE_BLOCK}, or go with one that has"
-        notes.append(f"{counted(len(form.kept), 'matrix', 'matrices')} stay as they are: they {sizes}")
+        notes.append(f"{counted(len(form.unquantized), 'matrix', 'matrices')} stay as they are: they {sizes}")
     report = export_report(content, layout, form, notes)
     narrow = any(target.dtype.name == "float16" for target in targets.values())
     tokenizer = "this checkpoint holds no tokenizer; --hf-config DIR copies one from a Hugging Face folder"

@@ -219,7 +219,7 @@ def _part(reader: Reader, options: ImportOptions) -> tuple[Reader, list[str]]:
     if not several:
         raise RequestError("config.json describes no model of text and images", hint="leave out --part")
     view, part = text_folder(reader)
-    return view, part.others
+    return view, part.other_parts
 
 
 def _model(catalog: Catalog) -> Model:

@@ -63,7 +63,7 @@ class TiedHead(RoundingProof):
     def _refusal(self) -> RequestError:
         (task,) = self.tasks
         return RequestError(
-            f"config.json ties {printable(task.other)} to {printable(task.name)}, but the two differ",
+            f"config.json ties {printable(task.counterpart)} to {printable(task.name)}, but the two differ",
             hint='set "tie_word_embeddings": false in config.json to import both, or remove the output layer',
-            tensor=task.other,
+            tensor=task.counterpart,
         )
