@@ -225,16 +225,15 @@ class Console:
 
     def error(self, error: DistckptError, *, word: str = "error:", who: str = "") -> None:
         """An error: one sentence, after the name of the process if there are several, the facts, and what to do."""
-        message, *more = error.message.splitlines() or [""]
-        self._err(f"{self.style(word.ljust(6), 'error', 'err')} {printable(who + message)}")
-        for line in [*more, *error.details]:
-            for part in line.splitlines():
-                self._err(f"       {printable(part)}")
+        self._err_lines(word, "error", who + "\n".join([error.message, *error.details]))
         if error.hint:
-            first, *rest = error.hint.splitlines()
-            self._err(f"{self.style('hint: ', 'hint', 'err')} {printable(first)}")
-            for line in rest:
-                self._err(f"       {printable(line)}")
+            self._err_lines("hint:", "hint", error.hint)
+
+    def _err_lines(self, word: str, style: str, text: str) -> None:
+        first, *rest = text.splitlines() or [""]
+        self._err(f"{self.style(word.ljust(6), style, 'err')} {printable(first)}")
+        for line in rest:
+            self._err(f"       {printable(line)}")
 
     def _wrap(self, text: str, indent: int) -> list[str]:
         if self.width is None or len(text) + indent <= self.width:

@@ -58,16 +58,18 @@ def _sections(params: Sequence[Any]) -> dict[str, list[tuple[str, str]]]:
     return sections
 
 
-def _write(formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
+def _format_help(command: Any, ctx: Any, formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
+    """Writes a whole help text: usage, what the command does, examples, sections."""
+    command.format_usage(ctx, formatter)
+    formatter.write_paragraph()
+    with formatter.indentation():
+        formatter.write_text((command.help or "").strip())
+    examples = EXAMPLES.get("" if isinstance(command, LazyGroup) else command.name, ())
+    formatter.write("\n" * bool(examples) + "".join(f"  $ {line}\n" for line in examples))
     width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
     for title, rows in sections.items():
         with formatter.section(title):
             formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width)
-
-
-def _examples(formatter: Any, lines: Sequence[str]) -> None:
-    if lines:
-        formatter.write("\n" + "".join(f"  $ {line}\n" for line in lines))
 
 
 class _Plain:
@@ -121,12 +123,7 @@ class PlainCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes the whole help text."""
-        self.format_usage(ctx, formatter)
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write_text((self.help or "").strip())
-        _examples(formatter, EXAMPLES.get(self.name or "", ()))
-        _write(formatter, _sections(self.get_params(ctx)))
+        _format_help(self, ctx, formatter, _sections(self.get_params(ctx)))
 
 
 class LazyGroup(TyperGroup):
@@ -162,13 +159,8 @@ class LazyGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Writes the whole help text."""
-        self.format_usage(ctx, formatter)
-        formatter.write_paragraph()
-        with formatter.indentation():
-            formatter.write_text((self.help or "").strip())
-        _examples(formatter, EXAMPLES[""])
         panels: dict[str, list[tuple[str, str]]] = {}
         for name, entry in COMMANDS.items():
             panels.setdefault(entry.panel, []).append((name, entry.summary))
-        panels |= _sections(self.get_params(ctx))
-        _write(formatter, {**panels, "Environment": _ENVIRONMENT, "Exit codes": EPILOG})
+        panels |= _sections(self.get_params(ctx)) | {"Environment": _ENVIRONMENT, "Exit codes": EPILOG}
+        _format_help(self, ctx, formatter, panels)

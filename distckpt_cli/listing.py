@@ -193,17 +193,11 @@ def tensor_document(reader: Reader, tensor: TensorInfo, *, chunks: bool) -> dict
             {
                 "offset": list(chunk.box.start),
                 "shape": list(chunk.box.shape),
-                "file": file_name(reader, chunk.record) if chunk.record >= 0 else None,
+                "file": reader.file_name(reader.file_of(chunk.record)) if chunk.record >= 0 else None,
             }
             for chunk in tensor.chunks()
         ]
     return document
-
-
-def file_name(reader: Reader, record: int) -> str:
-    """Name of the file that holds a record, relative to the checkpoint's folder."""
-    path, folder = reader.files[reader.file_of(record)], reader.catalog.path
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.name
 
 
 def print_files(console: Console, reader: Reader, layout: SavedLayout, selection: Selection = _PLAIN) -> None:
@@ -259,7 +253,7 @@ def _holdings(reader: Reader) -> dict[str, list[str]]:
             volumes = part.array.sizes.prod(axis=1, dtype=np.int64) * tensor.dtype.itemsize
             for record, volume in zip(part.array.records.tolist(), volumes.tolist(), strict=True):
                 if record >= 0:
-                    sizes[file_name(reader, record)][words[tensor.kind]] += volume
+                    sizes[reader.file_name(reader.file_of(record))][words[tensor.kind]] += volume
     for item in catalog.objects.values():
         sizes[item.file]["optimizer" if is_optimizer(item) else "objects"] += item.length
     order = [*words.values(), "objects"]

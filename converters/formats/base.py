@@ -64,6 +64,11 @@ class Reader(ABC):
     def file_of(self, record: int) -> int:
         """Position in `files` of the file that holds a record."""
 
+    def file_name(self, position: int) -> str:
+        """Name of one of `files`: relative to the checkpoint's folder, where it lies in there."""
+        path, folder = self.files[position], self.catalog.path
+        return path.relative_to(folder).as_posix() if folder in path.parents else path.name
+
     @abstractmethod
     def locate(self, record: int, read: Read) -> Payload:
         """Where in that file the record's elements lie.

@@ -37,8 +37,6 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
     identity = identify(catalog)
     (path, what), *card = card_lines(catalog, identity)
     dtypes: dict[str, int] = {}
-    folder = catalog.path
-    names = [f.relative_to(folder).as_posix() if f.is_relative_to(folder) else f.name for f in reader.files]
     order = {"weight": 0, "other": 1, "optimizer": 2}
     tensors: list[list[Any]] = []
     room = _MOST_CHUNKS
@@ -59,7 +57,7 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
         "tree": [_branch(root) for root in module_tree(catalog.tensors.values())],
         "ranks": _rank_grid(identity.layout),
         "dtypes": list(dtypes),
-        "files": [printable(name) for name in names],
+        "files": [printable(reader.file_name(position)) for position in range(len(reader.files))],
         "tensors": tensors,
         "args": [[printable(str(k)), printable(_text(describe(v)))] for k, v in sorted(catalog.options.items())],
     }

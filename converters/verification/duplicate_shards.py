@@ -82,7 +82,7 @@ def find_twins(
             hint="either they were made equal on purpose, or one was written in the place of the other",
         )
     for text, names in fold(name for name in twins if name not in halves):
-        one, other = (_file_name(reader, record) for record in twins[names[0]])
+        one, other = (printable(reader.file_name(reader.file_of(record))) for record in twins[names[0]])
         verb = "has" if len(names) == 1 else "have each"
         check.error(
             f"{printable(text)} {verb} the same elements in two places: a shard was written twice ({one} and {other})",
@@ -109,12 +109,6 @@ def _equal(seen: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     for group in np.split(pairs[:, 0], edges) if len(edges) + 1 < len(pairs) else []:
         if len(group) > 1:
             yield group.tolist()
-
-
-def _file_name(reader: Reader, record: int) -> str:
-    path = reader.files[reader.file_of(record)]
-    base = reader.catalog.path
-    return printable(str(path.relative_to(base)) if path.is_relative_to(base) else path.name)
 
 
 def _varied(reader: Reader, record: int) -> bool:

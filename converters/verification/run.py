@@ -182,7 +182,7 @@ class _Verification:
         base = folder if is_folder(folder) else folder.parent
         paths: dict[str, Path] = {}
         for position, path in enumerate(self.reader.files):
-            name = str(path.relative_to(base)) if path.is_relative_to(base) else path.name
+            name = self.reader.file_name(position)
             paths[name] = path
             positions.setdefault(name, []).append(position)
         sizes = {info.name: info.size for info in self.catalog.files if info.role != "unreferenced"}

@@ -262,16 +262,12 @@ def _siblings(
     stats: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]
 ) -> dict[str, list[Mapping[str, Any]]]:
     """For each weight, what is known of the same weight in other layers and experts."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in stats:
-        if tensors[name].kind == "weight":
-            groups[_NUMBER.sub("*", name)].append(name)
     # one list for all of a group: what is asked of it is a median, which one member does not change
-    out = {}
-    for members in groups.values():
-        group_stats = [stats[name] for name in members]
-        out.update(dict.fromkeys(members, group_stats))
-    return out
+    groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    siblings = {name: groups[_NUMBER.sub("*", name)] for name in stats if tensors[name].kind == "weight"}
+    for name, group in siblings.items():
+        group.append(stats[name])
+    return siblings
 
 
 def _judge_weight(

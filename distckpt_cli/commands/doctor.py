@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from converters.errors import FormatError, RequestError
 from converters.names import quoted
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
@@ -72,7 +73,6 @@ _ANSWERS = {True: "yes", False: "no", None: "not decided"}
 
 def _examine(source: str, flags: str, speaking: Speaking) -> int:
     """Whether a job loads a checkpoint."""
-    from converters.errors import RequestError
     from converters.formats import open_checkpoint
     from converters.overview.job import Job
     from converters.overview.job_fit import job_findings
@@ -111,8 +111,6 @@ def _lines(what: str) -> Iterator[Iterator[str]]:
         raise UsageProblem("no log was named: the text is empty", hint="is a shell variable unset?")
     if what == "-":
         if sys.stdin is None:  # Python's word for one that is closed
-            from converters.errors import FormatError
-
             raise FormatError("standard input is closed")
         yield iter(sys.stdin)
     elif "\n" not in what and len(what) < 4096 and os.path.lexists(what):
@@ -127,19 +125,14 @@ def _lines(what: str) -> Iterator[Iterator[str]]:
             with path.open(encoding="utf-8", errors="replace") as file:
                 yield iter(file)
         except OSError as error:
-            from converters.errors import FormatError
-
             raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
     elif "/" in what and not any(character.isspace() for character in what):
-        from converters.errors import FormatError
-
         raise FormatError(f"{what} does not exist")
     else:
         yield iter(what.splitlines())
 
 
 def _check_exists(ckpt: str) -> None:
-    from converters.errors import FormatError
     from converters.formats.folder import exists
     from converters.remote.address import named_path
 

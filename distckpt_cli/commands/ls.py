@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,9 +70,10 @@ def show_summaries(
 ) -> int:
     """A row for each checkpoint, and the totals; the exit code, 0."""
     if console.json_requested:
-        console.document("distckpt.ls/1", {"checkpoints": [summary_document(summary) for summary in summaries]})
+        documents = [{**asdict(summary), "path": str(summary.path)} for summary in summaries]
+        console.document("distckpt.ls/1", {"checkpoints": documents})
         return ExitCode.OK
-    print_summaries(console, summaries)
+    _print_table(console, summaries)
     _print_total(console, summaries, paths, kind)
     return ExitCode.OK
 
@@ -92,7 +92,7 @@ _KEYS: dict[str, Callable[[CheckpointSummary], Any]] = {
 }
 
 
-def print_summaries(console: Console, summaries: Sequence[CheckpointSummary]) -> None:
+def _print_table(console: Console, summaries: Sequence[CheckpointSummary]) -> None:
     """A table with one row for each checkpoint, and below it why some are not complete."""
     from converters.overview.card import describe_layout
 
@@ -147,8 +147,3 @@ def format_age(now: float, modified: float | None) -> str:
     seconds = max(0, int(now - modified))
     span, unit = next(((span, unit) for span, unit in _UNITS if seconds >= span), (1, "s"))
     return f"{seconds // span} {unit}"
-
-
-def summary_document(summary: CheckpointSummary) -> dict[str, Any]:
-    """A checkpoint for programs; `modified` in seconds since 1970."""
-    return {**asdict(summary), "path": str(Path(summary.path))}

@@ -19,7 +19,6 @@ from distckpt_cli.options import Speaking, flag, panel, spread, value
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from distckpt_cli.console import Console
     from distckpt_cli.watch_record import WatchRecord
 
 _watching = panel("Watching")
@@ -37,25 +36,6 @@ class Watching:
         _watching, "CMD", "Shell command after each new iteration; $1 is the path of the result.", None, "--exec"
     )
     run_as: str | None = value(_watching, "WORDS", "How to start distckpt: 'srun distckpt', 'distckpt --workers 4'.")
-
-
-@dataclass
-class _Run:
-    """What has become of the iterations.
-
-    Attributes:
-        complete: How many the run had finished when it was last looked at.
-        written: New ones, by name.
-        failed: Exit code by name of those that could not be read or are damaged.
-        unexecuted: Exit code by name of those for which the command of --exec failed.
-        reports: With --json: what the command said of each.
-    """
-
-    complete: int = 0
-    written: list[str] = field(default_factory=list)
-    failed: dict[str, int] = field(default_factory=dict)
-    unexecuted: dict[str, int] = field(default_factory=dict)
-    reports: dict[str, Any] = field(default_factory=dict)
 
 
 @spread
@@ -93,79 +73,118 @@ def watch(
         console.note(f"{run} does not exist yet; waiting for it")
     elif watching.once and not is_file(root / TRACKER):
         raise FormatError(f"{run} has no {TRACKER}", hint="no iteration is complete yet, or it is no training run")
-    done, record = _Run(), WatchRecord(results, root, command)
+    watcher = _Watcher(speaking, watching, root, results, command, WatchRecord(results, root, command))
     try:
         while True:
             if is_file(root / TRACKER):
-                code = _convert_new(speaking, root, results, command, watching, done, record)
+                code = watcher.convert_new()
                 if code:
                     return code
             if watching.once:
                 break
             time.sleep(watching.every)
     finally:
-        _summarize(console, run, out, results, done)
-    return next(iter({**done.failed, **done.unexecuted}.values()), ExitCode.OK)
+        watcher.summarize(run, out)
+    return next(iter({**watcher.failed, **watcher.unexecuted}.values()), ExitCode.OK)
 
 
-def _convert_new(
-    speaking: Speaking,
-    root: Path,
-    results: Path,
-    command: list[str],
-    watching: Watching,
-    done: _Run,
-    record: WatchRecord,
-) -> int:
-    """Converts what is new; an exit code if that ends it all."""
-    names = _complete(root)
-    done.complete = len(names)
-    for name in names:
-        if record.states.get(name) == "started" and _is_written(results / name):
-            record.note(name, "written")  # it was stopped between the two
-        if record.states.get(name) not in ("written", "done"):
-            if name in done.failed and not watching.once:
-                continue
-            speaking.console.label("==", name)
-            record.note(name, "started")
-            code = _convert(speaking, root / name, results / name, command, watching, done)
-            if code in _OF_ONE_ITERATION:
-                done.failed[name] = code
-                continue
-            if code:
-                return code
-            done.failed.pop(name, None)
-            done.written.append(name)
-            record.note(name, "written" if watching.execute is not None else "done")
-        if record.states[name] == "written":
-            code = _execute(speaking, watching.execute, results / name)
-            done.unexecuted.pop(name, None)
-            if code:
-                done.unexecuted[name] = code
-            else:
-                record.note(name, "done")
-    return ExitCode.OK
+@dataclass
+class _Watcher:
+    """Converts the iterations of a run, and counts what has become of them.
 
+    Attributes:
+        root: The run.
+        results: Where the results go.
+        command: The command with its options.
+        record: Which iterations are written.
+        complete: How many the run had finished when it was last looked at.
+        written: New ones, by name.
+        failed: Exit code by name of those that could not be read or are damaged.
+        unexecuted: Exit code by name of those for which the command of --exec failed.
+        reports: With --json: what the command said of each.
+    """
 
-def _convert(speaking: Speaking, source: Path, result: Path, command: list[str], watching: Watching, done: _Run) -> int:
-    started = shlex.split(watching.run_as) if watching.run_as else [sys.executable, "-m", "distckpt_cli"]
-    options = ["--json"] * speaking.as_json + ["--silent"] * speaking.silent + ["--quiet"] * speaking.quiet
-    words = [*started, command[0], str(source), str(result), *command[1:], *options, *["-v"] * speaking.verbose]
-    if not speaking.as_json:
-        return _start(words)[0]
-    code, text = _start(words, stdout=subprocess.PIPE)
-    try:
-        done.reports[source.name] = json.loads(text)
-    except ValueError:  # killed before it could say anything
-        done.reports[source.name] = None
-    return code
+    speaking: Speaking
+    watching: Watching
+    root: Path
+    results: Path
+    command: list[str]
+    record: WatchRecord
+    complete: int = 0
+    written: list[str] = field(default_factory=list)
+    failed: dict[str, int] = field(default_factory=dict)
+    unexecuted: dict[str, int] = field(default_factory=dict)
+    reports: dict[str, Any] = field(default_factory=dict)
 
+    def convert_new(self) -> int:
+        """Converts what is new; an exit code if that ends it all."""
+        names, states = _complete(self.root), self.record.states
+        self.complete = len(names)
+        for name in names:
+            if states.get(name) == "started" and _is_written(self.results / name):
+                self.record.note(name, "written")  # it was stopped between the two
+            if states.get(name) not in ("written", "done"):
+                if name in self.failed and not self.watching.once:
+                    continue
+                code = self._convert(name)
+                if code in _OF_ONE_ITERATION:
+                    self.failed[name] = code
+                    continue
+                if code:
+                    return code
+            if states[name] == "written":
+                self._execute(name)
+        return ExitCode.OK
 
-def _execute(speaking: Speaking, execute: str | None, result: Path) -> int:
-    """Runs the command of --exec; what it prints is no part of a document."""
-    if execute is None:
-        return 0
-    return _start(["sh", "-c", execute, "sh", str(result)], stdout=2 if speaking.as_json else None)[0]
+    def _convert(self, name: str) -> int:
+        speaking, run_as = self.speaking, self.watching.run_as
+        speaking.console.label("==", name)
+        self.record.note(name, "started")
+        start = shlex.split(run_as) if run_as else [sys.executable, "-m", "distckpt_cli"]
+        options = ["--json"] * speaking.as_json + ["--silent"] * speaking.silent + ["--quiet"] * speaking.quiet
+        paths = [str(self.root / name), str(self.results / name)]
+        words = [*start, self.command[0], *paths, *self.command[1:], *options, *["-v"] * speaking.verbose]
+        code, text = _start(words, stdout=subprocess.PIPE if speaking.as_json else None)
+        if speaking.as_json:
+            try:
+                self.reports[name] = json.loads(text)
+            except ValueError:  # killed before it could say anything
+                self.reports[name] = None
+        if not code:
+            self.failed.pop(name, None)
+            self.written.append(name)
+            self.record.note(name, "done" if self.watching.execute is None else "written")
+        return code
+
+    def _execute(self, name: str) -> None:
+        """Runs the command of --exec; what it prints is no part of a document."""
+        command, code = self.watching.execute, 0
+        if command is not None:
+            words = ["sh", "-c", command, "sh", str(self.results / name)]
+            code, _ = _start(words, stdout=2 if self.speaking.as_json else None)
+        self.unexecuted.pop(name, None)
+        if code:
+            self.unexecuted[name] = code
+        else:
+            self.record.note(name, "done")
+
+    def summarize(self, run: str, out: str) -> None:
+        """Prints how many iterations were converted, of a run and into a folder as they were named."""
+        from converters.formats.folder import exists
+        from converters.formats.resolve import iterations
+        from converters.words import counted
+
+        console, total = self.speaking.console, len(iterations(self.results)) if exists(self.results) else 0
+        if console.json_requested:
+            body = {"written": self.written, "failed": self.failed, "exec_failed": self.unexecuted, "total": total}
+            console.document("distckpt.watch/1", {**body, "reports": self.reports})
+            return
+        complete = counted(self.complete, "complete iteration")
+        console.out(f"{len(self.written):,} new of {complete} in {run}; {total:,} in {out}")
+        if self.failed:
+            console.out(f"failed: {', '.join(self.failed)} (see above; each is tried again the next time)")
+        if self.unexecuted:
+            console.out(f"--exec failed: {', '.join(self.unexecuted)} (it is run again the next time)")
 
 
 def _start(words: list[str], stdout: int | None = None) -> tuple[int, bytes]:
@@ -196,21 +215,3 @@ def _is_written(folder: Path) -> bool:
     from converters.formats.folder import exists, listing
 
     return exists(folder) and bool(listing(folder))
-
-
-def _summarize(console: Console, run: str, out: str, results: Path, done: _Run) -> None:
-    from converters.formats.folder import exists
-    from converters.formats.resolve import iterations
-    from converters.words import counted
-
-    total = len(iterations(results)) if exists(results) else 0
-    if console.json_requested:
-        body = {"written": done.written, "failed": done.failed, "exec_failed": done.unexecuted, "total": total}
-        console.document("distckpt.watch/1", {**body, "reports": done.reports})
-        return
-    complete = counted(done.complete, "complete iteration")
-    console.out(f"{len(done.written):,} new of {complete} in {run}; {total:,} in {out}")
-    if done.failed:
-        console.out(f"failed: {', '.join(done.failed)} (see above; each is tried again the next time)")
-    if done.unexecuted:
-        console.out(f"--exec failed: {', '.join(done.unexecuted)} (it is run again the next time)")

@@ -110,6 +110,15 @@ def _tensors(capsys, *options):
     return json.loads(run(capsys, "mixtral_adam_ep2tp2", "--tensors", "*", "--json", *options)[1])["tensors"]
 
 
+def test_a_single_file_is_named_and_says_what_it_holds(capsys):
+    path = str(GOLDEN / "truth" / "gdn-bf16.safetensors")
+    assert main(["inspect", path, "--tensors", "--flat", "--json"]) == 0
+    tensors = json.loads(capsys.readouterr().out)["tensors"]
+    assert {chunk["file"] for tensor in tensors for chunk in tensor["chunks"]} == {"gdn-bf16.safetensors"}
+    assert main(["inspect", path, "--files"]) == 0
+    assert "weights 0.42 MiB" in capsys.readouterr().out
+
+
 def test_regular_expressions_and_case(capsys):
     lines = run(capsys, "llama_adam_tp2pp2", "--tensors", r"layers\.[01]\..*FC2", "--regex", "-i", "--names")[1].split()
     weights = [name for name in lines if not name.startswith("optimizer")]
