@@ -110,9 +110,9 @@ def _main(args: list[str]) -> int:
             stack.enter_context(raise_on_signals())
             code = _run(args)
         sys.stdout.flush()
-        lost: DestinationError | None = getattr(sys.stdout, "failure", None)
-        if code == ExitCode.OK and lost is not None:
-            return _fail(lost, _ErrorForm.of(args))
+        stdout_failure: DestinationError | None = getattr(sys.stdout, "failure", None)
+        if code == ExitCode.OK and stdout_failure is not None:
+            return _fail(stdout_failure, _ErrorForm.of(args))
     except BrokenPipeError:
         return ExitCode.BROKEN_PIPE
     except DistckptError as error:  # the last of the answer

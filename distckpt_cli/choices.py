@@ -96,9 +96,9 @@ def complete_tensors(context: typer.Context, incomplete: str) -> list[str]:
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
     """The word that was most likely meant; upper case, and - for _, are no difference."""
-    plain = {other.lower().replace("-", "_"): other for other in words}
-    matches = difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=1)
-    return plain[matches[0]] if matches else None
+    by_plain_form = {other.lower().replace("-", "_"): other for other in words}
+    matches = difflib.get_close_matches(word.lower().replace("-", "_"), by_plain_form, n=1)
+    return by_plain_form[matches[0]] if matches else None
 
 
 def suggestion(word: str, words: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
     """
     plan = report.plan
     for side, name in zip(plan.sides, names, strict=True):
-        console.fact(side.label, f"{name}  {_what(side)}")
+        console.fact(side.label, f"{name}  {_describe_side(side)}")
     if plan.options.quick:
         for text in plan.notes:
             console.note(text)
@@ -58,7 +58,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
         console.label("hint:", hint, "hint")
 
 
-def _what(side: Side) -> str:
+def _describe_side(side: Side) -> str:
     from converters.megatron.identity import identify
     from converters.overview.card import describe_layout
 

@@ -81,14 +81,14 @@ class _Plain:
     def __init__(self, param: Any, kind: Any) -> None:
         self._param, self._kind = param, kind
 
-    def coerce(self, value: Any, **rest: Any) -> Any:
+    def coerce(self, value: Any, **options: Any) -> Any:
         if self._kind == list[str] and isinstance(value, (list, tuple)):
             return list(value)
         if self._kind is str or not isinstance(value, str):
             return value
         if self._kind is int and not self._param.type_descriptor.is_ranged and re.fullmatch(r"-?[0-9]{1,18}", value):
             return int(value)
-        return type(self._param).get_runtime_param(self._param).coerce(value, **rest)
+        return type(self._param).get_runtime_param(self._param).coerce(value, **options)
 
 
 def _plainly(param: Any) -> Any:
@@ -107,12 +107,12 @@ class PlainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses, after giving `--tensors` and its like the glob `*` where no glob follows."""
-        whole = OPTIONAL_GLOBS.get(self.name or "", ())
+        globs = OPTIONAL_GLOBS.get(self.name or "", ())
         filled: list[str] = []
         for word, following in itertools.zip_longest(args, args[1:], fillvalue=None):
             filled.append(word or "")
             # `--args CKPT`: what exists as a path is the checkpoint, not a glob
-            if word in whole and (following is None or following.startswith("-") or Path(following).exists()):
+            if word in globs and (following is None or following.startswith("-") or Path(following).exists()):
                 filled.append("*")
         return super().parse_args(ctx, filled)
 

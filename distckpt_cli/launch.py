@@ -65,9 +65,9 @@ def _start(workers: int, args: Sequence[str], ranks: list[subprocess.Popen[bytes
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # in the ranks, too, until they can end with a word
     try:
         for rank in range(workers):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": run}
-            world = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
-            env = {**os.environ, **own, **world}
+            rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": run}
+            world_variables = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers)}
+            env = {**os.environ, **rank_variables, **world_variables}
             ranks.append(subprocess.Popen(command, env=env, preexec_fn=follow_the_parent))  # noqa: PLW1509
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)

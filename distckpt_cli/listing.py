@@ -96,9 +96,9 @@ def nothing(what: str, pattern: str, names: Sequence[str], counts: tuple[str, st
     if count:
         hint = f"did you mean '{meant}'?  ({counted(count, what)})"
     else:
-        there = "is" if len(names) == 1 else "are"
+        verb = "is" if len(names) == 1 else "are"
         total, examples = counted(len(names), *(counts or (what,))), ", ".join(sorted(rows, key=len)[:3])
-        hint = f"there {there} {total}, for example {examples}"
+        hint = f"there {verb} {total}, for example {examples}"
     return RequestError(f"no {what} matches {pattern!r}", hint=hint)
 
 

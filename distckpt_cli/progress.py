@@ -48,12 +48,12 @@ def choose_mode(mode: str, *, quiet: bool = False) -> str:
 
 def format_time(seconds: float) -> str:
     """A duration: `51s`, `4m 05s`, `2h 10m`."""
-    whole = int(seconds + 0.5)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    rounded = int(seconds + 0.5)
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m {rounded % 60:02d}s"
+    return f"{rounded // 3600}h {rounded % 3600 // 60:02d}m"
 
 
 @dataclass

@@ -25,10 +25,10 @@ def careful_streams() -> Iterator[None]:
             (contextlib.redirect_stdout, sys.stdout, True),
             (contextlib.redirect_stderr, sys.stderr, False),
         ):
-            there: Any = stream if stream is not None else stack.enter_context(open(os.devnull, "w"))
+            target: Any = stream if stream is not None else stack.enter_context(open(os.devnull, "w"))
             with contextlib.suppress(AttributeError, ValueError):  # a stream that a test or a notebook put there
-                there.reconfigure(errors="backslashreplace")
-            stack.enter_context(redirect(_Careful(there, required, absent=stream is None)))
+                target.reconfigure(errors="backslashreplace")
+            stack.enter_context(redirect(_Careful(target, required, absent=stream is None)))
         yield
 
 

@@ -45,7 +45,7 @@ class WatchRecord:
         self.states: dict[str, str] = {}
         refresh(results)
         earlier = _read(self._path)
-        shown = printable(str(results))
+        folder = printable(str(results))
         inside = listing(results) if exists(results) else []
         if set(inside) <= {RECORD, _NEW_RECORD}:  # nothing came of the watch before: a mistyped command, say
             earlier = None
@@ -54,7 +54,7 @@ class WatchRecord:
             if {name: earlier.get(name) for name in self._head} != self._head:
                 before = f"distckpt {shlex.join(map(str, earlier.get('command') or ()))} of {earlier.get('run')}"
                 raise DestinationError(
-                    f"{shown} holds the results of another watch",
+                    f"{folder} holds the results of another watch",
                     details=[printable(before)],
                     hint="name another folder for OUT",
                 )
@@ -62,7 +62,7 @@ class WatchRecord:
         strange = [name for name in present if listing(results / name)]
         if strange:
             raise DestinationError(
-                f"{shown} holds {printable(strange[0])}, which this watch has not written",
+                f"{folder} holds {printable(strange[0])}, which this watch has not written",
                 hint="name another folder for OUT",
             )
 

@@ -78,16 +78,17 @@ class Side:
     @classmethod
     def _named(cls, label: str, reader: Reader) -> Side:
         catalog = reader.catalog
-        kept = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
+        model_tensors = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
         if not has_optimizer(catalog):
-            return cls(label, reader, kept)
+            return cls(label, reader, model_tensors)
         state = optimizer_state(reader, proved=False)  # whether masters fit their weights is for `verify` to say
-        rest = {
+        unnamed_state = {
             name: t
             for name, t in catalog.tensors.items()
             if t.kind == "optimizer" and name not in state.replaced and StateName.parse(name) is None
         }
-        return cls(label, reader, kept | rest | state.tensors, tuple(f"{label}: {text}" for text in state.notes))
+        tensors = model_tensors | unnamed_state | state.tensors
+        return cls(label, reader, tensors, tuple(f"{label}: {text}" for text in state.notes))
 
 
 @dataclass(frozen=True)
@@ -195,16 +196,16 @@ def _same_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...],
     if a != b and (true is None or len(a) != len(b) or a[1:] != b[1:] or true > rows):
         out.shapes[name] = a, b
         return
-    copies, padding = [_whole(name, Box.whole(b))], []
+    copies, padding = [_same_box(name, Box.whole(b))], []
     if true is not None and true < max(a[0], b[0]):
         zero, rest = (0,) * (len(a) - 1), a[1:]
-        copies = [_whole(name, Box((0, *zero), (true, *rest)))]
-        padding = [_whole(name, Box((true, *zero), (rows - true, *rest)))] if rows > true else []
+        copies = [_same_box(name, Box((0, *zero), (true, *rest)))]
+        padding = [_same_box(name, Box((true, *zero), (rows - true, *rest)))] if rows > true else []
     differ = (a[0], b[0]) if a != b else None
     out.pairs.append(Pair(name, (name,), (name,), b, tuple(copies), tuple(padding), differ))
 
 
-def _whole(name: str, box: Box) -> Copy:
+def _same_box(name: str, box: Box) -> Copy:
     return Copy(name, box, name, box)
 
 

@@ -70,8 +70,8 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored = catalog.format
     if not catalog.megatron:
         text = f"{stored} without Megatron's names is no checkpoint of Megatron-LM"
-        known = catalog.framework == "Hugging Face" and of_type(catalog.config.get("model_type")) is not None
-        yield Finding("format", False, text, fixed=known)
+        is_known_model = catalog.framework == "Hugging Face" and of_type(catalog.config.get("model_type")) is not None
+        yield Finding("format", False, text, fixed=is_known_model)
     elif stored == "torch_dist":
         if job.format not in (None, "torch_dist"):
             yield Finding("format", False, f"the checkpoint is torch_dist, the job asks for {job.format}")

@@ -100,9 +100,9 @@ class _Pass:
             bits = self._checkpoint.read(self._info.name, tile).reshape(-1)
             values = as_numpy(bits, dtype).astype(np.float64)
             finite = np.isfinite(values)
-            whole = bool(finite.all())
-            nan = 0 if whole else int(np.count_nonzero(np.isnan(values)))
-            yield _ordered(bits if whole else bits[finite], dtype), values if whole else values[finite], nan
+            all_finite = bool(finite.all())
+            nan = 0 if all_finite else int(np.count_nonzero(np.isnan(values)))
+            yield _ordered(bits if all_finite else bits[finite], dtype), values if all_finite else values[finite], nan
 
     def statistics(self, quantiles: Sequence[float], bins: int) -> Statistics:
         dtype = self._info.dtype
@@ -147,29 +147,27 @@ class _Pass:
     ) -> tuple[dict[int, float], float, tuple[int, ...]]:
         """The elements at some ranks, the sum of squared distances from the mean, and the histogram."""
         dtype = self._info.dtype
-        rest = max(0, 8 * dtype.itemsize - 16)
+        bits_left = max(0, 8 * dtype.itemsize - 16)
         open_ranks = {rank: _descend(halves, rank) for rank in ranks}  # rank -> (prefix, rank below it)
         distances: list[float] = []
         histogram = np.zeros(bins, np.int64)
         first = True
-        while first or rest:
-            step = min(16, rest)
-            counts = {prefix: np.zeros(_HALF, np.int64) for prefix, _ in open_ranks.values()} if rest else {}
+        while first or bits_left:
+            step = min(16, bits_left)
+            counts = {prefix: np.zeros(_HALF, np.int64) for prefix, _ in open_ranks.values()} if bits_left else {}
             for keys, values, _ in self._tiles():
                 if first:
                     distances.append(float(np.square(values - mean).sum()))
                     if bins:
                         histogram += np.histogram(values, bins=bins, range=(low, high))[0]
                 for prefix, table in counts.items():
-                    mine = keys[(keys >> keys.dtype.type(rest)) == prefix]
-                    table += np.bincount(
-                        ((mine >> mine.dtype.type(rest - step)) & mine.dtype.type((1 << step) - 1)).astype(np.int64),
-                        minlength=_HALF,
-                    )
-            rest -= step
+                    matching = keys[(keys >> keys.dtype.type(bits_left)) == prefix]
+                    half = (matching >> keys.dtype.type(bits_left - step)) & keys.dtype.type((1 << step) - 1)
+                    table += np.bincount(half.astype(np.int64), minlength=_HALF)
+            bits_left -= step
             for rank, (prefix, below) in open_ranks.items() if counts else ():
-                half, left = _descend(counts[prefix], below)
-                open_ranks[rank] = (prefix << step) | half, left
+                lower, below = _descend(counts[prefix], below)
+                open_ranks[rank] = (prefix << step) | lower, below
             first = False
         elements = {rank: _value(key, dtype) for rank, (key, _) in open_ranks.items()}
         return elements, math.fsum(distances), tuple(histogram.tolist())

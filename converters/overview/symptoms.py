@@ -75,6 +75,6 @@ def diagnose(lines: Iterable[str]) -> list[Diagnosis]:
         symptom = next((s for s in SYMPTOMS if s.pattern.search(text)), None)
         if symptom is not None:
             before = first.get(symptom.name)
-            shown = before or Diagnosis(symptom, number, " ".join(text.split())[:_SHOWN], 0)
-            first[symptom.name] = Diagnosis(symptom, shown.line, shown.text, shown.count + 1)
+            earlier = before or Diagnosis(symptom, number, " ".join(text.split())[:_SHOWN], 0)
+            first[symptom.name] = Diagnosis(symptom, earlier.line, earlier.text, earlier.count + 1)
     return list(first.values())

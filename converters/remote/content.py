@@ -61,7 +61,7 @@ class _Cache:
                 self._nbytes -= len(self._data.popitem(last=False)[1])
 
 
-_blocks, _whole = _Cache(_KEPT_BLOCKS * BLOCK), _Cache(_KEPT_WHOLE)
+_blocks, _whole_objects = _Cache(_KEPT_BLOCKS * BLOCK), _Cache(_KEPT_WHOLE)
 
 
 class RemoteContent:
@@ -113,14 +113,14 @@ class RemoteContent:
 
     def read(self, offset: int, length: int) -> bytes:
         """So many bytes at an offset; all of an object is remembered: metadata is read by several."""
-        whole = self._name(-1) if offset == 0 and length == self._properties.size else None
-        data = _whole.get(whole) if whole is not None else None
+        object_key = self._name(-1) if offset == 0 and length == self._properties.size else None
+        data = _whole_objects.get(object_key) if object_key is not None else None
         if data is None:
             buffer = bytearray(length)
             self.read_into(memoryview(buffer), offset)
             data = bytes(buffer)
-            if whole is not None and length < _KEPT_WHOLE:
-                _whole.put(whole, data)
+            if object_key is not None and length < _KEPT_WHOLE:
+                _whole_objects.put(object_key, data)
         return data
 
     def read_rows(self, rows: memoryview, offset: int, stride: int) -> None:
@@ -162,9 +162,9 @@ class RemoteContent:
 
     def _fetch_into(self, view: memoryview, offset: int) -> None:
         """Fetches a range; a long one in several pieces at a time."""
-        begun = self._take_ahead(view, offset)
+        filled = self._take_ahead(view, offset)
         self._look_ahead(offset + len(view))
-        view, offset = view[begun:], offset + begun
+        view, offset = view[filled:], offset + filled
         pieces = [(at, min(at + _PIECE, len(view))) for at in range(0, len(view), _PIECE)]
 
         def fetch(piece: tuple[int, int]) -> None:

@@ -94,7 +94,7 @@ def trouble_of(error: BaseException, root: Root) -> Trouble | None:
     text = str(error)
     status = next((int(one or other) for one, other in _STATUS.findall(text)), 0)
     code = next((one or other for one, other in _CODE.findall(text)), "")
-    shown = f"{status} {code}".strip() if status else code
+    answer = f"{status} {code}".strip() if status else code
     bucket = f"{root.scheme}://{root.name.partition('/')[0]}"
     if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName"):
         return Trouble(f"there is no bucket {root.name}", number=errno.ENXIO)
@@ -113,21 +113,21 @@ def trouble_of(error: BaseException, root: Root) -> Trouble | None:
         )
     if code in _REGION or "incorrectly configured region" in text or status in (301, 307, 308):
         return Trouble(
-            f"the bucket is in another region than the one that was asked ({shown or 301}): set AWS_REGION to the bucket's",
+            f"the bucket is in another region than the one that was asked ({answer or 301}): set AWS_REGION to the bucket's",
             number=errno.ENXIO,
         )
     if code == "RequestTimeTooSkewed":
         return Trouble(f"this machine's clock differs too much from that of {bucket} ({code})", number=errno.EACCES)
     if code in _REFUSED or status == 401 or type(error).__name__ == "UnauthenticatedError":
-        return Trouble(f"{bucket} does not accept the credentials ({shown or 401})", number=errno.EACCES)
+        return Trouble(f"{bucket} does not accept the credentials ({answer or 401})", number=errno.EACCES)
     if status == 403 or type(error).__name__ == "PermissionDeniedError" or code == "AccessDenied":
-        return Trouble(f"no permission in {bucket} ({shown or 403})", number=errno.EACCES)
+        return Trouble(f"no permission in {bucket} ({answer or 403})", number=errno.EACCES)
     if "NotPartial" in text or "non-partial response" in text or type(error).__name__ == "NotSupportedError":
         return Trouble(f"{bucket} does not serve byte ranges, which reading needs: copy the checkpoint to a disk")
     if status in _PASSING or code in ("SlowDown", "ServerBusy", "InternalError", "RequestTimeout"):
-        return Trouble(f"{bucket} answers {shown}", passing=True)
+        return Trouble(f"{bucket} answers {answer}", passing=True)
     if status:
-        return Trouble(f"{bucket} answers {shown}")
+        return Trouble(f"{bucket} answers {answer}")
     return _of_network(error, text.lower(), bucket)
 
 

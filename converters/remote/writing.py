@@ -69,11 +69,11 @@ class StoreWriter:
         """
         return self._put(lambda: data, to, use_multipart=False)
 
-    def _put(self, content: Callable[[], Any], to: RemotePath, **how: Any) -> str:
+    def _put(self, content: Callable[[], Any], to: RemotePath, **options: Any) -> str:
         key = to.root_and_key[1]
 
         def put() -> str:
-            return etag_of(self._store.obstore.put(self._store.handle, key, content(), **how))
+            return etag_of(self._store.obstore.put(self._store.handle, key, content(), **options))
 
         return self._store.retried(key, put)
 

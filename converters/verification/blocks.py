@@ -91,16 +91,16 @@ class Blocks:
         self._crew.check()
         if self._drop and self._view:
             self._source.forget(self._start, len(self._view))
-        whole, got = memoryview(self._buffer.data)[: max(0, self._limit - at)], 0
-        while got < len(whole):
-            n = self._source.read_into(whole[got:], at + got)
+        block, filled = memoryview(self._buffer.data)[: max(0, self._limit - at)], 0
+        while filled < len(block):
+            n = self._source.read_into(block[filled:], at + filled)
             if not n:
                 break
-            got += n
-        self._start, self._view = at, whole[:got]
+            filled += n
+        self._start, self._view = at, block[:filled]
         if self._digest is not None and at == self._hashed:
             self._digest.update(self._view)
-            self._hashed += got
-        self.read += got
-        self._crew.moved(Moved(got), got)
-        return got > 0
+            self._hashed += filled
+        self.read += filled
+        self._crew.moved(Moved(filled), filled)
+        return filled > 0

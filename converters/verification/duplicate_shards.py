@@ -70,8 +70,8 @@ def find_twins(
         for record in group:
             for name in owners[record]:
                 by_tensor.setdefault(name, []).append(record)
-        for name, (first, *others) in by_tensor.items():
-            twin = next((other for other in others if _same(reader, first, other)), None)
+        for name, (first, *more_records) in by_tensor.items():
+            twin = next((file_b for file_b in more_records if _same(reader, first, file_b)), None)
             if twin is not None:
                 twins.setdefault(name, (first, twin))
     halves = {name for name, pair in twins.items() if _gate_and_up(tensors[name], pair)}
@@ -82,12 +82,12 @@ def find_twins(
             hint="either they were made equal on purpose, or one was written in the place of the other",
         )
     for text, names in fold(name for name in twins if name not in halves):
-        one, other = (printable(reader.file_name(reader.file_of(record))) for record in twins[names[0]])
+        file_a, file_b = (printable(reader.file_name(reader.file_of(record))) for record in twins[names[0]])
         verb = "has" if len(names) == 1 else "have each"
         check.error(
-            f"{printable(text)} {verb} the same elements in two places: a shard was written twice ({one} and {other})",
+            f"{printable(text)} {verb} the same elements in two places: a shard was written twice ({file_a} and {file_b})",
             tensors=tuple(names),
-            file=other,
+            file=file_b,
             hint="restore the file of one of them from a copy",
         )
 

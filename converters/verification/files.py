@@ -92,7 +92,7 @@ class FileTask:
     def batches(cls, files: Iterable[FileRead]) -> Iterator[FileTask]:
         """Tasks for all files, numbered from 0: a checkpoint may have a million of a few KiB."""
         number, batch, nbytes = 0, list[FileRead](), 0
-        for file in (piece for whole in files for piece in _pieces(whole)):
+        for file in (piece for listed_file in files for piece in _pieces(listed_file)):
             if batch and (nbytes + file.nbytes > _BATCH_BYTES or len(batch) == _BATCH_FILES):
                 yield cls(number, tuple(batch), nbytes)
                 number, batch, nbytes = number + 1, [], 0
@@ -160,7 +160,7 @@ class RecordIndex:
         wanted[list(records)] = True
         for name, info in tensors.items() if records else ():
             for part in info.parts:
-                mine = part.array.records[part.rows()]
-                for record in mine[wanted[np.minimum(mine, len(wanted) - 1)]].tolist():
+                part_records = part.array.records[part.rows()]
+                for record in part_records[wanted[np.minimum(part_records, len(wanted) - 1)]].tolist():
                     out[record].append(name)
         return {record: tuple(dict.fromkeys(names)) for record, names in out.items()}

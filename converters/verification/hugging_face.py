@@ -76,7 +76,7 @@ def check_transformers(check: Check, catalog: Catalog) -> None:
     """Compares the tensors of a folder with those of the model that transformers builds of its config.json.
 
     Only of a folder in which `check_hugging_face` found nothing wrong, and of a configuration that speaks of no more layers
-    and experts than there are tensors: building it takes time for each.
+    and experts than stored are tensors: building it takes time for each.
 
     Args:
         check: What `check_hugging_face` noted, where more is noted.
@@ -89,8 +89,10 @@ def check_transformers(check: Check, catalog: Catalog) -> None:
     if max(counts, default=0) > len(catalog.weights):
         return
     try:
-        own = own_names(model, catalog.weights)
-        unlike = unlike_transformers(config, {name: catalog.weights[there].shape for name, there in own.items()})
+        stored_names = own_names(model, catalog.weights)
+        unlike = unlike_transformers(
+            config, {name: catalog.weights[stored].shape for name, stored in stored_names.items()}
+        )
     except RequestError as error:
         check.warn(error.message, file="config.json")
         return
@@ -128,9 +130,9 @@ class _Comparison:
         missing = [name for name in missing if name not in HEADS or self._headed(args)]
         self._list(missing, "is missing: config.json needs it", "are missing: config.json needs them", needed="present")
         extra = [name for name in self._tensors if name not in wanted and not self._allowed(name, args)]
-        mine = [name for name in extra if self._layer.match(name) and not name.endswith("_scale")]
-        self._list(mine, "does not belong to config.json's model", "do not belong to config.json's model")
-        for text, names in fold(name for name in extra if name not in mine):
+        of_layers = [name for name in extra if self._layer.match(name) and not name.endswith("_scale")]
+        self._list(of_layers, "does not belong to config.json's model", "do not belong to config.json's model")
+        for text, names in fold(name for name in extra if name not in of_layers):
             self._check.warn(f"{printable(text)} does not belong to a {self._model.name}", tensors=tuple(names))
 
     def _headed(self, args: ModelArgs) -> bool:

@@ -49,10 +49,11 @@ def moment_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
     """First moments in fp32 with the second ones beside them."""
     pairs: dict[str, str] = {}
     for name, (state, parameter) in state_names(tensors):
-        info, second = tensors[name], str(StateName(_SECOND, parameter))
-        other = tensors.get(second) if state == _FIRST else None
-        if other is not None and info.shape == other.shape and {info.dtype.name, other.dtype.name} == {"float32"}:
-            pairs[name] = second
+        second = str(StateName(_SECOND, parameter))
+        if state == _FIRST and second in tensors:
+            infos = tensors[name], tensors[second]
+            if infos[0].shape == infos[1].shape and {info.dtype.name for info in infos} == {"float32"}:
+                pairs[name] = second
     return pairs
 
 

@@ -172,8 +172,8 @@ class _Verification:
             try:
                 self.listed = listed_files(folder)
             except OSError as error:
-                what = printable(str(error.filename or folder))
-                raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+                path = printable(str(error.filename or folder))
+                raise FormatError(f"reading {path} failed: {error.strerror or error}") from error
         self._plan_files()
         self.tensor_checks.plan(len(self.files), values=self.options.values)
 
@@ -265,12 +265,12 @@ class _Verification:
     def _conclude_files(self, scan: Scan) -> None:
         wanted = {n for *_, records in scan.findings for n in records}
         owners = self.index.tensors(wanted, self.tensor_checks.named)
-        lost = {n for n in wanted if not owners[n]}  # the padding of a bucket
-        owners |= self.index.tensors(lost, self.catalog.tensors)
-        for file, name, text, at, needed, there, records in scan.findings:
+        ownerless = {n for n in wanted if not owners[n]}  # the padding of a bucket
+        owners |= self.index.tensors(ownerless, self.catalog.tensors)
+        for file, name, text, at, needed, actual, records in scan.findings:
             tensors = tuple(dict.fromkeys(t for n in records for t in owners.get(n, ())))
             offset = at if at >= 0 else None
-            finding = Finding("error", text, file, offset, needed, there, tensors, _RESTORE)
+            finding = Finding("error", text, file, offset, needed, actual, tensors, _RESTORE)
             self.report.check(name).add(finding)
         check = self.report.check("records")
         pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
@@ -279,8 +279,8 @@ class _Verification:
         check.summary = f"{counted(read, 'record', verb='holds/hold')} what the metadata promises"
         if len(self.index) > read:
             check.summary += f", {counted(len(self.index) - read, 'record')} of missing files could not be read"
-        whole = "archive is" if scan.archives == 1 else "archives are"
-        check.summary += f", {scan.archives:,} {whole} whole" if scan.archives else ""
+        verb = "archive is" if scan.archives == 1 else "archives are"
+        check.summary += f", {scan.archives:,} {verb} whole" if scan.archives else ""
         sums = self.report.check("checksums")
         sums.summary = f"{scan.members:,} CRC-32 of {_size(scan.checked)} match"
         if not scan.unchecked or (self.manifest and scan.checked):

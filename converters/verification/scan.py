@@ -106,15 +106,13 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
             cut.setdefault(file, []).append(tuple(beyond))
         for part in map(tuple, scan["segments"]):
             split.setdefault((part[0], part[2]), []).append(part)
-    for out.file, lost in cut.items():
-        size, begin, _, _, key = lost[0]
-        end = max(stop for _, _, stop, _, _ in lost)
-        verb = "is" if len(lost) == 1 else "are"
-        text = (
-            f"{printable(out.file)} is {size:,} bytes: {counted(len(lost), 'record')} up to byte {end:,} {verb} cut off"
-        )
+    for out.file, beyond in cut.items():
+        size, begin, _, _, key = beyond[0]
+        end = max(stop for _, _, stop, _, _ in beyond)
+        verb = "is" if len(beyond) == 1 else "are"
+        text = f"{printable(out.file)} is {size:,} bytes: {counted(len(beyond), 'record')} up to byte {end:,} {verb} cut off"
         text += f", the first at {begin:,}: {key}"
-        out.note("records", text, begin, *(r for *_, r, _ in lost), needed=f"{end} bytes", found=f"{size} bytes")
+        out.note("records", text, begin, *(r for *_, r, _ in beyond), needed=f"{end} bytes", found=f"{size} bytes")
     for parts in split.values():
         crc = covered = 0
         first = parts[0]
@@ -202,13 +200,13 @@ class FileWorker:
             payload = self._locate(file, record, -1, blocks, out)
             if payload is not None and payload.crc is None:
                 out.unchecked += payload.nbytes
-        at, reached, again = file.begin, 0, file.size
-        over: list[StoredArchive] = []
+        at, reached, reread_budget = file.begin, 0, file.size
+        overlapping: list[StoredArchive] = []
         for archive in sorted(archives, key=lambda a: a.start):
             stop = archive.start + archive.length
-            again -= archive.length if archive.start < reached else 0
-            if again < 0:  # else a million records at one place would read it a million times
-                over.append(archive)
+            reread_budget -= archive.length if archive.start < reached else 0
+            if reread_budget < 0:  # else a million records at one place would read it a million times
+                overlapping.append(archive)
                 continue
             reached = max(reached, stop)
             if (archive.start < file.end and stop > file.begin) or file.owns(archive.start):
@@ -216,9 +214,9 @@ class FileWorker:
                 self._archive(file, archive, inside, blocks, out)
                 at = max(at, stop)
         self._skim(file, at, file.size, blocks, out)
-        if over and file.owns(over[0].start):
-            text = f"{printable(file.name)}: {counted(len(over), 'record')} over others: not read"
-            out.note("records", text, over[0].start, *(archive.record for archive in over))
+        if overlapping and file.owns(overlapping[0].start):
+            text = f"{printable(file.name)}: {counted(len(overlapping), 'record')} over others: not read"
+            out.note("records", text, overlapping[0].start, *(archive.record for archive in overlapping))
 
     def _is_archive(self, records: list[int], blocks: Blocks) -> bool:
         """Whether a file is one archive whose members have checksums."""
@@ -264,23 +262,23 @@ class FileWorker:
 
         `inside` are the records that it holds if it is a whole file.
         """
-        at, mine = archive.start, file.owns(archive.start)
+        at, owned = archive.start, file.owns(archive.start)
         key = f": {printable(archive.key)}" if archive.key else ""
         what = f"{printable(file.name)} at {at:,}{key}"
         if at + archive.length > file.size:
-            if mine:
+            if owned:
                 end = at + archive.length
                 out.beyond.append((file.name, file.size, at, end, archive.record, printable(archive.key)))
             return
         try:
             members = read_directory(blocks.look, at, archive.length, what)
-            if mine and archive.record < 0 and file.positions and not inside:
+            if owned and archive.record < 0 and file.positions and not inside:
                 read_pickle(blocks.look, at, archive.length, what, limit=_OBJECT_PICKLE)
         except FormatError as error:
-            if mine:
+            if owned:
                 out.note("records", str(error).replace("\n", "; "), at, archive.record, *inside)
             return
-        if mine:
+        if owned:
             out.archives += 1
             if archive.record >= 0:
                 self._locate(file, archive.record, at, blocks, out)
@@ -308,8 +306,8 @@ class FileWorker:
                 out.note("records", str(error), archive.start + member.header, archive.record)
             return
         start, stop = max(at, file.begin), min(at + member.size, file.end)
-        whole = stop - start == member.size
-        if start >= stop and not (whole and file.owns(at)):
+        complete = stop - start == member.size
+        if start >= stop and not (complete and file.owns(at)):
             return
         crc = 0
         try:
@@ -324,7 +322,7 @@ class FileWorker:
         out.checked += stop - start
         name = f"member {printable(member.name)}" + (f" of {printable(archive.key)}" if archive.key else "")
         part = (file.name, name, at, member.size, member.crc, archive.record, start, stop - start, crc)
-        if not whole:
+        if not complete:
             out.segments.append(part)
             return
         out.members += 1

@@ -105,18 +105,18 @@ def _check_grids(check: Check, objects: Iterable[ObjectInfo]) -> None:
     for stored in objects:
         shards[stored.name].append(stored)
     for name, members in shards.items():
-        grids, shown = {item.grid for item in members}, printable(name)
+        grids, name_shown = {item.grid for item in members}, printable(name)
         if len(grids) > 1:
             listed = " and ".join(str(list(grid)) for grid in sorted(grids)[:4])
-            check.error(f"the shards of {shown} are of different grids: {listed}", needed="one grid", found=listed)
+            check.error(f"the shards of {name_shown} are of different grids: {listed}", needed="one grid", found=listed)
             continue
         (grid,) = grids
         outside = [o.offset for o in members if len(o.offset) != len(grid) or any(map(int.__ge__, o.offset, grid))]
         if outside:
-            check.error(f"shard {list(outside[0])} of {shown} lies outside its grid {list(grid)}")
+            check.error(f"shard {list(outside[0])} of {name_shown} lies outside its grid {list(grid)}")
         elif len(members) != math.prod(grid):
             lost = _missing(grid, {o.offset for o in members})
-            text = f"{shown} has {len(members):,} of its {math.prod(grid):,} shards; {list(lost)} is missing"
+            text = f"{name_shown} has {len(members):,} of its {math.prod(grid):,} shards; {list(lost)} is missing"
             check.error(text, needed=counted(math.prod(grid), "shard"), found=counted(len(members), "shard"))
 
 
@@ -140,9 +140,9 @@ def _check_census(check: Check, catalog: Catalog) -> None:
         if layer:
             layers[layer[1]][int(layer[2])].add(layer[3])
     for prefix, by_layer in layers.items():
-        lost = sorted(set(range(max(by_layer) + 1)) - set(by_layer))
-        if lost:
-            text = f"{printable(prefix)}: {_numbered(lost)} of {max(by_layer) + 1} are missing"
+        missing_numbers = sorted(set(range(max(by_layer) + 1)) - set(by_layer))
+        if missing_numbers:
+            text = f"{printable(prefix)}: {_numbered(missing_numbers)} of {max(by_layer) + 1} are missing"
             check.error(text, needed=counted(max(by_layer) + 1, "layer"), found=counted(len(by_layer), "layer"))
         for number, less, lacking in _incomplete(by_layer):
             names = tuple(f"{prefix}.{number}.{suffix}" for suffix in sorted(lacking))
@@ -150,9 +150,9 @@ def _check_census(check: Check, catalog: Catalog) -> None:
     count = {max(numbers) + 1 for numbers in experts.values()}
     for name, numbers in experts.items():
         most = max(count)
-        lost = sorted(set(range(most)) - numbers)
-        if lost:
-            text = f"{printable(name)}: {_numbered(lost)} of {most} are missing"
+        missing_numbers = sorted(set(range(most)) - numbers)
+        if missing_numbers:
+            text = f"{printable(name)}: {_numbered(missing_numbers)} of {most} are missing"
             check.error(text, needed=counted(most, "expert"), found=counted(len(numbers), "expert"))
 
 

@@ -98,13 +98,15 @@ class TensorChecks:
             for text in error.details[:12]:
                 check.error(printable(text))
             return
-        kept = {name: info for name, info in catalog.tensors.items() if name not in state.replaced}
+        unreplaced = {name: info for name, info in catalog.tensors.items() if name not in state.replaced}
         for older in ("fp32_param", "master_param"):
             for name, parts in state_names(state.tensors):
                 stored = str(StateName(older, parts.parameter))
-                if parts.state == MASTER and stored in kept and kept[stored].parts == state.tensors[name].parts:
+                parts_stored = unreplaced[stored].parts if parts.state == MASTER and stored in unreplaced else None
+                if parts_stored == state.tensors[name].parts:
                     self._stored_names[name] = stored
-        self.named = {**kept, **{name: info for name, info in state.tensors.items() if name not in self._stored_names}}
+        named = {name: info for name, info in state.tensors.items() if name not in self._stored_names}
+        self.named = {**unreplaced, **named}
         self.tensors.update(self.named)
         for name, (kind, parameter) in state_names(state.tensors):
             info, weight = state.tensors[name], catalog.weights.get(parameter) if kind == MASTER else None

@@ -137,12 +137,12 @@ class TensorWorker:
 
 def _common(infos: list[TensorInfo], how: str) -> tuple[int, ...]:
     """The shape that both have, but for rows that pad the vocabulary."""
-    one, other = (info.shape for info in infos)
-    if len(one) != len(other) or one[1:] != other[1:]:
-        raise IntegrityError(f"{infos[0].name} is {list(one)}, {infos[1].name} is {list(other)}")
+    shape_a, shape_b = (info.shape for info in infos)
+    if len(shape_a) != len(shape_b) or shape_a[1:] != shape_b[1:]:
+        raise IntegrityError(f"{infos[0].name} is {list(shape_a)}, {infos[1].name} is {list(shape_b)}")
     if how == "equal" and infos[0].dtype != infos[1].dtype:
         raise IntegrityError(f"{infos[0].name} is {infos[0].dtype}, {infos[1].name} is {infos[1].dtype}")
-    return (min(one[0], other[0]), *one[1:]) if one else one
+    return (min(shape_a[0], shape_b[0]), *shape_a[1:]) if shape_a else shape_a
 
 
 _LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14}

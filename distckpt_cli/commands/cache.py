@@ -67,12 +67,12 @@ def _find(folders: list[str] | None) -> list[Leftover]:
     from converters.execute.leftovers import leftovers, scratch_leftovers
 
     if folders:
-        every = [item for folder in folders for item in leftovers(named_path(folder))]
+        items = [item for folder in folders for item in leftovers(named_path(folder))]
     else:
         scratch = os.environ.get("DISTCKPT_SCRATCH")
         shared = {Path(tempfile.gettempdir()), *([named_path(scratch)] if scratch else [])}
-        every = [*leftovers(Path()), *(item for folder in sorted(shared) for item in scratch_leftovers(folder))]
-    return list({str(item.path.resolve()): item for item in reversed(every)}.values())[::-1]
+        items = [*leftovers(Path()), *(item for folder in sorted(shared) for item in scratch_leftovers(folder))]
+    return list({str(item.path.resolve()): item for item in reversed(items)}.values())[::-1]
 
 
 def _show(console: Console, items: list[Leftover]) -> None:
@@ -88,8 +88,10 @@ def _show(console: Console, items: list[Leftover]) -> None:
     for item in items:
         if item.state == "running":
             continue
-        made = f"makes {item.destination}" if item.destination else "where the processes of a run met, which have ended"
-        console.fact(f"{item.path}  ", item.reason or made, style=_STYLES[item.state])
+        purpose = (
+            f"makes {item.destination}" if item.destination else "where the processes of a run met, which have ended"
+        )
+        console.fact(f"{item.path}  ", item.reason or purpose, style=_STYLES[item.state])
         if item.command:
             console.fact("", f"continue: {item.command}")
     unfinished = [str(item.path) for item in items if not item.reason]

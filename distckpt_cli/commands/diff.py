@@ -13,7 +13,7 @@ from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Looking, MaxMemory, buffer_bytes, output, panel, resolve_word, spread
 
-_compared = panel("What to compare")
+_compare_option = panel("What to compare")
 
 
 @spread
@@ -24,33 +24,33 @@ def diff(
     ],
     *,
     tensors: Annotated[
-        list[str] | None, _compared(metavar="GLOB", help="Compare only tensors that match; may be repeated.")
+        list[str] | None, _compare_option(metavar="GLOB", help="Compare only tensors that match; may be repeated.")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        _compared(
+        _compare_option(
             metavar="GLOB",
             help="Leave out tensors, or args.NAME, iteration, rng_state, opt_param_scheduler; may be repeated.",
         ),
     ] = None,
     rtol: Annotated[
-        float | None, _compared(metavar="X", min=0, help="Values may differ by X times the larger one.")
+        float | None, _compare_option(metavar="X", min=0, help="Values may differ by X times the larger one.")
     ] = None,
-    atol: Annotated[float | None, _compared(metavar="X", min=0, help="Values may differ by X.")] = None,
+    atol: Annotated[float | None, _compare_option(metavar="X", min=0, help="Values may differ by X.")] = None,
     quick: Annotated[
-        bool, _compared("--quick", help="Compare no values: only names, shapes, types, arguments, state.")
+        bool, _compare_option("--quick", help="Compare no values: only names, shapes, types, arguments, state.")
     ] = False,
-    args: Annotated[str | None, _compared(metavar="[GLOB]", help="Compare the training arguments only.")] = None,
+    args: Annotated[str | None, _compare_option(metavar="[GLOB]", help="Compare the training arguments only.")] = None,
     arch: Annotated[
         str | None,
-        _compared(
+        _compare_option(
             metavar="NAME",
             help="Architecture of the Hugging Face folder, if it is ambiguous.",
             autocompletion=ARCHITECTURES.complete,
         ),
     ] = None,
     vocab_size: Annotated[
-        int | None, _compared(metavar="N", min=1, help="Rows of the vocabulary without padding.")
+        int | None, _compare_option(metavar="N", min=1, help="Rows of the vocabulary without padding.")
     ] = None,
     flat: Annotated[bool, output("--flat", help="One row per tensor.")] = False,
     max_memory: MaxMemory = None,

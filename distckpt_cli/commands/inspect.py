@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from converters.megatron.identity import Identity
     from distckpt_cli.listing import Selection
 
-_shown, _chosen = panel("What to show"), panel("How to choose and sort")
+_view, _choice_option = panel("What to show"), panel("How to choose and sort")
 _LISTS = ("tensors", "files", "args", "objects", "tree")
 _MOST_CARDS = 3
 
@@ -40,20 +40,21 @@ Checkpoints = Annotated[
 class View:
     """What is shown of a checkpoint."""
 
-    tensors: Annotated[str | None, _shown(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
-    flat: Annotated[bool, _shown("--flat", help="One row per tensor, object or module.")] = False
-    tree: Annotated[bool, _shown("--tree", "--du", help="Show sizes by module, with bars.")] = False
-    depth: Annotated[int, _shown(metavar="N", min=1, help="Levels of --tree, 3 by default.")] = 3
-    files: Annotated[bool, _shown("--files", help="List the files: which rank wrote what.")] = False
-    args: Annotated[str | None, _shown(metavar="[GLOB]", help="List the training arguments.")] = None
-    objects: Annotated[str | None, _shown(metavar="[GLOB]", help="List stored objects that are not tensors.")] = None
-    names: Annotated[bool, _shown("--names", help="Print only names, one per line.")] = False
+    tensors: Annotated[str | None, _view(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
+    flat: Annotated[bool, _view("--flat", help="One row per tensor, object or module.")] = False
+    tree: Annotated[bool, _view("--tree", "--du", help="Show sizes by module, with bars.")] = False
+    depth: Annotated[int, _view(metavar="N", min=1, help="Levels of --tree, 3 by default.")] = 3
+    files: Annotated[bool, _view("--files", help="List the files: which rank wrote what.")] = False
+    args: Annotated[str | None, _view(metavar="[GLOB]", help="List the training arguments.")] = None
+    objects: Annotated[str | None, _view(metavar="[GLOB]", help="List stored objects that are not tensors.")] = None
+    names: Annotated[bool, _view("--names", help="Print only names, one per line.")] = False
 
     html: Annotated[
-        str | None, _shown(metavar="FILE", help="Write all of it as one HTML page that needs no network.")
+        str | None, _view(metavar="FILE", help="Write all of it as one HTML page that needs no network.")
     ] = None
     verification: Annotated[
-        str | None, _shown(metavar="JSON", help="For --html: show this output of `distckpt verify --json` on the page.")
+        str | None,
+        _view(metavar="JSON", help="For --html: show this output of `distckpt verify --json` on the page."),
     ] = None
 
     @property
@@ -66,11 +67,13 @@ class View:
 class Choosing:
     """How rows are chosen and sorted."""
 
-    regex: Annotated[bool, _chosen("--regex", help="GLOB is a regular expression, searched in names.")] = False
-    ignore_case: Annotated[bool, _chosen("-i", "--ignore-case", help="Ignore case.")] = False
+    regex: Annotated[bool, _choice_option("--regex", help="GLOB is a regular expression, searched in names.")] = False
+    ignore_case: Annotated[bool, _choice_option("-i", "--ignore-case", help="Ignore case.")] = False
     sort: Annotated[
         str,
-        _chosen(metavar="KEY", help="model (the default) or size.", autocompletion=choice("model", "size").complete),
+        _choice_option(
+            metavar="KEY", help="model (the default) or size.", autocompletion=choice("model", "size").complete
+        ),
     ] = "model"
 
     def selection(self) -> Selection:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from converters.overview.checkpoint import Checkpoint
     from converters.overview.statistics import Statistics
 
-_shown = panel("What to show")
+_view = panel("What to show")
 _BINS = 16
 _BAR = 40
 _PREVIEW = (4, 8)  # rows and columns that are shown where nothing was asked for
@@ -44,9 +44,9 @@ Tensor = Annotated[
 class View:
     """What is shown of a tensor."""
 
-    slice: Annotated[str | None, _shown(metavar="RANGES", help="Values of this part: 0:4,:8 or 17 or :,3.")] = None
-    values: Annotated[bool, _shown("--values", help="Print only values, no statistics.")] = False
-    histogram: Annotated[bool, _shown("--histogram", help="Add a histogram of the values.")] = False
+    slice: Annotated[str | None, _view(metavar="RANGES", help="Values of this part: 0:4,:8 or 17 or :,3.")] = None
+    values: Annotated[bool, _view("--values", help="Print only values, no statistics.")] = False
+    histogram: Annotated[bool, _view("--histogram", help="Add a histogram of the values.")] = False
 
 
 @spread
@@ -117,19 +117,20 @@ def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -
 
     info = checkpoint.info(name)
     box = parse_ranges(view.slice, info.shape)
-    shown = box if view.slice else _preview(info.shape, console.width)
-    if shown.volume > _MOST_VALUES:
+    shown_box = box if view.slice else _preview(info.shape, console.width)
+    if shown_box.volume > _MOST_VALUES:
         raise UsageProblem(
-            f"--slice {view.slice} has {shown.volume:,} values, more than {_MOST_VALUES:,}", hint="name a smaller part"
+            f"--slice {view.slice} has {shown_box.volume:,} values, more than {_MOST_VALUES:,}",
+            hint="name a smaller part",
         )
-    values = as_numpy(checkpoint.read(name, shown), info.dtype)
+    values = as_numpy(checkpoint.read(name, shown_box), info.dtype)
     if view.values and not console.json_requested:
         console.lines(_rows(values))
         return
     stats = tensor_statistics(checkpoint, name, box, bins=_BINS if view.histogram else 0)
     if console.json_requested:
         document = {**_document(info, stats), "statistics_of": _ranges(box)}
-        document |= {"values": _plain(values), "values_of": _ranges(shown)}
+        document |= {"values": _plain(values), "values_of": _ranges(shown_box)}
         console.document("distckpt.show/1", document)
         return
     console.fact(f"{name}  ", f"{info.dtype}, {format_shape(info.shape)}", style="bold")
@@ -138,7 +139,7 @@ def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -
     for line in _bars(stats):
         console.out(line)
     console.out()
-    console.fact("values", f"[{_ranges(shown)}]")
+    console.fact("values", f"[{_ranges(shown_box)}]")
     console.lines(_rows(values))
 
 

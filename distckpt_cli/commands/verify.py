@@ -13,7 +13,7 @@ from distckpt_cli.options import Ckpt, Looking, panel, spread
 if TYPE_CHECKING:
     from converters.verification.report import Check, Report
 
-_checked = panel("What to check")
+_check_option = panel("What to check")
 _SHOWN = 8
 _WORDS = {
     "ok": ("ok", "ok"),
@@ -28,16 +28,16 @@ _WORDS = {
 def verify(
     ckpt: Ckpt,
     *,
-    quick: Annotated[bool, _checked("--quick", help="Check structure only; read no tensor data.")] = False,
+    quick: Annotated[bool, _check_option("--quick", help="Check structure only; read no tensor data.")] = False,
     values: Annotated[
         bool,
-        _checked(
+        _check_option(
             "--values", help="Check values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others."
         ),
     ] = False,
     write_manifest: Annotated[
         bool,
-        _checked(
+        _check_option(
             "--write-manifest",
             help="If nothing is wrong, write SHA-256 of all files: integrity.json, as Megatron-Core 0.17.1 and later.",
         ),
@@ -108,8 +108,8 @@ def _show_check(console: Console, check: Check) -> None:
     lines = [finding.message for finding in shown] if check.status in ("bad", "warning") else [check.summary]
     if check.status == "bad":
         lines = [("look: " if f.severity == "warning" else "") + f.message for f in shown]
-    left = check.count["error"] + check.count["warning"] - len(shown)
-    lines += [f"and {left:,} more{'' if console.verbose else ' (-v)'}"] if left else []
+    hidden = check.count["error"] + check.count["warning"] - len(shown)
+    lines += [f"and {hidden:,} more{'' if console.verbose else ' (-v)'}"] if hidden else []
     console.fact(check.name, f"{word:<5} {lines[0]}", style=style)
     for line in lines[1:]:
         console.fact("", f"      {line}")

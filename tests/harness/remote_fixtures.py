@@ -44,7 +44,7 @@ def forget():
     tree.tree_of.cache_clear()
     store.store_of.cache_clear()
     patience._patience.clear()
-    content._blocks, content._whole = content._Cache(256 * BLOCK), content._Cache(1 << 29)
+    content._blocks, content._whole_objects = content._Cache(256 * BLOCK), content._Cache(1 << 29)
 
 
 @pytest.fixture(scope="session")
