@@ -272,6 +272,11 @@ def _escaped(character: str) -> str:
 _INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
+def numberless(name: str) -> str:
+    """The name with `*` for the numbers of layers and experts: what tensors of one kind have in common."""
+    return _INDEX.sub("*", name)
+
+
 def folded(names: Iterable[str]) -> list[str]:
     """Only the folded names of `fold`, without their members."""
     return [text for text, _ in fold(names)]

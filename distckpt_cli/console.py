@@ -20,6 +20,7 @@ from converters.errors import DestinationError, DistckptError
 from converters.execute.ranks import Ranks
 from converters.names import printable
 from converters.remote.address import named_path
+from converters.words import format_size
 from distckpt_cli.exits import ExitCode
 
 if TYPE_CHECKING:
@@ -194,6 +195,11 @@ class Console:
             label, style = "", None
         if len(texts) > len(shown):
             self.fact("", f"and {len(texts) - len(shown):,} more (-v)")
+
+    def read_fact(self, what: str, nbytes: int, seconds: float, more: str = "") -> None:
+        """How much was read, in which time, and how fast."""
+        rate = f", {format_size(nbytes / seconds)}/s" if seconds > 0.05 else ""
+        self.fact("read", f"{what}, {seconds:.1f} s{rate}{more}")
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """The answer as one JSON document with its schema's name; ASCII only, so that no name can act on a terminal.

@@ -43,10 +43,9 @@ def show_values(console: Console, report: DiffReport, *, flat: bool) -> None:
     if bad or near:
         _table(console, bad or near, flat=flat)
         _worst(console, bad or near)
-    rate = f", {format_size(sum(report.bytes_read) / report.seconds)}/s" if report.seconds > 0.05 else ""
     checked = f"; {report.records_checked:,} records match their checksums" if report.records_checked else ""
     sizes = " and ".join(f"{format_size(n)} of {s.label}" for n, s in zip(report.bytes_read, plan.sides, strict=True))
-    console.fact("read", f"{sizes}, {report.seconds:.1f} s{rate}{checked}")
+    console.read_fact(sizes, sum(report.bytes_read), report.seconds, checked)
 
 
 def _rows(tensors: Sequence[TensorReport], *, flat: bool) -> list[tuple[str, list[TensorReport]]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +144,6 @@ class TensorChecks:
             stats |= results[task.number]["stats"]
         check = self._report.check("values")
         judge_values(check, stats, self.tensors)
-        _judge_zeros(check, stats, self.tensors)
         possible = [task for task in self.tasks if task.compare == "possible"]
         moments = {parameter_of(task.names[0]): results[task.number] for task in possible}
         optimizer = self._report.check("optimizer")
@@ -217,26 +214,6 @@ class TensorChecks:
         check.warn(f"what can be saved: {weights}; {state}" + (f": {shown}" if shown else ""), hint=SAVE)
 
 
-def _judge_zeros(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
-    """A matrix with as many zeros as a lost page has, where the same matrix of other layers has none at all."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in stats:
-        if tensors[name].kind == "weight" and len(tensors[name].shape) > 1 and tensors[name].dtype.floating:
-            groups[_NUMBER.sub("*", name)].append(name)
-    for names in groups.values():
-        zeros = {name: stats[name]["zero"] for name in names if stats[name]["zero"]}
-        if len(names) - len(zeros) < _FEWEST:
-            continue
-        for name, count in zeros.items():
-            if _PAGE <= count < stats[name]["numel"]:
-                text = (
-                    f"{printable(name)}: {count:,} of {stats[name]['numel']:,} elements are zero, no other element is"
-                )
-                check.error(f"{text}: an unwritten page looks like this", tensors=(name,), needed="0", found=f"{count}")
-
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_PAGE, _FEWEST = 512, 4  # elements; matrices that have no zero
 # by the names of Megatron's models and of Hugging Face's: the embedding, and the output layer that may be the same
 _TIED = (
     ("embedding.word_embeddings.weight", "output_layer.weight"),

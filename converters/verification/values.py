@@ -6,7 +6,6 @@ Tensors are read in tiles, each as often as a question asks for it; nothing here
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from converters.io.arithmetic import BLOCK, UNSIGNED, squares
 from converters.io.block_runner import TileChecker
 from converters.io.questions import Question, RoundsTo, Together
 from converters.io.sources import Sources
-from converters.names import StateName, printable
+from converters.names import StateName, numberless, printable
 from converters.verification.moments import PossibleMoments
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ FAR_APART = 1000.0  # not by training
 _VOCABULARY = ("word_embeddings.weight", "embed_tokens.weight", "wte.weight", "output_layer.weight", "lm_head.weight")
 _FEWEST = 4  # layers that "the usual" takes
 _SECOND_FACTOR = ".adapter.linear_out.weight"
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_PAGE = 512  # elements
 
 
 def tile_bytes(tensors: Mapping[str, TensorInfo]) -> int:
@@ -225,16 +224,16 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
 
     Never in a trained model: NaN, Inf; a negative second moment; weights of which more than 1 % are denormal; a matrix that
     is zero or constant while the same matrix of other layers is not; an embedding that is; a matrix 1,000 times as large
-    as its siblings, or as small. Worth a look: a matrix that is zero in all layers, unless all second factors of LoRA are,
-    which begin as zeros (Megatron-Bridge, peft/lora.py, `lora_B_init_method`); a weight whose root mean square is
-    10 times that of its siblings, or a tenth of it.
+    as its siblings, or as small; a page of zeros or more in a matrix of which several siblings have none. Worth a look: a
+    matrix that is zero in all layers, unless all second factors of LoRA are, which begin as zeros (Megatron-Bridge,
+    peft/lora.py, `lora_B_init_method`); a weight whose root mean square is 10 times that of its siblings, or a tenth of it.
 
     Args:
         check: Where it is noted.
         stats: What `Stats` says of each tensor.
         tensors: The tensors.
     """
-    usual = _siblings(stats, tensors)
+    siblings = _siblings(stats, tensors)
     untrained = all(s["zero"] == s["numel"] for name, s in stats.items() if name.endswith(_SECOND_FACTOR))
     for name, tensor_stats in stats.items():
         info = tensors[name]
@@ -255,7 +254,14 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
             text = f"{shown}: a second moment cannot be negative, the smallest is {tensor_stats['min']:.3g}"
             check.error(text, tensors=(name,), needed=">= 0", found=f"{tensor_stats['min']:.3g}")
         if info.kind == "weight":
-            _judge_weight(check, name, info, tensor_stats, usual.get(name))
+            _judge_weight(check, name, info, tensor_stats, siblings[name])
+    for name, group in siblings.items():
+        zeros, numel = stats[name]["zero"], stats[name]["numel"]
+        if len(tensors[name].shape) < 2 or not tensors[name].dtype.floating or not _PAGE <= zeros < numel:
+            continue
+        if sum(not other["zero"] for other in group) >= _FEWEST:
+            text = f"{printable(name)}: {zeros:,} of {numel:,} elements are zero, no other element is"
+            check.error(f"{text}: an unwritten page looks like this", tensors=(name,), needed="0", found=f"{zeros}")
 
 
 def _siblings(
@@ -264,7 +270,7 @@ def _siblings(
     """For each weight, what is known of the same weight in other layers and experts."""
     # one list for all of a group: what is asked of it is a median, which one member does not change
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
-    siblings = {name: groups[_NUMBER.sub("*", name)] for name in stats if tensors[name].kind == "weight"}
+    siblings = {name: groups[numberless(name)] for name in stats if tensors[name].kind == "weight"}
     for name, group in siblings.items():
         group.append(stats[name])
     return siblings
@@ -275,7 +281,7 @@ def _judge_weight(
     name: str,
     info: TensorInfo,
     stats: Mapping[str, Any],
-    siblings: list[Mapping[str, Any]] | None,
+    siblings: list[Mapping[str, Any]],
 ) -> None:
     shown, nonzero = printable(name), stats["numel"] - stats["zero"]
     storm = stats["denormal"] / stats["numel"]
@@ -284,7 +290,6 @@ def _judge_weight(
         note = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
         note(f"{text}: uninitialized memory looks like this", tensors=(name,))
         return
-    siblings = siblings or []
     if stats["constant"] and stats["numel"] > 1:
         _judge_constant(check, name, info, stats, siblings)
     elif nonzero and len(siblings) >= _FEWEST:

@@ -85,9 +85,8 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
     if report.manifest:
         console.fact("manifest", report.manifest)
     if report.files:
-        rate = f", {format_size(report.bytes_read / report.seconds)}/s" if report.seconds > 0.05 else ""
-        files = counted(report.files, "file")
-        console.fact("read", f"{format_size(report.bytes_read)} from {files}, {report.seconds:.1f} s{rate}")
+        text = f"{format_size(report.bytes_read)} from {counted(report.files, 'file')}"
+        console.read_fact(text, report.bytes_read, report.seconds)
     console.facts("unchecked", report.unchecked)
     unchecked = f"  (not checked: {len(report.unchecked):,})" if report.unchecked else ""
     console.fact("good" if report.good else "damaged", ckpt + unchecked, style="ok" if report.good else "error")

@@ -116,7 +116,7 @@ def test_a_single_file_is_named_and_says_what_it_holds(capsys):
     tensors = json.loads(capsys.readouterr().out)["tensors"]
     assert {chunk["file"] for tensor in tensors for chunk in tensor["chunks"]} == {"gdn-bf16.safetensors"}
     assert main(["inspect", path, "--files"]) == 0
-    assert "weights 0.42 MiB" in capsys.readouterr().out
+    assert "weights 0.41 MiB" in capsys.readouterr().out
 
 
 def test_regular_expressions_and_case(capsys):
