@@ -189,7 +189,7 @@ class ReaderPair(ReaderView):
 
     def fingerprint(self) -> str:
         """See `Reader`."""
-        return hashlib.sha256(f"{super().fingerprint()}:{self._second.fingerprint()}".encode()).hexdigest()
+        return digest_of((super().fingerprint(), ":", self._second.fingerprint()))
 
 
 class _Chained(LazySequence["Path"]):
@@ -223,6 +223,14 @@ class StoredArchive:
     key: str
 
 
+def digest_of(parts: Iterable[str]) -> str:
+    """SHA-256 of texts, one after the other; names of files may hold bytes that are no text."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
 def fingerprint_of(reader: Reader) -> str:
     """`reader.fingerprint()` of a checkpoint whose disk may fail.
 
@@ -232,6 +240,6 @@ def fingerprint_of(reader: Reader) -> str:
     try:
         refresh(reader.catalog.path)
         digest, links = reader.fingerprint(), "".join(followed_links(reader.files))
-        return hashlib.sha256(f"{digest}{links}".encode()).hexdigest() if links else digest
+        return digest_of((digest, links)) if links else digest
     except OSError as error:
         raise read_failure(error.filename or reader.catalog.path, error) from error

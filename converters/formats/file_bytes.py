@@ -5,7 +5,6 @@ A copy of files then is a job like any other: in tiles, by several threads and r
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from converters.box import Box
 from converters.catalog import TensorInfo
 from converters.chunks import Part, StoredArray
 from converters.dtypes import dtype
-from converters.formats.base import ReaderPair, ReaderView
+from converters.formats.base import ReaderPair, ReaderView, digest_of
 from converters.formats.folder import status
 from converters.planning.plan import Copy, Drop, Piece
 from converters.planning.routes import CopyRoutes, Location
@@ -48,11 +47,8 @@ class _FileBytes(ReaderView):
 
     def fingerprint(self) -> str:
         """See `Reader`."""
-        digest = hashlib.sha256()
-        for path in self.files:
-            state = status(path)
-            digest.update(f"{path}:{(state.size, state.mtime_ns) if state else None};".encode())
-        return digest.hexdigest()
+        states = ((path, status(path)) for path in self.files)
+        return digest_of(f"{path}:{(state.size, state.mtime_ns) if state else None};" for path, state in states)
 
 
 @dataclass(frozen=True)

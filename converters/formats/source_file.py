@@ -117,9 +117,18 @@ class SourceFile:
             EOFError: The file ends before.
         """
         assert rows.shape is not None
-        if offset + (rows.shape[0] - 1) * stride + rows.shape[1] > self.size:
+        count, length = rows.shape
+        if offset + (count - 1) * stride + length > self.size:
             raise EOFError
-        self.content.read_rows(rows, self.base + offset, stride)
+        if count > 1:
+            self.content.read_rows(rows, self.base + offset, stride)
+            return
+        row, filled = rows.cast("B"), 0
+        while filled < length:  # network file systems may give less than was asked for
+            more = self.content.read_into(row[filled:], self.base + offset + filled)
+            if not more:
+                raise EOFError
+            filled += more
 
     def forget(self, offset: int, length: int) -> None:
         """Lets the page cache drop a range."""

@@ -69,6 +69,13 @@ class Arithmetic:
             return bits.view(np.float32) if kind.name == "float32" else widened(bits, kind)
         return floats
 
+    def floats(self, bits: Bits, kind: DType) -> NDArray[np.float32]:
+        """Any number of elements in fp32, in their shape and in memory of their own."""
+        flat, numbers = bits.reshape(-1), np.empty(bits.size, np.float32)
+        for at in range(0, bits.size, BLOCK):
+            numbers[at : at + BLOCK] = self.values(flat[at : at + BLOCK], kind)
+        return numbers.reshape(bits.shape)
+
     def wide(self, number: int, values: Bits) -> Bits:
         """Elements in fp64."""
         if values.dtype.kind == "c":

@@ -69,7 +69,7 @@ class Gatherer:
 
     def __init__(self, sources: Sources, allocate: Callable[[int], Bytes] | None = None) -> None:
         self._sources = sources
-        self._allocate = allocate or _ordinary
+        self._allocate = allocate or (lambda nbytes: np.empty(nbytes, np.uint8))
         self._tile = np.empty(0, np.uint8)
         self._scratch = np.empty(0, np.uint8)
         self._halves = np.empty((2, 0), np.uint16)
@@ -262,7 +262,7 @@ class Gatherer:
             nbytes, begin = length * size * (strip[0] if strip else 1), payload.offset + start * size
             piece = packed[at : at + nbytes]
             if strip:
-                self._read_strip(chunk.record, payload, begin, strip[1] * size, piece.reshape(strip[0], -1))
+                self._read_rows(chunk.record, payload, begin, strip[1] * size, piece.reshape(strip[0], -1))
             else:
                 self._read_bytes(chunk.record, payload, begin, piece)
             at += nbytes
@@ -280,17 +280,27 @@ class Gatherer:
             self._whole = record, np.frombuffer(decode(raw.tobytes()), np.uint8)
         return self._whole[1]
 
-    def _read_strip(self, record: int, payload: Payload, offset: int, stride: int, into: Bytes) -> None:
-        """Reads short runs of a record, one each `stride` bytes, into the rows of `into`: columns of a matrix.
+    def _read_bytes(self, record: int, payload: Payload, offset: int, into: Bytes) -> None:
+        """Reads a range of a record."""
+        if into.size:
+            self._read_rows(record, payload, offset, 0, into.reshape(1, -1))
 
-        A system call for each, but everything around it once for all of them.
+    def _read_rows(self, record: int, payload: Payload, offset: int, stride: int, into: Bytes) -> None:
+        """Reads ranges of a record, one each `stride` bytes, into the rows of `into`, and adds their checksums.
+
+        Short ones are columns of a matrix: a system call for each, but everything around it once for all of them. The page
+        cache is made to forget a long one.
         """
         path = self._sources.reader.files[self._sources.reader.file_of(record)]
-        length = into.shape[1]
+        count, length = into.shape
         try:
-            self._files.get(path).read_rows(into.data, offset, stride)
+            source = self._files.get(path)
+            source.read_rows(into.data, offset, stride)
+            if length >= DROP_BYTES and self._sources.drop:
+                source.forget(offset, length)
         except EOFError:
-            raise _short(path, offset + (len(into) - 1) * stride + length) from None
+            needed = offset + (count - 1) * stride + length
+            raise FormatError(f"{printable(path.name)} ends early", details=[f"needed bytes up to {needed}"]) from None
         except OSError as error:
             raise read_failure(path.name, error) from error
         self._sources.read(into.size)
@@ -300,31 +310,6 @@ class Gatherer:
             self._sources.sums.add_runs(record, first, stride, length, sums)
             if self.segments is not None:
                 self.segments += [(record, first + n * stride, length, crc) for n, crc in enumerate(sums)]
-
-    def _read_bytes(self, record: int, payload: Payload, offset: int, into: Bytes) -> None:
-        """Reads a range of a record, adds its checksum, and lets the page cache forget it."""
-        if not into.size:
-            return
-        reader = self._sources.reader
-        path = reader.files[reader.file_of(record)]
-        view, at = into.data, 0
-        try:
-            source = self._files.get(path)
-            while at < len(view):
-                n = source.read_into(view[at:], offset + at)
-                if not n:
-                    raise _short(path, offset + len(view))
-                at += n
-            if len(view) >= DROP_BYTES and self._sources.drop:
-                source.forget(offset, len(view))
-        except OSError as error:
-            raise read_failure(path.name, error) from error
-        self._sources.read(len(view))
-        if payload.crc is not None:
-            segment = (offset - payload.crc_offset, len(view), crc32(view))
-            self._sources.sums.add(record, segment)
-            if self.segments is not None:
-                self.segments.append((record, *segment))
 
 
 class OpenFiles(Generic[_File]):
@@ -361,11 +346,3 @@ def _put(values: NDArray[Any], chunk: Chunk, into: NDArray[Any]) -> None:
     """Copies elements as they are stored to where they belong; axes of length 1 may differ."""
     turned = values.T if chunk.transposed else values
     np.copyto(into, turned if turned.shape == into.shape else turned.reshape(into.shape))
-
-
-def _ordinary(nbytes: int) -> Bytes:
-    return np.empty(nbytes, np.uint8)
-
-
-def _short(path: Path, needed: int) -> FormatError:
-    return FormatError(f"{printable(path.name)} ends early", details=[f"needed bytes up to {needed}"])

@@ -70,7 +70,4 @@ def _read(
 ) -> NDArray[Any]:
     bits = np.empty(box.shape, UNSIGNED[info.dtype.itemsize])
     fill(info, box, bits)
-    flat, numbers = bits.reshape(-1), np.empty(box.volume, np.float32)
-    for at in range(0, box.volume, BLOCK):
-        numbers[at : at + BLOCK] = on.values(flat[at : at + BLOCK], info.dtype)
-    return numbers.reshape(box.shape)
+    return on.floats(bits, info.dtype)

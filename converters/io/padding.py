@@ -12,7 +12,7 @@ import numpy as np
 
 from converters.box import Box
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, UNSIGNED, Arithmetic, rounded
+from converters.io.arithmetic import UNSIGNED, Arithmetic, rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,8 +42,5 @@ def mean_row(info: TensorInfo, read: Callable[[Box, NDArray[Any]], None]) -> NDA
         count = min(some, rows - first)
         read(Box((first, *(0,) * len(rest)), (count, *rest)), buffer[:count].reshape(count, *rest))
         for row in buffer[:count]:
-            for at in range(0, width, BLOCK):
-                sums[at : at + BLOCK] += arithmetic.values(row[at : at + BLOCK], kind)
-    mean = (sums / rows).astype(np.float32)
-    blocks = [rounded(mean[at : at + BLOCK].view(np.uint32), _FP32, kind) for at in range(0, width, BLOCK)]
-    return np.concatenate([np.array(block) for block in blocks]).reshape(rest)
+            sums += arithmetic.floats(row, kind)
+    return rounded((sums / rows).astype(np.float32).view(np.uint32), _FP32, kind).reshape(rest)

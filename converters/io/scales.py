@@ -69,7 +69,7 @@ def multiply(
         into: Where their bits go, in the box's shape.
     """
     first = factors_of(box, scales).start
-    numbers = np.array(on.values(factors.reshape(-1), scales.dtype), np.float32).reshape(factors.shape)
+    numbers = on.floats(factors, scales.dtype)
     for tile in contiguous_tiles(box, BLOCK):
         inner = tile.relative_to(box.start).slices
         values = on.values(stored[inner].reshape(-1), scales.stored).reshape(tile.shape)
@@ -92,7 +92,7 @@ def multiply_codes(
         target: The type that the elements get.
         into: Where their bits go, in C order, two for each byte.
     """
-    numbers = np.array(on.values(factors.reshape(-1), kind), np.float32)[:, None]
+    numbers = on.floats(factors.reshape(-1, 1), kind)
     codes, out = stored.reshape(len(numbers), -1), into.reshape(len(numbers), -1)
     some = max(1, BLOCK // out.shape[1])
     for at in range(0, len(numbers), some):

@@ -55,9 +55,9 @@ class _Index:
     stop: int = 0
     starts: list[int] = field(default_factory=list)
     ends: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    template: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    row: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    memos: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    template: Ints = field(default_factory=lambda: np.zeros(0, np.int8))
+    row: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
+    memos: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
     breaks: list[int] = field(default_factory=list)
     """Candidates that no other one begins right after."""
 
@@ -106,7 +106,7 @@ class Columns:
         self.data = data
         self.raw = np.frombuffer(data, np.uint8)
         self.templates: tuple[list[Template], list[Template]] = ([], [])
-        self.index = (_Index(), _Index())
+        self.index = [_Index(), _Index()]
         self.runs_taken: list[_Taken] = []
         self.strings: list[str] = []
         self._shapes_seen: set[str] = set()
@@ -183,11 +183,11 @@ class Columns:
     # -- taking ----------------------------------------------------------------------------------------
 
     def _take(self, machine: Stack, kind: int, pos: int) -> int:
-        index = self.index[kind]
         if not self.templates[kind]:
             return pos
-        if pos >= index.stop:
+        if pos >= self.index[kind].stop:
             self._advance(kind, pos)
+        index = self.index[kind]
         first = bisect_left(index.starts, pos)
         if first == len(index.starts) or index.starts[first] != pos:
             return pos
@@ -205,11 +205,7 @@ class Columns:
 
     def _advance(self, kind: int, pos: int) -> None:
         """Go on to the window that begins at `pos`."""
-        index = self.index[kind]
-        index.stop = pos + _WINDOW
-        index.starts, index.breaks = [], []
-        index.ends = np.zeros(0, np.int64)
-        index.template, index.row, index.memos = np.zeros(0, np.int8), np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self.index[kind] = _Index(pos + _WINDOW)
         for number in range(len(self.templates[kind])):
             self._add(kind, number, pos)
 

@@ -6,14 +6,13 @@ a rank do. Of a file of torch.save, directory and pickle are read once.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from converters.catalog import FileInfo
 from converters.chunks import StoredArray
 from converters.errors import FormatError, UnsupportedError
-from converters.formats.base import Reader
+from converters.formats.base import Reader, digest_of
 from converters.formats.folder import open_source, status
 from converters.pickles import PickleFormatError, parse_stream
 from converters.torchzip.records import (
@@ -182,11 +181,8 @@ class StorageReader(Reader):
 
     def fingerprint(self) -> str:
         """Digest of names, sizes and times of the files, and of the checksums in their directories."""
-        digest = hashlib.sha256()
-        for file, path in zip(self._storages.files, self.files, strict=True):
-            state = status(path)
-            digest.update(f"{file.name}:{state and state[2:]}:{file.checksums()};".encode())
-        return digest.hexdigest()
+        states = ((file, status(path)) for file, path in zip(self._storages.files, self.files, strict=True))
+        return digest_of(f"{file.name}:{state and state[2:]}:{file.checksums()};" for file, state in states)
 
     def _stored_files(self) -> list[FileInfo]:
         out = []

@@ -22,7 +22,7 @@ from converters.catalog import FileInfo, Problem
 from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
-from converters.formats.base import Reader, StoredArchive
+from converters.formats.base import Reader, StoredArchive, digest_of
 from converters.formats.broken import damaged_file, read_part
 from converters.formats.canonical import KeyedArray, TensorsInside, object_info
 from converters.formats.common_state import read_tree
@@ -141,12 +141,9 @@ class DcpReader(Reader):
 
     def fingerprint(self) -> str:
         """Digest of `.metadata` and of the size and time of every data file."""
-        digest = hashlib.sha256(self._digest.encode())
-        for path in self.files:
-            state = status(path)
-            if state is not None:
-                digest.update(f"{path.relative_to(self.folder)}:{state.size}:{state.mtime_ns};".encode())
-        return digest.hexdigest()
+        states = {name: status(self.folder / name) for name in self.metadata.files}
+        present = (f"{name}:{state.size}:{state.mtime_ns};" for name, state in states.items() if state is not None)
+        return digest_of((self._digest, *present))
 
     def _number_records(self) -> None:
         """Gives every tensor chunk a number: keys in file order, chunks in the order of `StoredTensor`."""
@@ -181,15 +178,11 @@ class DcpReader(Reader):
     def _check_files(self, tensors: Mapping[str, TensorInfo], problems: list[Problem]) -> tuple[FileInfo, ...]:
         """Compares what the metadata places in each file with what is on disk."""
         metadata = self.metadata
-        objects = [o for o in metadata.objects.values() if o.file >= 0]
-        stored = self._record_file >= 0
-        file = np.concatenate([self._record_file[stored], np.array([o.file for o in objects], np.int64)]).astype(
-            np.int64
-        )
-        start = np.concatenate([self._record_start[stored], np.array([o.offset for o in objects], np.int64)])
-        length = np.concatenate([self._record_length[stored], np.array([o.length for o in objects], np.int64)])
-        order = np.lexsort((start, file))
-        file, start, length = file[order], start[order], length[order]
+        objects = [(o.file, o.offset, o.length) for o in metadata.objects.values() if o.file >= 0]
+        tensor_records = np.stack([self._record_file, self._record_start, self._record_length]).astype(np.int64)
+        object_records = np.array(objects, np.int64).reshape(-1, 3).T
+        records = np.concatenate([tensor_records[:, self._record_file >= 0], object_records], axis=1)
+        file, start, length = records[:, np.lexsort((records[1], records[0]))]
         clash = (file[1:] == file[:-1]) & (start[:-1] + length[:-1] > start[1:])
         needed = np.zeros(len(metadata.files), np.int64)
         np.maximum.at(needed, file, start + length)
@@ -226,10 +219,10 @@ class DcpReader(Reader):
         for name, tensor in tensors.items():
             for part in tensor.parts:
                 rows = part.array.records[part.rows()]
-                for position in {int(p) for p in np.unique(self._record_file[rows[rows >= 0]])} & bad.keys():
+                rows = rows[rows >= 0]
+                for position in set(np.unique(self._record_file[rows]).tolist()) & bad.keys():
                     size = bad[position][1]
-                    mine = rows[(rows >= 0)]
-                    mine = mine[self._record_file[mine] == position]
+                    mine = rows[self._record_file[rows] == position]
                     if (size is None or (ends[mine] > size).any()) and name not in hit[position]:
                         hit[position].append(name)
         out = []

@@ -18,17 +18,15 @@ Sources: megatron/core/dist_checkpointing/strategies/{zarr,tensorstore,common}.p
 from __future__ import annotations
 
 import bisect
-import hashlib
 import itertools
 import math
-import os
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInfo
 from converters.errors import FormatError
-from converters.formats.base import Reader
+from converters.formats.base import Reader, digest_of
 from converters.formats.canonical import KeyedArray, TensorsInside, canonical_tensors, object_info
 from converters.formats.common_state import read_tree
 from converters.formats.folder import exists, read_small, scan, status, walk
@@ -119,11 +117,8 @@ class ZarrReader(Reader):
 
     def fingerprint(self) -> str:
         """Digest of the names, sizes and times of all files, and of every `.zarray`."""
-        digest = hashlib.sha256()
-        for name, state in walk(self._folder):
-            if ".sync/" not in name:
-                digest.update(os.fsencode(f"{name}:{state.size}:{state.mtime_ns};"))
-        return digest.hexdigest()
+        files = ((name, state) for name, state in walk(self._folder) if ".sync/" not in name)
+        return digest_of(f"{name}:{state.size}:{state.mtime_ns};" for name, state in files)
 
     def _catalog(self) -> Catalog:
         folder = self._folder
