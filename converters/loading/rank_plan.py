@@ -12,7 +12,7 @@ from converters.dtypes import from_option
 from converters.errors import RequestError
 from converters.loading.plan import TILE, LoadOptions, LoadPlan, plan_pieces, whole_piece
 from converters.megatron.damage import refuse_contradictions, refuse_foreign_names
-from converters.megatron.layout_check import check as check_layout
+from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, is_vocabulary

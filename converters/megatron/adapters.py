@@ -113,13 +113,13 @@ def read_adapters(catalog: Catalog, alpha: float | None = None) -> Adapters:
             hint="convert --to safetensors keeps them under Megatron's names",
         )
     ranks = [one.rank for one in factors.values()]
-    rank = max(set(ranks), key=ranks.count) if stated.get("dim") is None else _number(stated, "dim")
+    rank = max(set(ranks), key=ranks.count) if stated.get("dim") is None else _read_number(stated, "dim")
     if rank != int(rank) or (stated and not set(ranks) <= {rank}):
         raise RequestError(
             f"peft: in run_config.yaml says dim {rank:g}, but the adapters have rank "
             f"{', '.join(map(str, sorted(set(ranks))))}"
         )
-    dropout = _number(stated, "dropout", least=0.0) if stated.get("dropout") is not None else 0.0
+    dropout = _read_number(stated, "dropout", least=0.0) if stated.get("dropout") is not None else 0.0
     return Adapters(factors, _alpha(stated, alpha), int(rank), dropout, stated.get("dropout_position") == "post")
 
 
@@ -133,13 +133,13 @@ def _alpha(stated: Mapping[str, Any], option: float | None) -> float:
                 hint="--lora-alpha N states it; the weights change by alpha / rank * B @ A",
             )
         return option
-    alpha = _number(stated, "alpha")
+    alpha = _read_number(stated, "alpha")
     if option is not None and option != alpha:
         raise RequestError(f"--lora-alpha {option:g} contradicts run_config.yaml, where alpha is {alpha:g}")
     return alpha
 
 
-def _number(stated: Mapping[str, Any], key: str, least: float | None = None) -> float:
+def _read_number(stated: Mapping[str, Any], key: str, least: float | None = None) -> float:
     value = stated[key]
     sound = type(value) in (int, float) and math.isfinite(value)
     if not sound or (value <= 0 if least is None else value < least):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
 from converters.megatron.outline import Outline
-from converters.megatron.pipeline import divisors, some_of
+from converters.megatron.pipeline import divisors, list_nearest
 from converters.megatron.split import Split, split_rule
 from converters.megatron.vocabulary import is_vocabulary
 from converters.model_parts import language_name
@@ -19,7 +19,7 @@ from converters.names import printable
 from converters.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
@@ -33,21 +33,19 @@ class _Limit:
         number: 32.
         what: "attention heads".
         tensor: Name of a tensor that shows it; "" if none does.
-        fits: Whether a parallel size is possible; by default, whether it divides `number`.
-        must: What it must do, as the hint says it; by default "divide NUMBER".
+        or_multiple: A parallel size may also be a multiple of the number; else it must divide it.
     """
 
     number: int
     what: str
     tensor: str = ""
-    fits: Callable[[int], bool] | None = None
-    must: str = ""
+    or_multiple: bool = False
 
     def allows(self, size: int) -> bool:
-        return self.fits(size) if self.fits else self.number % size == 0
+        return self.number % size == 0 or (self.or_multiple and size % self.number == 0)
 
 
-def check(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+def check_layout(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Makes sure that a job of this layout can hold this model.
 
     Args:
@@ -124,13 +122,7 @@ def _heads(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Li
     if heads and tensor:
         yield _Limit(heads, "attention heads", tensor)
     if groups and tensor and groups != heads and not args.mla:
-        yield _Limit(
-            groups,
-            "query groups",
-            tensor,
-            fits=lambda tp: groups % tp == 0 or tp % groups == 0,
-            must=f"divide {groups} or be a multiple of it",
-        )
+        yield _Limit(groups, "query groups", tensor, or_multiple=True)
 
 
 def _sections(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Limit]:
@@ -194,9 +186,9 @@ def _refuse(option: str, size: int, limits: Sequence[_Limit], shapes: Mapping[st
     broken = next((limit for limit in limits if not limit.allows(size)), None)
     if broken is None:
         return
-    candidates = range(1, broken.number + 1) if broken.fits else divisors(broken.number)
-    good = [n for n in candidates if all(limit.allows(n) for limit in limits)]
-    hint = f"--{option} must {broken.must or f'divide {broken.number}'}: try {some_of(good, size)}"
+    good = [n for n in divisors(broken.number) if all(limit.allows(n) for limit in limits)]
+    rule = f"divide {broken.number}{' or be a multiple of it' if broken.or_multiple else ''}"
+    hint = f"--{option} must {rule}: try {list_nearest(good, size)}"
     verb = "divided among" if option == "ep" else "split over"
     raise RequestError(
         f"{broken.number} {broken.what} cannot be {verb} --{option} {size}",

@@ -45,11 +45,7 @@ _YARN = {
 }
 HYBRID = frozenset({"is_hybrid_model", "hybrid_override_pattern", "hybrid_layer_pattern"})
 """What says that a model is a stack of single layers; `ModelArgs.layer_pattern` is what it says."""
-_FIXED = {
-    "rope_original_max_position_embeddings": 4096,
-    "rope_beta_fast": 32.0,
-    "rope_beta_slow": 1.0,
-}
+_FIXED = {"rope_original_max_position_embeddings": 4096, "rope_beta_fast": 32.0, "rope_beta_slow": 1.0}
 
 
 def inexpressible(model: ModelArgs, mcore: str) -> list[str]:

@@ -207,11 +207,11 @@ def _read_window(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     window = options.get("window_size")
     if isinstance(window, str):
         window = [int(n) for n in re.findall(r"-?\d+", window)]
-    if isinstance(window, list | tuple) and window and as_int(window[0]) is not None and window[0] >= 0:
-        # (left, right): a query sees `left` keys before itself, and itself
-        facts.put("window_size", int(window[0]) + 1, f"{label}.window_size")
-    elif window is not None and not (isinstance(window, list | tuple) and window and as_int(window[0]) is not None):
+    left = as_int(window[0]) if isinstance(window, list | tuple) and window else None
+    if left is None and window is not None:
         facts.extras.setdefault("window_size", window)
+    elif left is not None and left >= 0:  # (left, right): a query sees `left` keys before itself, and itself
+        facts.put("window_size", left + 1, f"{label}.window_size")
 
 
 def _read_spec(facts: Facts, options: Mapping[str, Any]) -> None:

@@ -123,7 +123,7 @@ def _stored_layout(catalog: Catalog) -> OptimizerLayout:
     caution = None
     if sharding == "fully_reshardable" and catalog.job_options.get("overlap_grad_reduce") is True:
         caution = _SHIFTED
-    name = _named(parts, sharding)
+    name = _layout_name(parts, sharding)
     permits = _PERMITS.get(sharding, _PERMITS["unknown"])
     if parts.mixed and sharding == "dp_reshardable":
         permits = _PERMITS["dp_zero_gather_scatter"]
@@ -144,7 +144,7 @@ def _masters(catalog: Catalog) -> str:
     return f"precision-aware {parts if parts.parts else 'optimizer'}: master weights {stored}"
 
 
-def _named(parts: Recognised, layout: str) -> str:
+def _layout_name(parts: Recognised, layout: str) -> str:
     """What a person calls it."""
     if not parts.parts or (str(parts) == "Adam" and layout != "not distributed"):
         return layout
@@ -161,7 +161,7 @@ def _legacy(catalog: Catalog, states: tuple[str, ...]) -> OptimizerLayout:
         reason = "a file layer_wise_optimizer_N.pt for each data-parallel rank"
         name = str(parts) if parts.parts else "layer-wise"
         return OptimizerLayout(name, reason, permits, states)
-    name = "distrib_optim.pt" if flat else _named(parts, "not distributed")
+    name = "distrib_optim.pt" if flat else _layout_name(parts, "not distributed")
     reason = "flat buffers in files of their own" if flat else "optimizer state in model_optim_rng.pt"
     permits = _PERMITS["distrib_optim.pt"] if flat else "Megatron-LM loads it only at the same tp, pp, ep"
     return OptimizerLayout(name, reason, permits, states)

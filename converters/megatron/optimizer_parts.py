@@ -355,7 +355,7 @@ def _layer_wise(catalog: Catalog) -> bool:
     return args.get("use_layer_wise_distributed_optimizer") is True or args.get("optimizer") == "dist_muon"
 
 
-def undecayed(name: str, shape: Sequence[int], args: Mapping[str, Any]) -> bool:
+def is_undecayed(name: str, shape: Sequence[int], args: Mapping[str, Any]) -> bool:
     """Whether Megatron puts a parameter into a group without weight decay (`_get_param_groups`)."""
     if args.get("apply_wd_to_qk_layernorm") is True and ("q_layernorm." in name or "k_layernorm." in name):
         return False

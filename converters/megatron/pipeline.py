@@ -162,7 +162,7 @@ def _even(layout: Layout, num_layers: int) -> list[int]:
     if total % layout.pp:
         raise RequestError(
             f"{layers} cannot be spread evenly over --pp {layout.pp}",
-            hint=f"--pp must divide {total}: try {some_of(divisors(total), layout.pp)}; or give the uneven stages with "
+            hint=f"--pp must divide {total}: try {list_nearest(divisors(total), layout.pp)}; or give the uneven stages with "
             "--first-layers, --last-layers or --pp-layout",
         )
     each = total // layout.pp
@@ -170,7 +170,7 @@ def _even(layout: Layout, num_layers: int) -> list[int]:
         raise RequestError(
             f"{counted(each, 'layer')} a pipeline rank ({layers}, --pp {layout.pp}) cannot be cut into --vpp {chunks} "
             "chunks",
-            hint=f"--vpp must divide {each}: try {some_of(divisors(each), chunks)}",
+            hint=f"--vpp must divide {each}: try {list_nearest(divisors(each), chunks)}",
         )
     sizes = [each // chunks] * (layout.pp * chunks)
     sizes[0] -= layout.account_for_embedding
@@ -213,14 +213,14 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
         stages = counted(middle, "middle stage")
         raise RequestError(
             f"{words} of {counted(num_layers, 'layer')} leave {left} for {stages} of --pp {layout.pp}",
-            hint=f"{option} must leave a multiple of {middle}: try {some_of(fits, n)}" if fits else None,
+            hint=f"{option} must leave a multiple of {middle}: try {list_nearest(fits, n)}" if fits else None,
         )
     each, chunks = (left // middle if middle else 0), layout.vpp or 1
     for what, n in [*options, ("a middle stage", each)]:
         if n % chunks:
             raise RequestError(
                 f"{counted(n, 'layer')} of {what} cannot be cut into --vpp {chunks} chunks",
-                hint=f"--vpp must divide {n}: try {some_of(divisors(n), chunks)}",
+                hint=f"--vpp must divide {n}: try {list_nearest(divisors(n), chunks)}",
             )
     if chunks > 1 and not middle:
         # get_transformer_layer_offset divides by the number of middle stages, up to core 0.19
@@ -246,7 +246,7 @@ def _stated(layout: Layout, text: str, num_layers: int, mtp_layers: int) -> tupl
     if len(stages) % layout.pp:
         raise refuse(
             f"has {counted(len(stages), 'stage')}, not a multiple of --pp {layout.pp}",
-            f"--pp must divide {len(stages)}: try {some_of(divisors(len(stages)), layout.pp)}",
+            f"--pp must divide {len(stages)}: try {list_nearest(divisors(len(stages)), layout.pp)}",
         )
     chunks = len(stages) // layout.pp
     if (layout.vpp or 1) != chunks and layout.vpp is not None:
@@ -332,7 +332,7 @@ def divisors(n: int) -> list[int]:
     return sorted({*low, *(n // k for k in low)})
 
 
-def some_of(values: Iterable[int], near: int, most: int = 8) -> str:
+def list_nearest(values: Iterable[int], near: int, most: int = 8) -> str:
     """The values nearest to `near`, ascending, as a person lists them: "1, 2 or 4"."""
     chosen = sorted(sorted(values, key=lambda v: (abs(v - near), v))[:most])
     if len(chosen) < 2:

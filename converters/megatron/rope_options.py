@@ -88,11 +88,7 @@ def _put_rope(facts: Facts, kind: str | None, numbers: Mapping[str, Any], source
         facts.put(name, as_int(value) if name.endswith("embeddings") else as_float(value), source)
 
 
-_LLAMA3 = {
-    "rope_low_freq_factor": 1.0,
-    "rope_high_freq_factor": 4.0,
-    "rope_original_max_position_embeddings": 8192,
-}
+_LLAMA3 = {"rope_low_freq_factor": 1.0, "rope_high_freq_factor": 4.0, "rope_original_max_position_embeddings": 8192}
 _NEMO_LLAMA3 = {
     "rope_factor": "scale_factor",
     "rope_low_freq_factor": "low_freq_factor",

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from converters.box import Box
 from converters.errors import RequestError
 from converters.megatron.layout import DataParallelGroup
-from converters.megatron.pipeline import divisors, some_of
+from converters.megatron.pipeline import divisors, list_nearest
 from converters.model_parts import REPLICATED, language_name, split_part
 from converters.names import printable
 from converters.words import counted
@@ -257,7 +257,7 @@ def _expert_home(name: str, expert: int, layout: Layout, outline: Outline) -> in
     if count % layout.ep or not expert < count:
         raise RequestError(
             f"{counted(count, 'expert')} cannot be divided among --ep {layout.ep}",
-            hint=f"--ep must divide {count}: try {some_of(divisors(count), layout.ep)}" if count else None,
+            hint=f"--ep must divide {count}: try {list_nearest(divisors(count), layout.ep)}" if count else None,
             tensor=name,
         )
     return expert // (count // layout.ep)
@@ -271,7 +271,7 @@ def _indivisible(name: str, shape: Sequence[int], rule: Split, parts: int, halve
     return RequestError(
         f"{size} {'rows' if rule.axis == 0 else 'columns'} cannot be split over --{option} {parts}",
         details=[f"{name}  {tuple(shape)}"],
-        hint=f"--{option} must divide {size}: try {some_of(divisors(size), parts)}",
+        hint=f"--{option} must divide {size}: try {list_nearest(divisors(size), parts)}",
         tensor=name,
     )
 

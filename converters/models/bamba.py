@@ -78,11 +78,7 @@ MODEL = Model(
     },
     settings=_settings,
     before=llama.EMBEDDING,
-    hybrid={
-        "M": (_NORM, *mamba("mamba.")),
-        "*": (llama.INPUT_NORM, QKV(), llama.OUTPUT),
-        "-": FEED_FORWARD,
-    },
+    hybrid={"M": (_NORM, *mamba("mamba.")), "*": (llama.INPUT_NORM, QKV(), llama.OUTPUT), "-": FEED_FORWARD},
     blocks=2,
     after=FINAL,
     misfits=_misfits,

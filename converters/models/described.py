@@ -56,7 +56,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
     table_facts = _table_facts(model, config)
     facts: dict[str, Any] = {name: value for name, value in table_facts.items() if name in KEYS}
     for fact, names in KEYS.items():
-        size = _size(config, names)
+        size = _read_size(config, names)
         if size is not None and fact not in table_facts:
             facts[fact] = size
         if fact in _COUNTED and (size or 0) > _MOST_OF_ANY:
@@ -68,7 +68,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
     facts.setdefault("num_query_groups", heads)
     facts.setdefault("ffn_hidden_size", 4 * hidden)  # n_inner of GPT-2 is null
     facts.setdefault("moe_ffn_hidden_size", facts["ffn_hidden_size"])
-    mla = _only(model, "mla") is True
+    mla = _fixed_value(model, "mla") is True
     if not mla and "head_dim" not in facts:
         facts["head_dim"] = hidden // heads
     if not facts["num_query_groups"] or heads % facts["num_query_groups"]:
@@ -76,7 +76,9 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
             f"config.json says {heads} heads, which {facts['num_query_groups']} query groups cannot share"
         )
     if "n_shared_experts" in config and "moe_shared_expert_intermediate_size" not in class_keys:
-        facts["moe_shared_expert_size"] = (_size(config, ("n_shared_experts",)) or 0) * facts["moe_ffn_hidden_size"]
+        facts["moe_shared_expert_size"] = (_read_size(config, ("n_shared_experts",)) or 0) * facts[
+            "moe_ffn_hidden_size"
+        ]
     lacking = next((name for name in _NEEDED if SET in model.needs.get(name, ()) and name not in facts), None)
     if lacking:
         raise FormatError(f"config.json does not say {KEYS[lacking][0]}")
@@ -85,7 +87,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
     return ModelArgs(
         **facts,
         tied_embeddings=tied if isinstance(tied, bool) else None,
-        gated=_only(model, "gated"),
+        gated=_fixed_value(model, "gated"),
         mla=mla,
         add_bias_linear=bias,
         add_qkv_bias=qkv_bias,
@@ -108,7 +110,7 @@ _SHAPING_EXTRAS = ("attention_output_gate", "bridge_family", "mamba_rms_norm", "
 _NEEDED = ("num_experts", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_shared_expert_size")
 
 
-def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+def _read_size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     name = next((name for name in names if config.get(name) is not None), None)
     if name is None:
         return None
@@ -118,7 +120,7 @@ def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return value
 
 
-def _only(model: Model, field: str) -> Any:
+def _fixed_value(model: Model, field: str) -> Any:
     """The one value that an architecture has for a field; None if there are several or it does not matter."""
     allowed = model.needs.get(field, ())
     return allowed[0] if len(allowed) == 1 and isinstance(allowed[0], bool | str) else None
@@ -132,7 +134,7 @@ def _biases(model: Model, config: Mapping[str, Any], *, biased: bool) -> tuple[b
         shown = ", ".join(f"{name} {config[name]}" for name in names)
         raise RequestError(f"config.json says {shown}, an unknown variant of {model.name}")
     bias = stated.pop() if stated else bool(allowed[0]) if len(allowed) == 1 else biased
-    only = _only(model, "add_qkv_bias")
+    only = _fixed_value(model, "add_qkv_bias")
     if only is not None:
         return bias, only
     if model.qkv_bias in config:
@@ -153,8 +155,8 @@ def _expert_layers(model: Model, config: Mapping[str, Any], facts: Mapping[str, 
     kinds = config.get("mlp_layer_types")
     if isinstance(kinds, list) and len(kinds) == len(layers) and {*kinds} <= {"dense", "sparse"}:
         return tuple(kind == "sparse" for kind in kinds)
-    first, every = (_size(config, (name,)) for name in ("first_k_dense_replace", "moe_layer_freq"))
-    step, dense = _size(config, ("decoder_sparse_step",)), config.get("mlp_only_layers") or ()
+    first, every = (_read_size(config, (name,)) for name in ("first_k_dense_replace", "moe_layer_freq"))
+    step, dense = _read_size(config, ("decoder_sparse_step",)), config.get("mlp_only_layers") or ()
     if every not in (None, 1) or not isinstance(dense, list | tuple):
         raise RequestError(f"config.json says moe_layer_freq {every}, mlp_only_layers {dense!r:.80}: not known here")
     if model.dense and first is None and step is None:

@@ -9,12 +9,6 @@ from converters.models.model import UNSET
 MODEL = LlamaModel(
     name="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        **config.NO_BIAS,
-        "rotary_interleaved": (True,),
-        "rope_scaling": (UNSET,),
-    },
+    needs={**config.LLAMA, **config.DENSE, **config.NO_BIAS, "rotary_interleaved": (True,), "rope_scaling": (UNSET,)},
     settings=lambda args: {**config.rms_llama(args), "use_bias": False},
 )

@@ -64,10 +64,7 @@ MODEL = LlamaModel(
         **config.NO_SHARED_EXPERT,
     },
     settings=_settings,
-    layer=(
-        *llama.LLAMA_ATTENTION,
-        Rename("self_attn.sinks", ("self_attention.core_attention.softmax_offset",)),
-    ),
+    layer=(*llama.LLAMA_ATTENTION, Rename("self_attn.sinks", ("self_attention.core_attention.softmax_offset",))),
     dense=(),
     moe=(
         Rename("mlp.router.weight", ("mlp.router.weight",)),

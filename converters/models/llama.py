@@ -19,9 +19,7 @@ FINAL = (
 )
 # the fused layer spec keeps a norm with the projection behind it, the local one by itself
 INPUT_NORM = Rename(
-    "input_layernorm.weight",
-    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    norm=True,
+    "input_layernorm.weight", ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"), norm=True
 )
 # local-spec checkpoints of a mixture of experts store it as if `linear_fc1` were one projection (core 0.16.1)
 MLP_NORM = Rename(
@@ -73,12 +71,7 @@ def _misfits(args: ModelArgs) -> list[str]:
 MODEL = LlamaModel(
     name="llama",
     architecture="LlamaForCausalLM",
-    needs={
-        **config.LLAMA,
-        **config.DENSE,
-        "add_bias_linear": (True, False),
-        "add_qkv_bias": (True, False),
-    },
+    needs={**config.LLAMA, **config.DENSE, "add_bias_linear": (True, False), "add_qkv_bias": (True, False)},
     settings=llama_settings,
     misfits=_misfits,
 )

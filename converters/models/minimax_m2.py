@@ -55,9 +55,6 @@ MODEL = LlamaModel(
     settings=_settings,
     layer=QWEN3_ATTENTION,
     dense=(),
-    moe=(
-        *MIXTRAL_EXPERTS,
-        Rename("block_sparse_moe.e_score_correction_bias", ("mlp.router.expert_bias",), fp32=True),
-    ),
+    moe=(*MIXTRAL_EXPERTS, Rename("block_sparse_moe.e_score_correction_bias", ("mlp.router.expert_bias",), fp32=True)),
     misfits=_misfits,
 )

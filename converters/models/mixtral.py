@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 MIXTRAL_EXPERTS = (
     Rename("block_sparse_moe.gate.weight", ("mlp.router.weight",)),
     Experts(
-        "block_sparse_moe.experts.{}.",
-        (GateUp("w1", "w3", "linear_fc1"), Rename("w2.weight", ("linear_fc2.weight",))),
+        "block_sparse_moe.experts.{}.", (GateUp("w1", "w3", "linear_fc1"), Rename("w2.weight", ("linear_fc2.weight",)))
     ),
 )
 

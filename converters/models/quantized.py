@@ -64,7 +64,7 @@ class _Method:
     block: tuple[int | None, int | None]
 
 
-def dequantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Dequantized | None:
+def dequantize(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> Dequantized | None:
     """A folder's tensors as they are multiplied out; None if config.json says nothing of quantization.
 
     Raises:
@@ -113,7 +113,7 @@ def dequantized(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) ->
 def _scaled(info: TensorInfo, factors: TensorInfo, method: _Method) -> TensorInfo:
     """A weight whose array says what its elements are multiplied by."""
     shape = info.shape
-    part, scales = _only(info), _only(factors)
+    part, scales = _single_part(info), _single_part(factors)
     if part is None or scales is None or factors.dtype.name not in _FACTORS or len(shape) < 2:
         raise RequestError(
             f"{printable(info.name)} is {info.dtype} {list(shape)} with scales in {factors.dtype}: not understood",
@@ -143,7 +143,7 @@ def _packed(info: TensorInfo, factors: TensorInfo | None, name: str) -> TensorIn
             hint="was a file left out when the folder was copied?",
             tensor=info.name,
         )
-    part, scales = _only(info), _only(factors)
+    part, scales = _single_part(info), _single_part(factors)
     if (
         part is None
         or scales is None
@@ -177,7 +177,7 @@ def _packed(info: TensorInfo, factors: TensorInfo | None, name: str) -> TensorIn
     return replace(info, name=name, shape=(experts, width, rows), parts=(ViewPart(array, pieces),))
 
 
-def _only(info: TensorInfo) -> FlatPart | None:
+def _single_part(info: TensorInfo) -> FlatPart | None:
     """The one piece that a tensor is stored as, if it is."""
     part = info.parts[0]
     whole = isinstance(part, FlatPart) and [box for box, _ in part.pieces] == [Box.whole(info.shape)]

@@ -25,11 +25,7 @@ from converters.planning.plan import SCALE_BLOCK, Target
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-_FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Matrices with the same input, which servers multiply at once."""
 _ALONE = ("o_proj", "down_proj", "q_b_proj", "kv_b_proj", "qkv_proj", "gate_up_proj", "c_fc", "c_proj")
 _LEAVES = "|".join((*(leaf for group in _FUSED for leaf in group), *_ALONE))

@@ -24,12 +24,7 @@ MODEL = replace(
     qwen3_5_text.MODEL,
     name="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
-    needs={
-        **DELTA_NET_NEEDS,
-        **config.PLAIN_ROUTER,
-        "moe_pre_softmax": (False,),
-        **config.GATED_SHARED_EXPERT,
-    },
+    needs={**DELTA_NET_NEEDS, **config.PLAIN_ROUTER, "moe_pre_softmax": (False,), **config.GATED_SHARED_EXPERT},
     settings=_settings,
     dense=(),
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),

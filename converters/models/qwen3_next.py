@@ -116,12 +116,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 MODEL = LlamaModel(
     name="qwen3_next",
     architecture="Qwen3NextForCausalLM",
-    needs={
-        **DELTA_NET_NEEDS,
-        **config.PLAIN_ROUTER,
-        "moe_pre_softmax": (True, False),
-        **config.GATED_SHARED_EXPERT,
-    },
+    needs={**DELTA_NET_NEEDS, **config.PLAIN_ROUTER, "moe_pre_softmax": (True, False), **config.GATED_SHARED_EXPERT},
     settings=_settings,
     layer=QWEN3_ATTENTION,
     linear=delta_net(

@@ -5,7 +5,7 @@ architecture's own table writes a config.json for these facts, and every key of 
 here as one that does not change what the model computes.
 
     config.json  --completed-->  all keys  --stated-->  ModelArgs  --Model.settings, completed-->  all keys
-                                    '----------------------- compared by `departures` -----------------'
+                                    '----------------------- compared by `find_departures` ------------'
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def departures(model: Model, args: ModelArgs, config: Mapping[str, Any]) -> list[str]:
+def find_departures(model: Model, args: ModelArgs, config: Mapping[str, Any]) -> list[str]:
     """The keys of a configuration that a model with these facts contradicts, as sentences; empty if there are none.
 
     Args:

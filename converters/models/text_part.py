@@ -72,7 +72,7 @@ def text_part(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> T
     text = completed_config.get("text_config")
     if not isinstance(text, Mapping) or not isinstance(text.get("model_type"), str):
         raise RequestError(f"a {printable(kind)} has no text_config that describes its language model")
-    text_tensors, other_parts = _sorted(kind, tensors)
+    text_tensors, other_parts = _split_tensors(kind, tensors)
     family = _SAME.get(text["model_type"], text["model_type"])
     out = {key: _plain(value) if key in ("rope_parameters", "rope_scaling") else value for key, value in text.items()}
     # the class of the whole decides about tying; where lm_head is stored beside another embedding, it does not tie
@@ -90,7 +90,7 @@ def _plain(rope: Any) -> Any:
     return out | {key: "default" for key in ("type", "rope_type") if out.get(key) == "mrope"}
 
 
-def _sorted(kind: str, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[str]]:
+def _split_tensors(kind: str, tensors: Mapping[str, TensorInfo]) -> tuple[dict[str, TensorInfo], list[str]]:
     other_parts = [name for name in tensors if name.removeprefix("model.").startswith(_OTHERS)]
     left = [name for name in tensors if not name.removeprefix("model.").startswith(_OTHERS)]
     body, head = next((starts for starts in _STARTS if any(n.startswith(starts[0]) for n in left)), _STARTS[-1])

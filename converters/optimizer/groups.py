@@ -187,11 +187,11 @@ def common_optimizer(groups: ParamGroups, chain: Sequence[ChainedOptimizer], sha
         An inert tree: `{"optimizer": {"param_groups": [...]}, ...}`, or one of those for each of several optimizers, by
         number. A loss scaler in it refers to the members `groups.storages`.
     """
-    entries = [_entry(groups, chained, sharding_type) for chained in chain]
+    entries = [_common_entry(groups, chained, sharding_type) for chained in chain]
     return entries[0] if len(entries) == 1 else dict(enumerate(entries))
 
 
-def _entry(groups: ParamGroups, chained: ChainedOptimizer, sharding_type: str) -> dict[str, Node]:
+def _common_entry(groups: ParamGroups, chained: ChainedOptimizer, sharding_type: str) -> dict[str, Node]:
     distributed = chained.part.distributed
     if distributed and sharding_type == "dp_reshardable":
         return {"param_state_sharding_type": sharding_type}

@@ -20,7 +20,7 @@ from converters.io.block_runner import TileChecker
 from converters.io.questions import RoundsTo
 from converters.io.sources import Sources
 from converters.names import MASTER, fold, listed_lines, master_name, state_names
-from converters.optimizer.storage import common_elements, first_elements, spread
+from converters.optimizer.storage import common_elements, first_elements, sample_evenly
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -235,5 +235,5 @@ def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo]) -> list[str]:
     proof = Masters(reader, tensors)
     tasks = {task.name: task for task in proof.tasks}
     with contextlib.closing(proof.worker()) as worker:
-        chosen = [name for _, members in fold(list(tasks)) for name in spread(members)]
+        chosen = [name for _, members in fold(list(tasks)) for name in sample_evenly(members)]
         return [name for name in chosen if not worker.do(tasks[name], sample=True)]

@@ -11,9 +11,9 @@ from converters.errors import FormatError, IntegrityError, RequestError, Unsuppo
 from converters.megatron.optimizer_parts import (
     chained_entries,
     group_algorithm,
+    is_undecayed,
     optimizer_parts,
     torch_state,
-    undecayed,
 )
 from converters.names import quoted
 from converters.optimizer.flat import stored_groups
@@ -55,7 +55,7 @@ def read_param_groups(reader: Reader) -> ParamGroups:
         if (
             isinstance(inner_state, Mapping) and inner_state.get("common_step") is not None
         ):  # None where the groups have the step
-            steps.append(_number(reader, inner_state["common_step"]))
+            steps.append(_read_step(reader, inner_state["common_step"]))
     counts_by_parameter = bool(steps)
     if not by_number or entries.keys() - by_number.keys():
         for number, groups in _from_objects(reader, scalers).items():
@@ -94,7 +94,8 @@ def _by_part(catalog: Catalog, chain: list[list[dict[str, Node]]]) -> Iterator[P
     chain = [groups for listed in chain for groups in _by_algorithm(listed)]
     for groups in chain:
         stated = {a for group in groups if (a := group_algorithm(group)) is not None}
-        fitting = [p for p in recognised.parts if not stated or _kin(p.algorithm) in {_kin(a) for a in stated}]
+        families = set(map(_optimizer_family, stated))
+        fitting = [p for p in recognised.parts if not stated or _optimizer_family(p.algorithm) in families]
         if not fitting or len(stated) > 1:
             stored = " and ".join(dict.fromkeys(p.algorithm for p in recognised.parts)) or "nothing that is known"
             raise RequestError(
@@ -125,7 +126,7 @@ def _by_algorithm(groups: list[dict[str, Node]]) -> list[list[dict[str, Node]]]:
     return [[group for group in groups if group_algorithm(group) == algorithm] for algorithm in algorithms]
 
 
-def _kin(algorithm: str) -> str:
+def _optimizer_family(algorithm: str) -> str:
     return "SGD" if algorithm.startswith("SGD") else algorithm
 
 
@@ -142,7 +143,7 @@ def _check_decay(catalog: Catalog, part: OptimizerPart, groups: Sequence[dict[st
     if not catalog.args or not all(isinstance(value, int | float) for value in multipliers):
         return
     weights = catalog.weights
-    needed = {undecayed(n, weights[n].shape, catalog.args) for n in part.names if n in weights and trainable(n)}
+    needed = {is_undecayed(n, weights[n].shape, catalog.args) for n in part.names if n in weights and trainable(n)}
     lacking = needed - {value == 0.0 for value in multipliers}
     if lacking:
         kind = "vectors and biases" if True in lacking else "matrices"
@@ -174,7 +175,7 @@ def _from_objects(reader: Reader, scalers: list[tuple[str | None, Node]]) -> dic
     return {number: groups for number, groups in out.items() if groups}
 
 
-def _number(reader: Reader, node: Node) -> int:
+def _read_step(reader: Reader, node: Node) -> int:
     """A step as a number: torch's own Adam keeps it as a tensor in the common state."""
     if type(node) in (int, float):
         return int(node)

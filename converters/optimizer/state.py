@@ -105,8 +105,8 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
                 hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
             )
         state = _unflatten(reader, groups, layout or Layout.saved(catalog), recognised, proved=proved)
-        return replace(state, tensors=state.tensors | _named(catalog), recognised=recognised)
-    tensors = _named(catalog)
+        return replace(state, tensors=state.tensors | _parameter_states(catalog), recognised=recognised)
+    tensors = _parameter_states(catalog)
     notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
     notes += (recognised.doubt,) if recognised.doubt else ()
     tensors = complete_masters(reader, tensors)
@@ -115,7 +115,7 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
     return OptimizerState(tensors, notes=notes, recognised=recognised)
 
 
-def _named(catalog: Catalog) -> dict[str, TensorInfo]:
+def _parameter_states(catalog: Catalog) -> dict[str, TensorInfo]:
     """The tensors that are stored under a parameter's name.
 
     Raises:

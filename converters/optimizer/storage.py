@@ -166,7 +166,7 @@ def _are_remainders(reader: Reader, tensors: Mapping[str, TensorInfo], names: li
     """
     weights = reader.catalog.weights
     remainders, plain = list[str](), list[str]()
-    chosen = [name for _, members in fold(names) for name in spread(members)]
+    chosen = [name for _, members in fold(names) for name in sample_evenly(members)]
     compared = {name: tensors[name] for name in chosen} | {n: weights[n] for n in map(parameter_of, chosen)}
     sources = Sources(reader, compared, checked=False)
     with contextlib.closing(TileChecker([sources, sources])) as checker:
@@ -210,7 +210,7 @@ def common_elements(master: TensorInfo, weight: TensorInfo) -> Box:
     return Box.whole(tuple(map(min, master.shape, weight.shape)))
 
 
-def spread(members: list[str], most: int = 16) -> list[str]:
+def sample_evenly(members: list[str], most: int = 16) -> list[str]:
     """Some of them, evenly spread: a wrong order of ranks or experts may leave the first and the last where they are."""
     steps = min(most, len(members)) - 1
     return [members[i * (len(members) - 1) // steps] for i in range(steps + 1)] if steps else members[:1]

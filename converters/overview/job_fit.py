@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.formats.folder import exists
 from converters.megatron.layout import Layout
-from converters.megatron.layout_check import check as check_layout
+from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.optimizer_parts import optimizer_parts

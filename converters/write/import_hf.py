@@ -30,7 +30,7 @@ from converters.models import ARCHITECTURES, of_type
 from converters.models.importing import map_from_hf
 from converters.models.left_out import LEFT_OUT
 from converters.models.predictions import with_predictions
-from converters.models.stated import departures, stated
+from converters.models.stated import find_departures, stated
 from converters.models.text_part import has_text_part
 from converters.names import printable, quoted
 from converters.remote.address import named_path
@@ -257,7 +257,7 @@ def _refuse_model(
     Args:
         kept: The facts of what is imported of it.
     """
-    unlike = [*departures(model, args, config), *model.unexpressible(args)]
+    unlike = [*find_departures(model, args, config), *model.unexpressible(args)]
     in_bridge = [*beyond_provider(kept), *lost_facts(kept, provider_section(kept), "config")]
     if options.to == BRIDGE:
         job, reasons = "Megatron-Bridge", [*unlike, *in_bridge]

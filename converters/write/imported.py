@@ -21,7 +21,7 @@ from converters.dtypes import dtype
 from converters.formats.base import ReaderView
 from converters.formats.common_state import Archive
 from converters.megatron.vocabulary import is_vocabulary
-from converters.models.quantized import dequantized
+from converters.models.quantized import dequantize
 from converters.models.text_part import text_part
 from converters.param_order import trainable
 from converters.pickles import Global, Obj
@@ -158,7 +158,7 @@ def dequantized_folder(reader: Reader) -> tuple[Reader, Dequantized | None]:
         IntegrityError: A quantized weight has no scales, or not those of its shape.
     """
     catalog = reader.catalog
-    plain = dequantized(catalog.config, catalog.tensors) if catalog.framework == "Hugging Face" else None
+    plain = dequantize(catalog.config, catalog.tensors) if catalog.framework == "Hugging Face" else None
     if plain is None:
         return reader, None
     return ReaderView(reader, replace(catalog, tensors=plain.tensors, config=plain.config)), plain

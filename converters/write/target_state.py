@@ -12,7 +12,7 @@ from converters.errors import RequestError
 from converters.execute.destination import check_destination
 from converters.megatron.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
 from converters.megatron.layout import Layout
-from converters.megatron.layout_check import check as check_layout
+from converters.megatron.layout_check import check_layout
 from converters.megatron.megatron_args import megatron_arguments
 from converters.megatron.model_args import ModelArgs
 from converters.names import quoted

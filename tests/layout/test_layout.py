@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from converters.box import find_overlap, uncovered
 from converters.errors import RequestError
 from converters.megatron.layout import Layout
-from converters.megatron.layout_check import check
+from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.outline import Outline
 from converters.megatron.pipeline import parse_pp_layout
@@ -280,7 +280,7 @@ EXPERTS = {
 
 
 def test_heads():
-    error = refused(lambda: check(LLAMA, Layout(tp=6), MODEL))
+    error = refused(lambda: check_layout(LLAMA, Layout(tp=6), MODEL))
     assert error.message == "32 attention heads cannot be split over --tp 6"
     assert error.details == ["decoder.layers.0.self_attention.linear_qkv.weight  (6144, 4096)"]
     assert error.hint == "--tp must divide 32: try 1, 2, 4, 8, 16 or 32"
@@ -289,12 +289,14 @@ def test_heads():
 
 def test_groups():
     odd = {"embedding.word_embeddings.weight": (50257, 4096), "output_layer.weight": (50257, 4096)}
-    assert check(LLAMA, Layout(tp=8), {**MODEL, **odd}) == []  # the target job pads it
-    assert check(LLAMA, Layout(tp=8), MODEL) == []
-    assert check(LLAMA, Layout(tp=16), MODEL) == ["--tp 16 with 8 query groups needs Megatron-Core 0.16 or later"]
+    assert check_layout(LLAMA, Layout(tp=8), {**MODEL, **odd}) == []  # the target job pads it
+    assert check_layout(LLAMA, Layout(tp=8), MODEL) == []
+    assert check_layout(LLAMA, Layout(tp=16), MODEL) == [
+        "--tp 16 with 8 query groups needs Megatron-Core 0.16 or later"
+    ]
     args = ModelArgs(num_attention_heads=12, num_query_groups=4, gated=True)
     shapes = {"decoder.layers.0.self_attention.linear_qkv.weight": (240, 12)}
-    error = refused(lambda: check(args, Layout(tp=6), shapes))
+    error = refused(lambda: check_layout(args, Layout(tp=6), shapes))
     assert error.message == "4 query groups cannot be split over --tp 6"
     assert error.hint == "--tp must divide 4 or be a multiple of it: try 1, 2 or 4"
 
@@ -326,7 +328,7 @@ def test_groups():
     ],
 )  # fmt: skip
 def test_what_is_refused(args, layout, shapes, message, hint):
-    error = refused(lambda: check(args, Layout(**layout), shapes))
+    error = refused(lambda: check_layout(args, Layout(**layout), shapes))
     assert message in error.message
     assert hint is None or (error.hint is not None and hint in error.hint)
 
@@ -340,7 +342,7 @@ def test_grids_that_cannot_be():
     assert error.hint == "--dp must be a multiple of 4"
     refused(lambda: Layout(order="tp-dp"))
     mapped = Layout(pp=2, cp=2, order="tp-cp-ep-pp-dp")
-    assert "Megatron refuses ranks in the order" in refused(lambda: check(LLAMA, mapped, MODEL)).message
+    assert "Megatron refuses ranks in the order" in refused(lambda: check_layout(LLAMA, mapped, MODEL)).message
     refused(lambda: Layout().coordinates(1))
 
 

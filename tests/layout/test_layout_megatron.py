@@ -197,7 +197,7 @@ def test_what_megatron_cannot_read_is_refused(megatron, text):
 
 
 def test_numbers_of_heads_and_groups_are_megatrons(megatron):
-    from converters.megatron.layout_check import check
+    from converters.megatron.layout_check import check_layout
     from converters.megatron.model_args import ModelArgs
 
     for heads, groups, tp in itertools.product((4, 6, 12, 16), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12, 16)):
@@ -217,7 +217,7 @@ def test_numbers_of_heads_and_groups_are_megatrons(megatron):
         args = ModelArgs(num_layers=1, num_attention_heads=heads, num_query_groups=groups, gated=False)
         shapes = {"decoder.layers.0.self_attention.linear_qkv.weight": ((heads + 2 * groups) * 16, heads * 16)}
         try:
-            check(args, Layout(tp=tp), shapes)
+            check_layout(args, Layout(tp=tp), shapes)
             mine = True
         except RequestError:
             mine = False

@@ -12,7 +12,7 @@ from converters.catalog import model_section
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
-from converters.megatron.layout_check import check
+from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.write.export import ExportOptions, choose_mapping
 from distckpt_cli.app import main
@@ -153,6 +153,6 @@ def test_interleaved_gates_keep_their_tensor_parallel_size():
     """Each part has its gates and ups in turn; gates of two parts are not the gates of one (moe/experts.py)."""
     catalog = changed("mixtral_adam_ep2tp2", moe_mlp_glu_interleave_size=8, expert_tensor_parallel_size=2)
     args, shapes = ModelArgs.from_catalog(catalog), {name: info.shape for name, info in catalog.weights.items()}
-    check(args, Layout(tp=2, ep=2, dp=2), shapes)
+    check_layout(args, Layout(tp=2, ep=2, dp=2), shapes)
     with pytest.raises(RequestError, match="the rows of gate and up alternate"):
-        check(args, Layout(tp=1, ep=2, dp=2), shapes)
+        check_layout(args, Layout(tp=1, ep=2, dp=2), shapes)

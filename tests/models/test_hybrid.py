@@ -10,7 +10,7 @@ from converters.formats import open_checkpoint
 from converters.megatron.identity import identify
 from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, read_pattern, symbol_of
 from converters.megatron.layout import Layout
-from converters.megatron.layout_check import check
+from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.optimizer.state import optimizer_state
 from converters.write.legacy import LegacyOptions, plan_legacy
@@ -142,7 +142,7 @@ def test_what_is_not_understood_is_named(name, change, tmp_path):
     facts = ModelArgs.from_catalog(reader.catalog)
     assert facts.contradictions(reader.catalog) == []
     with pytest.raises(RequestError, match="not understood"):
-        check(facts, Layout(), {n: t.shape for n, t in reader.catalog.weights.items()})
+        check_layout(facts, Layout(), {n: t.shape for n, t in reader.catalog.weights.items()})
 
 
 MIXER, NET = "decoder.layers.0.mixer.", "decoder.layers.0.self_attention."
@@ -241,4 +241,4 @@ def test_groups_and_heads_limit_tp():
         number = getattr(facts, field)
         shapes = {n: t.shape for n, t in catalog.weights.items() if ".layers.0." in n and "linear_" not in n}
         with pytest.raises(RequestError, match=f"{number} {what} cannot be split over --tp {number * 2}"):
-            check(facts, Layout(tp=number * 2), shapes)
+            check_layout(facts, Layout(tp=number * 2), shapes)

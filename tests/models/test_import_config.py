@@ -10,7 +10,7 @@ from converters.errors import DistckptError
 from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.megatron_flags import VERSIONS, command_line, inexpressible, lost_facts, model_arguments
 from converters.models import ARCHITECTURES, by_name
-from converters.models.stated import NEUTRAL, departures, stated
+from converters.models.stated import NEUTRAL, find_departures, stated
 from converters.transformers_config import completed
 from harness import import_cases as cases
 
@@ -36,7 +36,7 @@ def understood(name, config):
     model = by_name(cases.family(name))
     whole = completed(model.name, {"model_type": model.name, **config})
     args = stated(model, whole, biased=False)
-    refused = [*departures(model, args, whole), *model.unexpressible(args)]
+    refused = [*find_departures(model, args, whole), *model.unexpressible(args)]
     if model.bridge_only:
         said = provider_section(args)
         refused += [*beyond_provider(args), *lost_facts(args, said, "config")]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
 from converters.megatron.buffers import Misfit
-from converters.megatron.optimizer_parts import undecayed
+from converters.megatron.optimizer_parts import is_undecayed
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def group_members(
     any_apart = any(apart for _, apart in keys)
     members: list[list[int]] = [[] for _ in keys]
     for number, (name, shape) in enumerate(parameters):
-        key = (undecayed(name, shape, args), any_apart and name in _OUTER)
+        key = (is_undecayed(name, shape, args), any_apart and name in _OUTER)
         if key not in keys:
             raise Misfit(f"{what}: no param group is for {name}", tensor=name)
         members[keys.index(key)].append(number)
