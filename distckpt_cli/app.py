@@ -75,7 +75,7 @@ def root(
 
 @dataclass(frozen=True)
 class _ErrorForm:
-    """What the arguments say about how to fail; read from the raw words because parsing them may be what failed."""
+    """How an error is shown: read from the raw words, because parsing them may be what failed."""
 
     json: bool
     debug: bool
@@ -174,7 +174,7 @@ def _fail(error: DistckptError, form: _ErrorForm, cause: BaseException | None = 
 
 
 def _me() -> str:
-    """What the first line of an error says of the process, where there are several and it is not the leading one."""
+    """The process that an error is of, for its first line; empty for the leading one."""
     rank = Ranks.from_environment().rank
     return f"rank {rank} on {socket.gethostname()}: " if rank else ""
 
@@ -199,7 +199,7 @@ def _write_torchrun_error(error: DistckptError) -> None:
 
 
 def _plain_value(text: str) -> str:
-    """What Typer says of an option's value, in our words: which option or variable, and what it takes."""
+    """Typer's message about an option's value, reworded: which option or variable, and which values it takes."""
     match = re.match(r"Invalid value for '(?:-\w / )?(--[\w-]+)'(?: \(env var: '(\w+)'\))?: Input should be (.*)", text)
     if match is None:
         return text

@@ -102,7 +102,7 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def suggestion(word: str, words: Sequence[str]) -> str:
-    """What to type instead of a word that is none of the choices: the one form of this in all commands."""
+    """The hint for a word that is none of the choices, in the same form for all commands."""
     near = None if word[:1].isdigit() else nearest(word, words)  # no version is like another one
     listed = " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
     return (f"did you mean {near}? " if near and len(words) > 1 else "") + f"choose {listed}"

@@ -197,7 +197,7 @@ class Console:
             self.fact("", f"and {len(texts) - len(shown):,} more (-v)")
 
     def read_fact(self, what: str, nbytes: int, seconds: float, more: str = "") -> None:
-        """How much was read, in which time, and how fast."""
+        """Prints what was read, the time it took, and the rate."""
         rate = f", {format_size(nbytes / seconds)}/s" if seconds > 0.05 else ""
         self.fact("read", f"{what}, {seconds:.1f} s{rate}{more}")
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a finished process says to its caller.
+    """The exit code of a process.
 
     Python's own code for an uncaught exception is 1, which here means "a problem was found"; `app.main` therefore catches
     everything. torchrun reports any failure of a worker as 1.

@@ -1,4 +1,4 @@
-"""What `inspect` lists: tensors, files, arguments, objects."""
+"""The lists of `inspect`: tensors, files, arguments, objects, sizes by module."""
 
 from __future__ import annotations
 

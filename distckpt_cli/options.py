@@ -69,7 +69,7 @@ def flag(option: Callable[..., Any], help: str, *names: str) -> Any:
 
 @dataclass(frozen=True)
 class Speaking:
-    """How much every command says; what is not listed here means the same in all of them."""
+    """The options that every command has: its output, and how long requests to a store are retried."""
 
     as_json: bool = flag(output, "Print one JSON document.", "--json")
     quiet: bool = flag(output, "Answer and errors only: no progress, notes or next steps.", "-q", "--quiet")
@@ -134,7 +134,7 @@ class Running(Speaking):
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
-        """What the library takes while it works: who listens, what stops it, and the ranks that were started together."""
+        """The library's arguments `listener`, `stop` and `ranks`, while a command runs."""
         from converters.execute.ranks import Ranks
         from distckpt_cli.progress import Progress, choose_mode
         from distckpt_cli.signals import stop_on_signals
@@ -210,7 +210,7 @@ def spread(command: _Command) -> _Command:
 
 
 def resolve_word(find: Callable[[str], _Value], word: str | None) -> _Value | None:
-    """What the library calls something that is chosen by a word; None for an option that was not given.
+    """The library's object for a word, such as an architecture for its name; None for an option that was left out.
 
     Raises:
         UsageProblem: It knows no such thing.
@@ -222,7 +222,7 @@ def resolve_word(find: Callable[[str], _Value], word: str | None) -> _Value | No
 
 
 def shard_bytes(text: str) -> int:
-    """What `--max-shard-size` means, in bytes.
+    """The bytes of `--max-shard-size`.
 
     Raises:
         UsageProblem: Not a size, or none.
@@ -234,7 +234,7 @@ def shard_bytes(text: str) -> int:
 
 
 def buffer_bytes(text: str | None) -> int | None:
-    """What `--max-memory` means, in bytes.
+    """The bytes of `--max-memory`; None if it was left out.
 
     Raises:
         UsageProblem: Not a size.

@@ -58,7 +58,7 @@ def format_time(seconds: float) -> str:
 
 @dataclass
 class _State:
-    """What the events add up to. `resumed` bytes count as done, but not into the rate."""
+    """The sums of all events. Bytes of an earlier run count as done, but not into the rate."""
 
     command: str = ""
     phase: str = ""

@@ -35,7 +35,7 @@ class TargetLayout:
 
 @dataclass(frozen=True)
 class Carried:
-    """What of a training job's state goes along, and in which form; None is what the library does by default."""
+    """Which state of a training job is carried over, and in which form; None is the library's default."""
 
     optimizer: str | None = value(
         content,

@@ -67,7 +67,7 @@ class WatchRecord:
             )
 
     def note(self, name: str, state: str) -> None:
-        """Notes what has become of an iteration; when this returns, it is on the disk.
+        """Records the state of an iteration; when this returns, it is on the disk.
 
         Raises:
             DestinationError: It cannot be written.

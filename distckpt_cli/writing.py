@@ -51,7 +51,7 @@ class Writing(Running):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the library's `WriteOptions` take."""
+        """The fields of the library's `WriteOptions`, by name."""
         return {
             "max_memory": buffer_bytes(self.max_memory),
             "threads": self.threads,

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DiffOptions:
-    """What a person may ask of a comparison.
+    """The options of a comparison.
 
     Attributes:
         tolerance: How far apart values may be; None asks for equal bits, and equal types.
@@ -65,7 +65,7 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class DiffPlan:
-    """What will be compared; nothing of any tensor has been read, but for samples that name the optimizer's buckets.
+    """A planned comparison; no tensor has been read, but for samples that name the optimizer's buckets.
 
     Attributes:
         sides: A and B.
@@ -172,7 +172,7 @@ def _unread(sides: tuple[Side, Side], keep: Callable[[str], bool]) -> list[Fact]
 
 
 def _refuse_damage(side: Side, names: set[str]) -> None:
-    """What is known to be damaged is not read, nor what cannot be in the files: a shape may be any number."""
+    """Refuses tensors that are known to be damaged, or that are larger than all files."""
     with blaming(side):
         refuse_damage(side.catalog, names)
         stored = sum(file.size or 0 for file in side.catalog.files)

@@ -61,7 +61,7 @@ class Fact:
 
 @dataclass
 class Facts:
-    """What there is to say besides tensors and arguments.
+    """Differences of state and objects: everything but tensors and arguments.
 
     Attributes:
         differing: What is not the same.
@@ -184,7 +184,7 @@ def _without_stages(value: Any) -> Any:
 
 
 def argument_names(a: Side, b: Side) -> list[str]:
-    """What `compare_arguments` compares, or would if both sides had it, without its group: `lr`, `window_size`."""
+    """Names of the arguments that `compare_arguments` compares, without their groups: `lr`, `window_size`."""
     if a.is_hf or b.is_hf:
         return sorted({*a.catalog.config, *b.catalog.config} - {*_NOT_CONFIG})
     model = {f.name for f in fields(ModelArgs)} - _NOT_FACTS
@@ -234,7 +234,7 @@ def _compare_param_groups(a: Side, b: Side, out: Facts) -> None:
 
 
 def _group_name(group: Mapping[str, Any]) -> str:
-    """What tells one group from another, as a word."""
+    """A word that tells one param group from another."""
     decay = group.get("wd_mult", group.get("pre_wd_mult"))
     scale = group.get("lr_mult", group.get("pre_lr_mult"))
     words = ["no_decay" if decay == 0 else "decay" if decay in (1, None) else f"wd_mult={describe(decay)}"]

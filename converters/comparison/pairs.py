@@ -53,7 +53,7 @@ class Side:
 
     @property
     def catalog(self) -> Catalog:
-        """What it holds."""
+        """The catalog of the checkpoint."""
         return self.reader.catalog
 
     @property
@@ -63,7 +63,7 @@ class Side:
 
     @cached_property
     def args(self) -> ModelArgs:
-        """What is known of its model."""
+        """The arguments of its model."""
         return ModelArgs.from_catalog(self.catalog)
 
     @classmethod
@@ -116,7 +116,7 @@ class Pair:
 
 @dataclass
 class Matching:
-    """What belongs together, and what is left over.
+    """Which tensors are compared with which, and which are not.
 
     Attributes:
         target_side: Side whose names and indices are shown, A (0) or B (1); the copies' targets are its tensors.
@@ -143,7 +143,7 @@ class Matching:
         return {**side.tensors, **self.reshaped} if side.is_hf else side.tensors
 
     def in_order(self, target: _T, source: _T) -> tuple[_T, _T]:
-        """What is A's and what is B's, of something of the copies' targets and of their sources."""
+        """Orders a value of the target side and one of the source side as (A's, B's)."""
         return (source, target) if self.target_side else (target, source)
 
 

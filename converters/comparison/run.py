@@ -48,7 +48,7 @@ _BLOCKS = 12 * 8 * BLOCK  # bytes of scratch that `DifferenceOf` needs for a blo
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """What one worker does in one go: small pairs of tensors, or a part of a large one.
+    """The work of one worker at a time: small pairs of tensors, or a part of a large one.
 
     Attributes:
         number: Among all.
@@ -63,7 +63,7 @@ class WorkItem:
 
 @dataclass
 class Values:
-    """What reading has shown.
+    """The results of comparing all values.
 
     Attributes:
         differences: For each pair, what there is to say of its elements, and of its padding.
@@ -184,7 +184,7 @@ class _Reading:
 
 @contextmanager
 def blaming(side: Side) -> Iterator[None]:
-    """Says of an error in reading which of the two checkpoints has it."""
+    """Names the checkpoint in errors of reading it."""
     try:
         yield
     except (FormatError, IntegrityError) as error:

@@ -1,4 +1,4 @@
-"""What the objects of a checkpoint hold, without what it is packed into: extra states of modules, random states."""
+"""The contents of a checkpoint's objects, unpacked: extra states of modules, random states."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def unwrapped(tree: Any) -> Any:
-    """What is in lists of one: formats wrap objects in none, one or two of them."""
+    """The contents of lists of one: formats wrap objects in none, one or two of them."""
     while isinstance(tree, list) and len(tree) == 1:
         tree = tree[0]
     return tree
@@ -30,7 +30,7 @@ def is_empty(reader: Reader, info: ObjectInfo) -> bool:
 
 
 def contents(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive]:
-    """What an object holds, and the archive that tensors in it lie in.
+    """The contents of an object, and the archive that tensors in it lie in.
 
     Raises:
         FormatError: It cannot be read.
@@ -40,7 +40,7 @@ def contents(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive]:
 
 
 def extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]:
-    """What a module stored, without what it is packed into, and the archive that tensors in it lie in; None if nothing.
+    """The extra state of a module, unpacked, and the archive that tensors in it lie in; None if it is empty.
 
     TransformerEngine and Megatron pack an extra state with `torch.save` or `pickle` into a tensor of bytes or a buffer.
     """

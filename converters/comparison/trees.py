@@ -99,7 +99,7 @@ def _spelling(node: Global) -> str:
 
 
 def _children(node: Any) -> tuple[str, dict[Any, Any]] | None:
-    """What kind of container a node is, and its parts; None for a value without parts."""
+    """The kind of container that a node is, and its parts; None for a value without parts."""
     if isinstance(node, Mapping):
         return "dictionary", {k if isinstance(k, str | int) else repr(k): v for k, v in node.items()}
     if isinstance(node, list | tuple):  # versions pickle the same thing as one or the other

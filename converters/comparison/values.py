@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far apart values may be: |a - b| <= atol + rtol * max(|a|, |b|)."""
+    """The largest allowed distance of two values: |a - b| <= atol + rtol * max(|a|, |b|)."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -95,7 +95,7 @@ class Difference:
         return max(-1.0, min(1.0, self.dot / math.sqrt(self.square_a) / math.sqrt(self.square_b)))
 
     def add(self, more: Difference) -> None:
-        """Takes in further elements of the same tensor; sums are those of the order in which this is called."""
+        """Adds further elements of the same tensor; sums depend on the order of the calls."""
         if more.first is not None and (self.first is None or more.first.position < self.first.position):
             self.first = more.first
         if more.worst is not None and (

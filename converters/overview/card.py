@@ -55,7 +55,7 @@ def find_architecture(catalog: Catalog, identity: Identity) -> tuple[Model | Non
 
 
 def describe_kind(kind: ModelKind, architecture: Model | None) -> str:
-    """What the model is: `llama`, `T5 (encoder of 12 layers, decoder of 12 layers)`, `LLaVA: llama language model + ...`."""
+    """The kind of model: `llama`, `T5 (encoder of 12 layers, ...)`, `LLaVA: llama language model + ...`."""
     name = architecture.name if architecture else ""
     if kind.name in ("LLaVA", "model of several parts"):
         details = kind.details.replace("language model", f"{name} language model" if name else "language model", 1)

@@ -181,7 +181,7 @@ class Checkpoint:
         self.close()
 
     def __repr__(self) -> str:
-        """What the card of `distckpt inspect` says."""
+        """The card of `distckpt inspect`."""
         return "\n".join(f"{label.ljust(10)}{text}" for label, text in self._card())
 
     def _repr_html_(self) -> str:

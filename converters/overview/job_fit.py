@@ -46,7 +46,7 @@ _AXES = {
 
 
 def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
-    """What speaks for and against a job loading a checkpoint, in the order in which its loader meets it."""
+    """The reasons why a job loads a checkpoint or does not, in the order in which its loader meets them."""
     out = [Finding("damage", False, p.message, fixed=False) for p in catalog.problems if p.severity == "error"][:8]
     out += _format(catalog, job)
     if not catalog.megatron:

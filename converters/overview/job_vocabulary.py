@@ -48,7 +48,7 @@ class _Rows:
 
 
 def vocabulary_findings(catalog: Catalog, job: Job) -> Iterator[Finding]:
-    """What the rows of the embedding decide."""
+    """Whether the job's embedding has rows that fit the stored one, for weights and for optimizer state."""
     name = embedding_name(catalog.weights)
     if name is None:
         return

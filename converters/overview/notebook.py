@@ -1,4 +1,4 @@
-"""What a notebook shows of an answer: small pieces of HTML, everything from a file escaped."""
+"""Reports as small pieces of HTML for notebooks; text from files is escaped."""
 
 from __future__ import annotations
 

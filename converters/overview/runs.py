@@ -154,7 +154,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def summarize(path: Path, *, follow_links: bool = False) -> CheckpointSummary:
-    """What a checkpoint is and whether it is complete, as far as names, sizes and metadata tell; never fails."""
+    """The row of a checkpoint, from names, sizes and metadata; never fails."""
     modified, latest = _modified(path), _tracked(path)
     try:
         catalog = open_checkpoint(path, follow_links=follow_links).catalog

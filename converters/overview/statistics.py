@@ -35,7 +35,7 @@ _HALF = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What the elements of a tensor, or of a box of it, are.
+    """Statistics of a tensor, or of a box of it.
 
     Attributes:
         numel: Elements; `nan`, `infinite` and `zero` of them are that.

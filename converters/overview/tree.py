@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
 
 KINDS = {"weight": "weights", "other": "other tensors", "optimizer": "optimizer state"}
-"""What `TensorInfo.kind` is called, in the order in which kinds are shown."""
+"""Titles of the kinds of tensors (`TensorInfo.kind`), in the order in which they are shown."""
 
 
 @dataclass

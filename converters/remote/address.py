@@ -31,7 +31,7 @@ NO_LISTING = (
 
 
 class Root(NamedTuple):
-    """What holds objects.
+    """A bucket, container, host or repository.
 
     Attributes:
         scheme: `s3`, `gs`, `az`, `http`, `https`, `hf`.
@@ -57,7 +57,7 @@ class RemotePath(PosixPath):
 
     @property
     def root_and_key(self) -> tuple[Root, str]:
-        """What holds it, and its name in there; empty for the root itself.
+        """Its root and its key in there; the key of the root itself is empty.
 
         Raises:
             FileNotFoundError: The path does not even name a bucket.
@@ -69,7 +69,7 @@ class RemotePath(PosixPath):
         return Root(parts[0][:-1], "/".join(parts[1:count])), "/".join(parts[count:])
 
     def properties(self) -> Properties | None:
-        """What the store says of the object; None of a folder.
+        """The store's properties of the object; None for a folder.
 
         Raises:
             FileNotFoundError: There is neither.
@@ -141,7 +141,7 @@ class RemotePath(PosixPath):
         return False
 
     def iterdir(self) -> Generator[RemotePath, None, None]:
-        """What is in a folder."""
+        """The paths in a folder."""
         return (self / name for name in self.entries())
 
     def resolve(self, strict: bool = False) -> RemotePath:

@@ -27,7 +27,7 @@ _VARIABLES = {"region": ("AWS_REGION", "AWS_DEFAULT_REGION"), "endpoint_url": ("
 
 
 def shared_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """What those files say for the profile that is chosen, as obstore calls it; the environment goes first."""
+    """The settings of the chosen profile under obstore's names; the environment overrides them."""
     profile = env.get("AWS_PROFILE", "default")
     values: dict[str, str] = {}
     for name, default, section in (

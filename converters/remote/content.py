@@ -82,7 +82,7 @@ class RemoteContent:
         self._ahead: deque[tuple[int, Future[memoryview]]] = deque()  # what is fetched of it already, in order
 
     def expect(self, offset: int, length: int) -> None:
-        """Says that one thread will read a range from front to back: some of it is fetched before it is asked for."""
+        """Announces that one thread will read a range from front to back: some of it is fetched ahead."""
         self._expected, self._front = offset + length, offset
         self._look_ahead(offset)
 

@@ -91,7 +91,7 @@ class HubWriter:
         self._ask(lambda: self._api.create_commit(self.name, operations, commit_message=message, revision=self._branch))
 
     def _ask(self, request: Callable[[], _T]) -> _T:
-        """What the hub answers, asked again while what goes wrong may pass. Its own texts are not shown."""
+        """The hub's answer to a request, repeated while its failure may be temporary. The hub's own texts are not shown."""
         errors = self._errors
 
         def once() -> _T:

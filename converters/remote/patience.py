@@ -38,7 +38,7 @@ def retry_for(seconds: float | None = None) -> float:
 
 
 def patiently(root: Root, key: str, request: Callable[[], _T], *, renew: Callable[[], None] | None = None) -> _T:
-    """What a request answers, made again while what goes wrong may pass.
+    """The answer to a request, which is repeated while its failure may be temporary.
 
     Args:
         root: The store, for errors.

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Properties(NamedTuple):
-    """What a store says of an object.
+    """A store's properties of an object.
 
     Attributes:
         size: Bytes.
@@ -141,7 +141,7 @@ class ObjectStore(Store):
 
 
 def properties_of(entry: Mapping[str, Any]) -> Properties:
-    """What `obstore` says of an object."""
+    """The properties in `obstore`'s description of an object."""
     return Properties(entry["size"], entry["last_modified"].timestamp(), etag_of(entry))
 
 

@@ -59,7 +59,7 @@ class Tree:
             return self._descend(folder, key)
 
     def entries(self, key: str) -> Folder:
-        """What lies in a folder.
+        """The entries of a folder.
 
         Raises:
             FileNotFoundError: There is no such folder.

@@ -54,7 +54,7 @@ _NETWORK = {
 
 
 class StatedError(OSError):
-    """What does not pass, in our own words already."""
+    """A permanent failure whose message is ready to be shown."""
 
 
 class CutError(Exception):
@@ -84,13 +84,13 @@ class Trouble:
 
 
 def code_of(error: Exception) -> str:
-    """What a store calls an error of botocore's, such as `AccessDenied`; empty if it is no answer of a store."""
+    """The store's code in an error of botocore's, such as `AccessDenied`; empty if there is none."""
     code = (getattr(error, "response", None) or {}).get("Error", {}).get("Code", "")
     return code if re.fullmatch(r"[A-Za-z0-9_.]{1,60}", str(code)) else ""
 
 
 def trouble_of(error: BaseException, root: Root) -> Trouble | None:
-    """What an exception of a request means; None if it needs no other words, such as a missing object."""
+    """The meaning of an exception of a request; None if it is clear as it is, such as a missing object."""
     text = str(error)
     status = next((int(one or other) for one, other in _STATUS.findall(text)), 0)
     code = next((one or other for one, other in _CODE.findall(text)), "")

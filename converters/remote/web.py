@@ -39,7 +39,7 @@ class WebStore(ObjectStore):
         self._files: dict[str, Properties] = {}
 
     def list(self, prefix: str, *, deep: bool) -> Iterator[tuple[str, Properties | None]]:
-        """What was asked for by name, and what an index named."""
+        """Files that were requested by name, and those that an index named."""
         within = f"{prefix}/" if prefix else ""
         yield from ((key, self._files[key]) for key in sorted(self._files) if key.startswith(within))
 

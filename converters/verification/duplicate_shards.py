@@ -50,7 +50,7 @@ def find_twins(
     tensors: Mapping[str, TensorInfo],
     seen: Iterable[tuple[int, int]],
 ) -> None:
-    """Notes tensors that have the same elements in two places.
+    """Reports tensors that have the same elements in two places.
 
     Args:
         check: Where it is noted.

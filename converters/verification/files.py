@@ -70,7 +70,7 @@ class FileRead:
         return self.end - self.begin
 
     def owns(self, at: int) -> bool:
-        """Whether what begins at a byte of the file is this piece's to look at; beyond the end, the last one's."""
+        """Whether this piece checks what begins at a byte of the file; the last piece checks what begins beyond the end."""
         return self.begin <= at and (self.last or at < self.end)
 
 

@@ -113,7 +113,7 @@ class _Comparison:
         self._experts = {(int(m[1]), int(m[2])) for name in tensors if (m := expert.match(name))}
 
     def run(self, args: ModelArgs) -> None:
-        """Notes what config.json does not describe."""
+        """Reports missing and extra tensors and wrong shapes."""
         args = with_predictions(self._model, self._counted(args), self._tensors)
         if (args.num_layers or 0) > 2 * len(self._layers) + 16:
             return  # layers are missing, which has been said; a stranger's layer 10^5 shall not cost a list of all before it
@@ -141,7 +141,7 @@ class _Comparison:
         return args.tied_embeddings is False and self._model.architecture in classes
 
     def _allowed(self, name: str, args: ModelArgs) -> bool:
-        """What need not be there: computed when a model is built, the embedding once more, prediction layers."""
+        """Whether a tensor is optional: computed when a model is built, a copy of the embedding, of a prediction layer."""
         layer = self._layer.match(name)
         behind = layer is not None and int(layer[1]) >= (args.num_layers or 0) and bool(args.mtp_num_layers)
         return name.endswith(COMPUTED) or name in HEADS or behind

@@ -35,7 +35,7 @@ MARGIN = 2.0
 
 
 def moment_bound(catalog: Catalog) -> float | None:
-    """What m^2 / v cannot exceed; None if the optimizer is not Adam, or not with constant betas that are known."""
+    """The largest possible m^2 / v; None if the optimizer is not Adam, or its betas are unknown."""
     args = catalog.args
     b1, b2 = args.get("adam_beta1"), args.get("adam_beta2")
     if args.get("optimizer") != "adam" or not isinstance(b1, float) or not isinstance(b2, float):
@@ -58,7 +58,7 @@ def moment_pairs(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
 
 
 class PossibleMoments:
-    """How many elements of a first moment are too large for the second, and how far.
+    """The check (`Question`) that a first moment is not too large for the second.
 
     Args:
         bound: What m^2 / v cannot exceed.
@@ -91,7 +91,7 @@ class PossibleMoments:
 
 
 def judge_moments(check: Check, results: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
-    """Says which moments do not belong together.
+    """Reports moments that do not belong together.
 
     Args:
         check: Where it is noted.

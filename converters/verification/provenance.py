@@ -16,7 +16,7 @@ _RANK = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 
 
 def check_origin(check: Check, catalog: Catalog) -> None:
-    """Notes parts that contradict each other about where they come from.
+    """Reports parts of different saves or jobs.
 
     Args:
         check: Where it is noted.

@@ -1,4 +1,4 @@
-"""What a verification found: checks, each with a summary and findings; plain data, so that ranks can send it."""
+"""The result of `verify`: checks, each with a summary and findings."""
 
 from __future__ import annotations
 
@@ -60,25 +60,25 @@ class Check:
     count: dict[str, int] = field(default_factory=lambda: {"error": 0, "warning": 0, "unchecked": 0})
 
     def add(self, finding: Finding) -> None:
-        """Notes a finding."""
+        """Adds a finding."""
         self.count[finding.severity] += 1
         if self.count[finding.severity] <= _KEPT:
             self.findings.append(finding)
 
     def error(self, message: str, **more: Any) -> None:
-        """Notes that something is wrong; see `Finding`."""
+        """Adds an error; see `Finding`."""
         self.add(Finding("error", message, **more))
 
     def warn(self, message: str, **more: Any) -> None:
-        """Notes that something is worth a look; see `Finding`."""
+        """Adds a warning; see `Finding`."""
         self.add(Finding("warning", message, **more))
 
     def leave(self, message: str, **more: Any) -> None:
-        """Notes that something is not checked because it is not understood, with the reason; see `Finding`."""
+        """Adds something that is not checked because it is not understood, with the reason; see `Finding`."""
         self.add(Finding("unchecked", message, **more))
 
     def skip(self, reason: str) -> None:
-        """Notes that it was not made, or cannot be."""
+        """Marks the check as not made."""
         self.skipped, self.summary = True, reason
 
     @property
@@ -161,7 +161,7 @@ class Report:
 
     @property
     def unchecked(self) -> list[str]:
-        """What is not checked because it is not understood, one sentence with the reason for each."""
+        """Messages about what is not checked because it is not understood, each with the reason."""
         return [f.message for check in self.checks for f in check.findings if f.severity == "unchecked"]
 
     @property
@@ -171,7 +171,7 @@ class Report:
         return list(dict.fromkeys(name for finding in errors for name in finding.tensors))
 
     def damaged(self, tensors: Container[str]) -> int:
-        """How many of some tensors errors are about."""
+        """Counts those of some tensors that errors are about."""
         return sum(name in tensors for name in self.affected)
 
     def document(self) -> dict[str, Any]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOptions:
-    """How much is looked at.
+    """Which checks are made.
 
     Attributes:
         quick: Structure only; no payload is read.
@@ -78,7 +78,7 @@ def verify(
 
     Args:
         reader: The checkpoint.
-        options: How much is looked at.
+        options: Which checks are made.
         listener: Told about progress, of all ranks, on rank 0.
         stop: Polled between blocks.
         ranks: The processes that do this together; by default this one alone. Only rank 0's report has findings.
@@ -93,7 +93,7 @@ def verify(
 
 
 def unopened(error: DamagedFileError) -> Report:
-    """What can be said of a checkpoint that cannot be opened: which files that describe it are damaged.
+    """The report of a checkpoint that cannot be opened: which of the files that describe it are damaged.
 
     Args:
         error: What `open_checkpoint` ended with.

@@ -13,6 +13,7 @@ checksum is still read, once: a disk that cannot deliver it is found, a flipped 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,7 +48,7 @@ Segment = tuple[str, str, int, int, int, int, int, int, int]
 
 @dataclass
 class Scan:
-    """What was found in the files of a task; plain data once `vars` is taken of it.
+    """The results of reading the files of a task; `vars` of it is plain data.
 
     Attributes:
         findings: What is wrong.
@@ -76,12 +77,12 @@ class Scan:
     file: str = ""
 
     def note(self, check: str, text: str, at: int = -1, *records: int, needed: str = "", found: str = "") -> None:
-        """Notes something that is wrong."""
+        """Adds an error."""
         records = tuple(r for r in records if r >= 0)
         self.findings.append((self.file, check, text, at, needed or None, found or None, list(records)))
 
     def differs(self, part: Segment, crc: int, records: Iterable[int]) -> None:
-        """Notes a checksum that does not match."""
+        """Adds an error about a checksum."""
         self.file, what, at, nbytes, wanted, *_ = part
         text = f"{printable(self.file)} at {at:,}: the {nbytes:,} bytes of {what} do not match their checksum"
         self.note("checksums", text, at, *records, needed=f"CRC-32 {wanted:08x}", found=f"CRC-32 {crc:08x}")
@@ -145,7 +146,6 @@ class FileWorker:
         path = reader.catalog.path
         self._base = path if is_folder(path) else path.parent
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
-        self._records_by_offset: dict[int, list[int]] | None = None
 
     def close(self) -> None:
         """Nothing stays open between files."""
@@ -154,7 +154,7 @@ class FileWorker:
         """Reads files; what `Scan` says of them."""
         out = Scan()
         for file in task.files:
-            out.file, self._records_by_offset = file.name, None
+            out.file = file.name
             self._read(file, out)
             if file.last:
                 self._crew.moved(FileDone(file.name, file.size), 0)
@@ -167,16 +167,15 @@ class FileWorker:
         except FormatError as error:
             if isinstance(error.__cause__, PermissionError):  # not damage: it is unknown
                 text = f"{printable(str(path))} cannot be read: {error.__cause__.strerror}"
-                raise FormatError(
-                    text, hint="its contents were not checked; get permission and run this again"
-                ) from error
+                hint = "its contents were not checked; get permission and run this again"
+                raise FormatError(text, hint=hint) from error
             if not file.piece:
                 out.note("records", error.message)
             return
         blocks = Blocks(source, file, self._buffer, self._crew, drop=self._drop)
         try:
             source.expect(file.begin, file.nbytes)
-            self._contents(file, blocks, out)
+            _FileScan(self._reader, self._index, file, blocks, out).run()
             digest = blocks.finish()
             if digest is not None:
                 out.sha256[file.name] = digest
@@ -186,18 +185,26 @@ class FileWorker:
             source.close()
         out.read += blocks.read
 
-    def _contents(self, file: FileRead, blocks: Blocks, out: Scan) -> None:
-        """Everything in a file, or in a piece of one, from front to back."""
+
+class _FileScan:
+    """The checks of a file, or of a piece of one, from front to back."""
+
+    def __init__(self, reader: Reader, index: RecordIndex, file: FileRead, blocks: Blocks, out: Scan) -> None:
+        self._reader, self._index, self._file, self._blocks, self._out = reader, index, file, blocks, out
+
+    def run(self) -> None:
+        """Reads it all."""
+        file, out = self._file, self._out
         archives = [archive for position in file.positions for archive in self._reader.archives(position)]
         archived = {archive.record for archive in archives}
         records = [n for position in file.positions for n in self._index.records(position) if n not in archived]
         inside: list[int] = []
-        if not archives and self._is_archive(records[:1], blocks):
+        if not archives and self._is_archive(records[:1]):
             archives, inside = [StoredArchive(0, file.size, -1, "")], records
-        elif not archives and not records and not file.piece and self._holds_objects(file.name):
+        elif not archives and not records and not file.piece and self._holds_objects():
             out.note("records", f"{printable(file.name)} is not a file that torch.save wrote")
         for record in records[file.piece :: file.pieces]:
-            payload = self._locate(file, record, -1, blocks, out)
+            payload = self._locate(record, -1)
             if payload is not None and payload.crc is None:
                 out.unchecked += payload.nbytes
         at, reached, reread_budget = file.begin, 0, file.size
@@ -210,39 +217,40 @@ class FileWorker:
                 continue
             reached = max(reached, stop)
             if (archive.start < file.end and stop > file.begin) or file.owns(archive.start):
-                self._skim(file, at, archive.start, blocks, out)
-                self._archive(file, archive, inside, blocks, out)
+                self._skim(at, archive.start)
+                self._archive(archive, inside)
                 at = max(at, stop)
-        self._skim(file, at, file.size, blocks, out)
+        self._skim(at, file.size)
         if overlapping and file.owns(overlapping[0].start):
             text = f"{printable(file.name)}: {counted(len(overlapping), 'record')} over others: not read"
             out.note("records", text, overlapping[0].start, *(archive.record for archive in overlapping))
 
-    def _is_archive(self, records: list[int], blocks: Blocks) -> bool:
+    def _is_archive(self, records: list[int]) -> bool:
         """Whether a file is one archive whose members have checksums."""
-        if blocks.look(0, 4) != _ZIP:
+        if self._blocks.look(0, 4) != _ZIP:
             return False
         try:
-            return all(self._reader.locate(record, blocks.look).crc is not None for record in records)
+            return all(self._reader.locate(record, self._blocks.look).crc is not None for record in records)
         except FormatError:
             return True
 
-    def _holds_objects(self, name: str) -> bool:
-        """Whether a file is an object of the checkpoint, and nothing else."""
-        catalog = self._reader.catalog
-        return any(item.file == name and not item.wrapped for item in catalog.objects.values())
+    def _holds_objects(self) -> bool:
+        """Whether the file is an object of the checkpoint, and nothing else."""
+        objects = self._reader.catalog.objects.values()
+        return any(item.file == self._file.name and not item.wrapped for item in objects)
 
-    def _skim(self, file: FileRead, at: int, stop: int, blocks: Blocks, out: Scan) -> None:
+    def _skim(self, at: int, stop: int) -> None:
         """Reads what is in no archive: whether the disk can deliver it."""
         try:
-            for _ in blocks.stream(at, min(stop, file.end) - at):
+            for _ in self._blocks.stream(at, min(stop, self._file.end) - at):
                 pass
         except FormatError as error:
-            out.note("records", error.message, at)
+            self._out.note("records", error.message, at)
 
-    def _locate(self, file: FileRead, record: int, at: int, blocks: Blocks, out: Scan) -> Payload | None:
+    def _locate(self, record: int, at: int) -> Payload | None:
+        file, out = self._file, self._out
         try:
-            payload = self._reader.locate(record, blocks.look)
+            payload = self._reader.locate(record, self._blocks.look)
         except UnsupportedError:  # no damage: the whole checkpoint is not checked
             raise
         except FormatError as error:
@@ -257,11 +265,12 @@ class FileWorker:
         out.prints += [record, fingerprint(payload)]
         return payload
 
-    def _archive(self, file: FileRead, archive: StoredArchive, inside: list[int], blocks: Blocks, out: Scan) -> None:
+    def _archive(self, archive: StoredArchive, inside: list[int]) -> None:
         """The members of an archive that are in this piece of the file; what has its first byte looks at the rest, too.
 
         `inside` are the records that it holds if it is a whole file.
         """
+        file, blocks, out = self._file, self._blocks, self._out
         at, owned = archive.start, file.owns(archive.start)
         key = f": {printable(archive.key)}" if archive.key else ""
         what = f"{printable(file.name)} at {at:,}{key}"
@@ -281,24 +290,15 @@ class FileWorker:
         if owned:
             out.archives += 1
             if archive.record >= 0:
-                self._locate(file, archive.record, at, blocks, out)
+                self._locate(archive.record, at)
         summed = any(member.crc for member in members.values())  # torch.serialization.set_crc32_options(False)
         ordered = sorted(members.values(), key=lambda m: m.header)
         for member, behind in zip(ordered, [*(m.header for m in ordered[1:]), archive.length], strict=False):
             if at + member.header < file.end and at + behind > file.begin:
-                self._member(file, archive, member, what, blocks, out, summed=summed)
+                self._member(archive, member, what, summed=summed)
 
-    def _member(
-        self,
-        file: FileRead,
-        archive: StoredArchive,
-        member: Member,
-        what: str,
-        blocks: Blocks,
-        out: Scan,
-        *,
-        summed: bool,
-    ) -> None:
+    def _member(self, archive: StoredArchive, member: Member, what: str, *, summed: bool) -> None:
+        file, blocks, out = self._file, self._blocks, self._out
         try:
             at = member_offset(blocks.look, archive.start, member, what)
         except FormatError as error:
@@ -327,9 +327,8 @@ class FileWorker:
             return
         out.members += 1
         if crc != member.crc:
-            out.differs(part, crc, [archive.record] if archive.record >= 0 else self._records_at(file, at))
+            out.differs(part, crc, [archive.record] if archive.record >= 0 else self._records_by_offset.get(at, []))
 
-    def _records_at(self, file: FileRead, at: int) -> list[int]:
-        if self._records_by_offset is None:
-            self._records_by_offset = self._index.by_offset(file.positions)
-        return self._records_by_offset.get(at, [])
+    @cached_property
+    def _records_by_offset(self) -> dict[int, list[int]]:
+        return self._index.by_offset(self._file.positions)

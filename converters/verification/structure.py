@@ -35,7 +35,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)", re.DOTALL)
 
 
 def check_structure(check: Check, catalog: Catalog) -> None:
-    """Notes what is missing, too much, or contradicts itself.
+    """Reports missing, extra and contradictory files, shards, layers and arguments.
 
     Args:
         check: Where it is noted.

@@ -118,7 +118,7 @@ class TensorChecks:
         self._explain(check, state.tensors)
 
     def _explain(self, check: Check, states: Mapping[str, TensorInfo]) -> None:
-        """Says why master weights are not compared, where none are."""
+        """Reports why no master weights are compared, if none are."""
         if any(how == "rounded" for how, _ in self.pairs.values()):
             return
         if self._remainder_masters:
@@ -129,7 +129,7 @@ class TensorChecks:
             check.skip(f"the checkpoint has {why}: nothing to compare the weights with")
 
     def conclude(self, results: Mapping[int, Any], *, values: bool) -> None:
-        """Notes what differs, and what values cannot be.
+        """Reports differences and impossible values.
 
         Args:
             results: What the workers returned, by the numbers of the tasks.

@@ -25,7 +25,7 @@ _OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
 
 
 def note_unknown(check: Check, catalog: Catalog) -> None:
-    """Notes what no rule knows. Its records and checksums are looked at like all others; what it means is not.
+    """Reports tensors, objects and files that no rule knows. Their records and checksums are checked, their meaning is not.
 
     Args:
         check: Where it is noted.

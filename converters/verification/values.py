@@ -148,7 +148,7 @@ _LEAST_NORMAL = {"float64": 2.0**-1022, "float32": 2.0**-126, "bfloat16": 2.0**-
 
 
 def count(on: Arithmetic, bits: Any, kind: DType) -> tuple[Any, ...]:
-    """What is counted of each block of elements: NaN, infinite, zero, denormal; the least and the largest finite one, the
+    """Eight numbers of a block of elements: NaN, infinite, zero, denormal; the least and the largest finite one, the
     sum of the squares of those; and whether all have the bits of the first."""
     constant = bits[0] == bits[-1] and bool((bits == bits[0]).all())
     if not kind.floating:
@@ -169,7 +169,7 @@ def count(on: Arithmetic, bits: Any, kind: DType) -> tuple[Any, ...]:
 
 
 class Stats:
-    """What is known of a tensor's elements: a question of one of the tensors of a task, by its number."""
+    """The check (`Question`) that collects statistics of one tensor of a task, by its number in the task."""
 
     columns = 8
 
@@ -220,7 +220,7 @@ class Stats:
 
 
 def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorInfo]) -> None:
-    """Says of each tensor what its values cannot be, or seldom are.
+    """Reports values that a trained model cannot have, or seldom has.
 
     Never in a trained model: NaN, Inf; a negative second moment; weights of which more than 1 % are denormal; a matrix that
     is zero or constant while the same matrix of other layers is not; an embedding that is; a matrix 1,000 times as large
@@ -332,7 +332,7 @@ def value_tasks(
     first: int,
     read: Collection[str] = (),
 ) -> Iterator[TensorTask]:
-    """What is to be looked at: pairs first, then whatever is in no pair.
+    """The tasks: a comparison for each pair, then statistics of each tensor that is in no pair.
 
     Args:
         tensors: All tensors.

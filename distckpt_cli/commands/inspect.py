@@ -38,7 +38,7 @@ Checkpoints = Annotated[
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of a checkpoint."""
+    """Which list or card of a checkpoint is shown."""
 
     tensors: Annotated[str | None, _view(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
     flat: Annotated[bool, _view("--flat", help="One row per tensor, object or module.")] = False

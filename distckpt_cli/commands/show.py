@@ -42,7 +42,7 @@ Tensor = Annotated[
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of a tensor."""
+    """Which part of a tensor is shown, and with which statistics."""
 
     slice: Annotated[str | None, _view(metavar="RANGES", help="Values of this part: 0:4,:8 or 17 or :,3.")] = None
     values: Annotated[bool, _view("--values", help="Print only values, no statistics.")] = False
@@ -97,7 +97,7 @@ def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
 
 
 def _refuse_buckets(checkpoint: Checkpoint, pattern: str) -> None:
-    """Says where the elements of flat buckets are shown."""
+    """Refuses a flat bucket, and names the states of parameters that are in it."""
     from converters.errors import RequestError
     from converters.names import matcher
 
