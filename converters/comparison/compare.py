@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from converters.comparison.facts import Fact, Facts, compare_arguments, compare_facts
 from converters.comparison.folders import comparable
@@ -28,13 +28,11 @@ from converters.names import any_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from converters.comparison.pairs import Matching, Pair
     from converters.comparison.run import WorkItem
     from converters.comparison.values import Difference, Tolerance
-    from converters.events import Listener, StopFlag
-    from converters.execute.ranks import Ranks
+    from converters.execute.work_sharing import Sharing
     from converters.formats.base import Reader
 
 
@@ -184,22 +182,12 @@ def _refuse_damage(side: Side, names: set[str]) -> None:
                 )
 
 
-def run_diff(
-    plan: DiffPlan,
-    *,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
-    ranks: Ranks | None = None,
-    scratch: Path | None = None,
-) -> DiffReport:
+def run_diff(plan: DiffPlan, **sharing: Unpack[Sharing]) -> DiffReport:
     """Compares values.
 
     Args:
         plan: What to compare; with several ranks, every one of them has made the same plan.
-        listener: Told about progress, of all ranks, on rank 0.
-        stop: Polled between tiles.
-        ranks: The processes that do it together; by default this one alone.
-        scratch: Folder in which they meet.
+        sharing: Who is told about progress, what stops it between tiles, and the ranks that do it together: see `Crew`.
 
     Raises:
         IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
@@ -210,15 +198,11 @@ def run_diff(
     if plan.options.quick:
         tensors = tuple(_report(plan, pair) for pair in plan.matching.pairs)
         return DiffReport(plan, tensors, _same(plan, tensors), seconds=time.monotonic() - begin)
-    crew = Crew(
-        "diff", plan.fingerprint, threads=plan.threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop
-    )
-    with crew:
-        if crew.leads and listener is not None:
-            memory = plan.threads * 6 * plan.tile_bytes
-            listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
-            for text in plan.notes:
-                listener(Note(text))
+    with Crew("diff", plan.fingerprint, threads=plan.threads, **sharing) as crew:
+        memory = plan.threads * 6 * plan.tile_bytes
+        crew.listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
+        for text in plan.notes:
+            crew.listener(Note(text))
         values = read_values(crew, plan)
         for side, before in zip(plan.sides, plan.prints, strict=True):
             if fingerprint_of(side.reader) != before:

@@ -18,7 +18,7 @@ import hashlib
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict, TypeVar
 
 from converters.events import ignore
 from converters.execute.rank_sync import Team
@@ -60,6 +60,15 @@ def scratch_folder(folder: str | None, env: Mapping[str, str] | None = None) -> 
     return Path(tempfile.gettempdir()) if on_one_machine(env) else Path.cwd()
 
 
+class Sharing(TypedDict, total=False):
+    """Arguments of `Crew` that a command passes on: who is told, who may stop it, and who shares the work."""
+
+    listener: Listener | None
+    stop: StopFlag | None
+    ranks: Ranks | None
+    scratch: Path | None
+
+
 class Crew:
     """The threads and ranks that do a list of tasks. A context manager around all of it.
 
@@ -76,6 +85,7 @@ class Crew:
     Attributes:
         ranks: This process among those that do it together.
         leads: Whether this is the rank that gets the results.
+        listener: Told about progress; on other ranks nobody is.
         left: What `leave` of the last `map` returned, on rank 0 that of all ranks, its own first.
         folder: Where the ranks meet; None for one alone.
         progress: What this rank says about its work beside what `moved` is told, as plain data: `bytes` that are done, bytes
@@ -101,7 +111,7 @@ class Crew:
         self.progress: Callable[[], dict[str, Any]] = dict
         self.on_files: Callable[[Sequence[int]], None] = ignore
         self.left: list[Any] = []
-        self._listener: Listener = listener if listener is not None and self.leads else ignore
+        self.listener: Listener = listener if listener is not None and self.leads else ignore
         self._lock = threading.Lock()
         self._done, self._dealt = 0, False
         self._team: Team | None = None
@@ -109,7 +119,7 @@ class Crew:
             # the folder's name is this job's; what it is about need not be known before the ranks have met
             name = hashlib.sha256(f"{command} {ranks.launch}".encode()).hexdigest()[:12]
             meeting = destination or (scratch or scratch_folder(None)) / f"{command}-{name}"
-            self._team = Team(ranks, meeting, fingerprint, self._listener, stop)
+            self._team = Team(ranks, meeting, fingerprint, self.listener, stop)
             self.folder = self._team.folder
             self._team.progress = self._all_progress
             self._team.on_files = self._take_files
@@ -218,7 +228,7 @@ class Crew:
         """Notes what a worker has done, and tells the listener."""
         with self._lock:
             self._done += nbytes
-        self._listener(event)
+        self.listener(event)
 
     def should_stop(self) -> bool:
         """Whether workers should leave their task as it is."""

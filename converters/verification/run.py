@@ -15,7 +15,7 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from converters.errors import FormatError, RequestError
 from converters.events import Phase, PlanReady
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from converters.errors import DamagedFileError
-    from converters.events import Listener, StopFlag
+    from converters.events import Listener
     from converters.execute.manifest import Manifest
-    from converters.execute.ranks import Ranks
+    from converters.execute.work_sharing import Sharing
     from converters.formats.base import Reader
     from converters.verification.report import Check
     from converters.verification.scan import Scan
@@ -68,28 +68,22 @@ class VerifyOptions:
 def verify(
     reader: Reader,
     options: VerifyOptions | None = None,
-    *,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
-    ranks: Ranks | None = None,
-    scratch: Path | None = None,
+    **sharing: Unpack[Sharing],
 ) -> Report:
     """Looks at a checkpoint and says what is wrong with it.
 
     Args:
         reader: The checkpoint.
         options: Which checks are made.
-        listener: Told about progress, of all ranks, on rank 0.
-        stop: Polled between blocks.
-        ranks: The processes that do this together; by default this one alone. Only rank 0's report has findings.
-        scratch: Where ranks meet, see `converters.execute.work_sharing.scratch_folder`.
+        sharing: Who is told about progress, what stops it between blocks, and the ranks that do it together: see `Crew`.
+            Only rank 0's report has findings.
 
     Raises:
         Interrupted: Asked to stop, or another rank is lost.
         RequestError: A manifest was asked for that there is no place for.
         DestinationError: The manifest, or the ranks' scratch folder, cannot be written.
     """
-    return _Verification(reader, options or VerifyOptions()).run(listener, stop, ranks, scratch)
+    return _Verification(reader, options or VerifyOptions()).run(sharing)
 
 
 def unopened(error: DamagedFileError) -> Report:
@@ -130,9 +124,7 @@ class _Verification:
         # as from a disk: each has several requests in flight of what comes next
         self._threads = workers_and_memory(options.threads, None)[0]
 
-    def run(
-        self, listener: Listener | None, stop: StopFlag | None, ranks: Ranks | None, scratch: Path | None
-    ) -> Report:
+    def run(self, sharing: Sharing) -> Report:
         """See `verify`."""
         check_structure(self.report.check("structure"), self.catalog)
         if self.options.write_manifest and not self.catalog.path.is_dir():
@@ -142,21 +134,20 @@ class _Verification:
             fingerprint = fingerprint_of(self.reader)
             self._plan()
         else:
-            ranks = None  # nothing to share: every rank finds the same
+            sharing = {**sharing, "ranks": None}  # nothing to share: every rank finds the same
         tasks: list[FileTask | TensorTask] = [*self.files, *self.tensor_checks.tasks]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
         threads = self._threads
-        crew = Crew("verify", digest, threads=threads, ranks=ranks, scratch=scratch, listener=listener, stop=stop)
-        with crew:
-            if tasks and crew.leads and listener is not None:
+        with Crew("verify", digest, threads=threads, **sharing) as crew:
+            if tasks:
                 memory = threads * (BLOCK_BYTES + tile_bytes(self.tensor_checks.tensors))
                 nbytes, count = sum(t.nbytes for t in tasks), len(self.positions)
-                listener(PlanReady("verify", count, nbytes, nbytes, memory))
+                crew.listener(PlanReady("verify", count, nbytes, nbytes, memory))
             results = crew.map(tasks, lambda: _Worker(self, crew)) if tasks else {}
             if crew.leads:
                 digests = self._conclude(results, fingerprint)
                 if self._writes:
-                    self._write_manifest(digests, listener)
+                    self._write_manifest(digests, crew.listener)
             answer = crew.agree({"good": self.report.good, "seconds": time.monotonic() - self.begin})
         self.report.seconds = answer["seconds"]
         if not crew.leads and not answer["good"]:
@@ -296,15 +287,14 @@ class _Verification:
 
     # ------------------------------------------------------------------ the manifest
 
-    def _write_manifest(self, digests: Mapping[str, str], listener: Listener | None) -> None:
+    def _write_manifest(self, digests: Mapping[str, str], listener: Listener) -> None:
         report, folder = self.report, self.catalog.path
         if self.manifest is not None:
             report.manifest = f"{self.manifest.name} is there already"
         elif not report.good:
             report.manifest = "not written: a manifest of damaged files would call them right"
         else:
-            if listener is not None:
-                listener(Phase("writing the manifest"))
+            listener(Phase("writing the manifest"))
             if digests.keys() != self.listed.keys():
                 raise FormatError("files came or went while the checkpoint was read; no manifest was written")
             name = MEGATRON if self.catalog.format in _MEGATRONS else OURS
