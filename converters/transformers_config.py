@@ -28,6 +28,55 @@ CODE_KEYS = ("auto_map", "trust_remote_code")
 READ_AS = {"mimo": "qwen2"}
 """`model_type`s without a class in transformers -> one whose class reads their keys; MiMo's trunk is a Qwen2."""
 
+CLASSLESS: dict[str, dict[str, Any]] = {
+    "bailing_moe_v2": {
+        "vocab_size": 157184,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "use_qkv_bias": False,
+        "use_bias": False,
+        "use_qk_norm": True,
+        "rms_norm_eps": 1e-06,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.02,
+        "max_position_embeddings": 32768,
+        "embedding_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "output_dropout": 0.0,
+        "use_cache": True,
+        "rope_theta": 600000.0,
+        "rope_scaling": None,
+        "partial_rotary_factor": 1.0,
+        "num_experts": 256,
+        "num_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.0,
+        "score_function": "sigmoid",
+        "norm_topk_prob": True,
+        "moe_router_enable_expert_bias": True,
+        "norm_head": False,
+        "norm_softmax": False,
+        "use_rmsnorm": True,
+        "use_sliding_window": False,
+        "num_nextn_predict_layers": 0,
+        "output_router_logits": False,
+    }
+}
+"""`model_type`s without a class in transformers -> what a key that the file leaves out stands for.
+
+Source: configuration_bailing_moe_v2.py beside inclusionAI/Ling-mini-2.0, and what modeling_bailing_moe_v2.py computes for
+keys that it does not look at.
+"""
+
 _FLOATS = ("Infinity", "-Infinity", "NaN")
 _SERVER = """
 import json, signal, sys
@@ -46,7 +95,7 @@ def completed(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The whole configuration that a config.json stands for.
 
     Args:
-        name: A `model_type` that transformers has a class for, or of `READ_AS`.
+        name: A `model_type` that transformers has a class for, or of `READ_AS` or `CLASSLESS`.
         config: Content of config.json.
 
     Raises:
@@ -120,6 +169,16 @@ def _end(server: subprocess.Popen[str]) -> None:
     server.communicate()
 
 
+def _without_class(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `from_transformers` returns for a `model_type` of `CLASSLESS`."""
+    for key, value in config.items():
+        default = defaults.get(key, value)
+        kinds = dict if default is None else (int, float) if isinstance(default, float) else type(default)
+        if value is not None and not isinstance(value, kinds):
+            return {"error": f"{key} is {value!r}"}
+    return {"config": {**defaults, **config}}
+
+
 def from_transformers(name: str, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Asks transformers, in this process.
 
@@ -130,6 +189,8 @@ def from_transformers(name: str, config: Mapping[str, Any] | None) -> dict[str, 
     Returns:
         {"config": ...}, or {"error": text} where transformers does not take it.
     """
+    if name in CLASSLESS:
+        return _without_class(CLASSLESS[name], config or {})
     import logging
 
     from transformers import CONFIG_MAPPING

@@ -12,6 +12,7 @@ from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
 from converters.models import (
     arcee,
+    bailing_moe_v2,
     bamba,
     deepseek_v2,
     deepseek_v3,
@@ -67,6 +68,7 @@ _TABLES = (
     *(
         glm4_moe_lite,
         dots1,
+        bailing_moe_v2,
         ernie4_5,
         arcee,
         granite,

@@ -100,7 +100,14 @@ def _table_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes tensors among the facts that no other architecture has."""
     stated = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
     extras = {name: stated[name] for name in _SHAPING_EXTRAS if stated.get(name)}
-    fields = ("num_layers", "linear_layers", "qk_layernorm", "layer_pattern", "prediction_pattern")
+    fields = (
+        "num_layers",
+        "linear_layers",
+        "qk_layernorm",
+        "layer_pattern",
+        "prediction_pattern",
+        "moe_shared_expert_size",
+    )
     facts = {name: stated[name] for name in fields if isinstance(stated.get(name), bool | tuple | int | str)}
     return {**facts, **({"extras": extras} if extras else {})}
 

@@ -1,6 +1,7 @@
 """Families that neither Megatron-LM nor Megatron-Bridge builds, or whose config.json nothing reads, each with the reason.
 
-Sources: Megatron-LM core_v0.19.0, megatron/training/arguments.py; Megatron-Bridge 067f987d, models/.
+Sources: Megatron-LM core_v0.19.0 and d98e8a64dd of 2026-08-22, megatron/training/arguments.py and
+core/transformer/transformer_config.py; Megatron-Bridge 067f987d, models/.
 """
 
 from __future__ import annotations
@@ -9,6 +10,10 @@ _AFTER = "Megatron-LM has no argument for norms behind attention and MLP"
 _WIDE = "norms over all heads of queries and keys"
 _BESIDE = "Megatron-LM has no argument for attention beside the MLP and for scaled logits"
 _NO_BRIDGE = "Megatron-Bridge does not build it"
+_UNEVEN = (
+    "its layers have different sizes, or lack a part; Megatron-LM (--heterogeneous-layers-config-path) and Megatron-Bridge "
+    "(llama_nemotron_bridge.py) build it, but such layers are not mapped here, nor has transformers a class for them"
+)
 _CODE = "transformers has no class for its config.json, and code beside a model is never run"
 
 LEFT_OUT: dict[str, str] = {
@@ -24,16 +29,15 @@ LEFT_OUT: dict[str, str] = {
         f"Megatron-LM has no argument for its routing (sparsemixer) and for a bias of the output layer; {_NO_BRIDGE}"
     ),
     "ernie4_5_moe": (
-        "Megatron-LM adds a router bias to sigmoid scores only, this model to softmax probabilities; "
+        "Megatron-LM adds a router bias to sigmoid (and sqrtsoftplus) scores only, this model to softmax probabilities; "
         "Megatron-Bridge (ernie_45_bridge.py) trains it with sigmoid scores, which gives other logits"
     ),
     "mimo_v2_flash": (
         "Megatron-LM has no argument for values of another size than keys outside of latent attention; "
-        "the layers of Megatron-Bridge (modeling_mimo_v2_flash.py) are not known"
+        "Megatron-Bridge builds it with layers of its own (modeling_mimo_v2_flash.py), which are not mapped here"
     ),
-    "bailing_moe_v2": _CODE,
-    "bailing_moe": _CODE,
-    "nemotron-nas": f"{_CODE}; its layers differ from each other",
-    "deci": f"{_CODE}; its layers differ from each other",
+    "bailing_moe": f"{_CODE}; its second generation is imported (bailing_moe_v2)",
+    "nemotron-nas": _UNEVEN,
+    "deci": _UNEVEN,
 }
 """`model_type` -> why it is not imported, as the end of a sentence."""

@@ -25,6 +25,7 @@ from converters.models.described import COMPUTED, HEADS, described, expected_sha
 from converters.models.predictions import can_hold_predictions, with_predictions
 from converters.models.rules import Experts
 from converters.names import fold, printable
+from converters.transformers_config import CLASSLESS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,6 +85,8 @@ def check_transformers(check: Check, catalog: Catalog) -> None:
     """
     config, model = catalog.config, of_type(catalog.config.get("model_type"))
     if catalog.framework != "Hugging Face" or model is None or check.status == "bad" or "quantization_config" in config:
+        return
+    if model.name in CLASSLESS:
         return
     counts = [n for key, n in config.items() if re.search("layer|expert", key) and type(n) is int]
     if max(counts, default=0) > len(catalog.weights):

@@ -235,7 +235,7 @@ def _model(catalog: Catalog) -> Model:
             hint="name the folder that config.json lies in, with the weights",
         )
     kind = config.get("model_type")
-    architecture = of_type(kind)
+    architecture = of_type(kind) or _of_class(config.get("architectures"))
     if architecture is None:
         if isinstance(kind, str) and kind in LEFT_OUT:
             raise RequestError(
@@ -247,6 +247,11 @@ def _model(catalog: Catalog) -> Model:
             hint=f"known: {', '.join(model.name for model in ARCHITECTURES)}",
         )
     return architecture
+
+
+def _of_class(classes: Any) -> Model | None:
+    """Ling 2.0's files may say the `model_type` of the first generation, whose class is another."""
+    return of_type("bailing_moe_v2") if classes == ["BailingMoeV2ForCausalLM"] else None
 
 
 def _refuse_model(

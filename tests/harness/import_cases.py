@@ -8,7 +8,8 @@ from functools import partial
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import harness.mimo  # noqa: F401  # a class for it
+import harness.bailing  # a class for it
+import harness.mimo  # noqa: F401  # and for it
 from harness import predictions
 
 # three layers; a vocabulary that is a multiple of nothing; heads times head_dim is not hidden_size where a class permits it
@@ -158,6 +159,17 @@ CASES = {
     | LATENT
     | {"first_k_dense_replace": ..., "mlp_layer_types": ["sparse", "dense", "sparse"], "routed_scaling_factor": 1.8},
     "dots1": WIDE | MIXED | ROUTED | {"sliding_window": None},
+    "bailing_moe_v2": WIDE
+    | MIXED
+    | {
+        "num_experts": 6,
+        "num_shared_experts": 2,
+        "use_qkv_bias": True,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "partial_rotary_factor": 0.4,
+    },
     "ernie4_5": WIDE,
     "arcee": WIDE,
     "granite": BASE | {"attention_multiplier": 6**-0.5},

@@ -7,7 +7,7 @@ compute what Megatron's are compared with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -54,6 +54,10 @@ _QWEN = Predicting(
 )
 CASES = {
     "deepseek_v3_mtp": _numbered(3, num_hidden_layers=1, first_k_dense_replace=0),
+    "bailing_moe_v2_mtp": replace(
+        _numbered(3, num_hidden_layers=1, first_k_dense_replace=0),
+        norm=("model.norm.weight", "model.layers.3.final_layernorm.weight"),
+    ),
     "glm4_moe_mtp": _numbered(3, num_hidden_layers=1, first_k_dense_replace=0),
     "qwen3_next_mtp": _QWEN,
     "nemotron_h_mtp": Predicting(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters import Layout, diff, verify
-from converters.errors import RequestError
+from converters.errors import FormatError, RequestError
 from converters.formats import open_checkpoint
 from converters.megatron.model_args import ModelArgs
 from converters.write.export import plan_export
@@ -127,3 +127,20 @@ def test_those_of_a_hybrid_are_a_stack_of_their_own(tmp_path):
     assert verify(tmp_path / "job5").good
     config = json.loads((tmp_path / "back5" / "config.json").read_text())
     assert (config["num_nextn_predict_layers"], config["mtp_layers_block_type"]) == (1, ["full_attention", "moe"])
+
+
+def test_ling_is_known_by_its_class_and_keeps_its_prediction_layers(tmp_path):
+    """Its files may say the model_type of the first generation, which is left out."""
+    source = tmp_path / "hf"
+    cases.save("bailing_moe_v2_mtp", source)
+    code = {"AutoModelForCausalLM": "modeling_bailing_moe_v2.BailingMoeV2ForCausalLM"}
+    cases.rewrite_config(source, model_type="bailing_moe", auto_map=code)
+    imported(source, tmp_path / "job", Layout(tp=2, pp=3, ep=2, dp=2))
+    assert same(exported(tmp_path / "job", tmp_path / "back", arch="bailing_moe_v2"), tensors(source)) == []
+    assert verify(tmp_path / "back").good
+    cases.rewrite_config(source, architectures=["BailingMoeForCausalLM"])
+    with pytest.raises(RequestError, match="a bailing_moe is not imported"):
+        plan_import(source, tmp_path / "no", Layout())
+    cases.rewrite_config(source, architectures=["BailingMoeV2ForCausalLM"], rope_scaling="long")
+    with pytest.raises(FormatError, match="does not take this"):
+        plan_import(source, tmp_path / "no", Layout())
