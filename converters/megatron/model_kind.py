@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
-from converters.model_parts import LANGUAGE, REPLICATED, model_parts, split_part
+from converters.model_parts import LANGUAGE, model_parts, split_part
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _part(part: str, layers: Counter[str], catalog: Catalog) -> str:
     if part == "vision_projection.":
         return "projection"
     if part != "vision_model.":
-        return f"{part[:-1]} (Hugging Face's own)" if part in REPLICATED else part[:-1]
+        return f"{part[:-1]} (Hugging Face's own)"  # the rest of the parts are `REPLICATED`
     standard_vision = "vision_model.class_token" in catalog.weights and "vision_model.conv1.weight" in catalog.weights
     return f"vision tower ({'CLIP, ' if standard_vision else ''}{_layers(layers[f'{part}decoder'])})"
 

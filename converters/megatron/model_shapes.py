@@ -88,7 +88,7 @@ class LayerTensors:
 
 
 class Findings(dict[str, Measured]):
-    """The answers so far, beside what was known before."""
+    """Facts that tensors show, by field, beside what options state of them."""
 
     def __init__(self, stated: Mapping[str, Any]) -> None:
         super().__init__()

@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
 
+DELTA_NET_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
+"""Sizes of a gated delta net, which config.json calls as `ModelArgs` does."""
 # field of `ModelArgs` -> its names in config.json
 KEYS: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer"),
@@ -43,10 +48,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "mamba_head_dim": ("mamba_head_dim", "mamba_d_head"),
     "mamba_num_groups": ("n_groups", "mamba_n_groups"),
     "mamba_state_dim": ("ssm_state_size", "mamba_d_state"),
-    **{
-        f"linear_{name}": (f"linear_{name}",)
-        for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-    },
+    **{name: (name,) for name in DELTA_NET_SIZES},
 }
 # the same for what no shape shows
 STATED: dict[str, tuple[str, ...]] = {

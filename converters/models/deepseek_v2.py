@@ -119,13 +119,6 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def _misfits(args: ModelArgs) -> list[str]:
-    out = deepseek_misfits(args, best_of_group=1)
-    if args.hidden_size and args.num_attention_heads and args.hidden_size % args.num_attention_heads:
-        out.append(f"hidden_size {args.hidden_size} is not a multiple of {args.num_attention_heads} heads")
-    return out
-
-
 MODEL = LlamaModel(
     name="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
@@ -138,6 +131,6 @@ MODEL = LlamaModel(
     settings=_settings,
     layer=MLA_ATTENTION,
     moe=DEEPSEEK_EXPERTS,
-    misfits=_misfits,
+    misfits=lambda args: [*deepseek_misfits(args, best_of_group=1), *llama.uneven_heads(args)],
     remarks=deepseek_remarks,
 )

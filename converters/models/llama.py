@@ -63,9 +63,14 @@ def _misfits(args: ModelArgs) -> list[str]:
     out = []
     if args.add_qkv_bias != args.add_bias_linear:
         out.append("q, k and v have a bias, but the output projection has none")
+    return [*out, *uneven_heads(args)]
+
+
+def uneven_heads(args: ModelArgs) -> list[str]:
+    """What an attention whose heads divide the hidden size cannot express."""
     if args.hidden_size and args.num_attention_heads and args.hidden_size % args.num_attention_heads:
-        out.append(f"hidden_size {args.hidden_size} is not a multiple of {args.num_attention_heads} heads")
-    return out
+        return [f"hidden_size {args.hidden_size} is not a multiple of {args.num_attention_heads} heads"]
+    return []
 
 
 MODEL = LlamaModel(

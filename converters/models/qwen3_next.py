@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from converters.models.rules import Rule
 
 _NET = "self_attention."
-_SIZES = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
 
 
 def delta_net(*projections: Rule) -> tuple[Rule, ...]:
@@ -54,7 +50,7 @@ DELTA_NET_NEEDS: dict[str, tuple[Any, ...]] = {
     "rope_scaling": (UNSET,),
     "attention_output_gate": (True,),
     "experimental_attention_variant": ("gated_delta_net", "gdn"),
-    **config.required("linear_attention_freq", "linear_layers", *_SIZES),
+    **config.required("linear_attention_freq", "linear_layers", *config.DELTA_NET_SIZES),
 }
 PREDICTIONS = ("mtp.", "mtp.layers.{}.")
 # Qwen's own code and Megatron feed (embedding, hidden) to it in this order: vLLM, qwen3_next_mtp.py; Bridge moves no halves
@@ -75,7 +71,7 @@ def delta_net_settings(args: ModelArgs) -> dict[str, Any]:
         "rms_norm_eps": args.norm_epsilon,
         "attention_bias": False,
         "layer_types": ["linear_attention" if flag else "full_attention" for flag in linear],
-        **config.keys_of(args, *_SIZES),
+        **config.keys_of(args, *config.DELTA_NET_SIZES),
     }
 
 

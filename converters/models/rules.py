@@ -88,9 +88,13 @@ class Emit:
         """A target made of row ranges `(source row, target row, rows)` of a matrix or vector."""
         shape = (sum(n for _, _, n in pieces), *source.shape[1:])
         self.target(name, source, shape)
-        zero, rest = (0,) * (len(shape) - 1), source.shape[1:]
-        for at, to, n in pieces:
-            self.copies.append(Copy(source.name, Box((at, *zero), (n, *rest)), name, Box((to, *zero), (n, *rest))))
+        for piece in pieces:
+            self.copy_rows(name, source, *piece)
+
+    def copy_rows(self, name: str, source: TensorInfo, first: int, target_first: int, rows: int) -> None:
+        """Copies rows of a matrix or vector into a target that is declared."""
+        zero, shape = (0,) * (len(source.shape) - 1), (rows, *source.shape[1:])
+        self.copies.append(Copy(source.name, Box((first, *zero), shape), name, Box((target_first, *zero), shape)))
 
 
 class Rule(Protocol):
@@ -172,16 +176,14 @@ class Vocab:
         if self.untied and out.args.tied_embeddings:
             return
         tensor = out.source(source, self.source)
-        rows = tensor.shape[0]
         out.rows(target + self.target, tensor, [(0, 0, out.vocab)])
-        if out.vocab < rows:
-            padding = Box((out.vocab, *(0,) * (len(tensor.shape) - 1)), (rows - out.vocab, *tensor.shape[1:]))
+        if out.vocab < tensor.shape[0]:
             trained = out.args.vocab_size
             cut = trained is not None and out.vocab < trained
             reason = (
                 f"beyond --vocab-size, although {trained} rows are trained" if cut else "padding rows of the vocabulary"
             )
-            out.drops.append(Drop(tensor.name, padding, reason))
+            out.drops.append(Drop(tensor.name, Box.rows(tensor.shape, out.vocab), reason))
 
 
 def _qkv_rows(args: ModelArgs) -> Iterator[tuple[int, int, int, int]]:
@@ -296,14 +298,12 @@ class Joined:
         if not groups or any(tensor.shape[0] % groups for tensor in tensors):
             raise RequestError(f"the rows of {tensors[0].name} are not those of {groups} groups")
         counts = [tensor.shape[0] // groups for tensor in tensors]
-        name, rest = target + self.target, tensors[0].shape[1:]
-        zero, at = (0,) * len(rest), 0
-        out.target(name, tensors[0], (sum(counts) * groups, *rest))
+        name, target_first = target + self.target, 0
+        out.target(name, tensors[0], (sum(counts) * groups, *tensors[0].shape[1:]))
         for group in range(groups):
             for tensor, rows in zip(tensors, counts, strict=True):
-                box = Box((group * rows, *zero), (rows, *rest))
-                out.copies.append(Copy(tensor.name, box, name, Box((at, *zero), (rows, *rest))))
-                at += rows
+                out.copy_rows(name, tensor, group * rows, target_first, rows)
+                target_first += rows
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class StoredGroup:
         """Key of one of the group's objects."""
         return f"{self.prefix}optimizer.distributed.dp_group_idx_{self.index}.{name}/shard_0_1"
 
-    def what(self, buffer: int) -> str:
+    def label(self, buffer: int) -> str:
         """Names a buffer in an error."""
         return f"{self.prefix}optimizer dp_group_idx_{self.index} gbuf_idx_{buffer}"
 
@@ -110,7 +110,7 @@ def stored_groups(reader: Reader) -> dict[tuple[int | None, int], StoredGroup]:
         for (number, types), by_state in sorted(buffers.items()):
             ordered = {state: [arrays[k] for k in sorted(arrays)] for state, arrays in by_state.items()}
             stored_group.buffers[number] = StoredBuffer(
-                _param_dtype(_TORCH.findall(types)), ordered, bucket_sizes(sizes, number, stored_group.what(number))
+                _param_dtype(_TORCH.findall(types)), ordered, bucket_sizes(sizes, number, stored_group.label(number))
             )
     for key, item in reader.catalog.objects.items():
         group = _GROUP.fullmatch(item.name)

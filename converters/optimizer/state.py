@@ -296,7 +296,7 @@ class _Unflattener:
                 self._collect_group(chain, chunks, experts, number, group)
         extra = [group for where, group in self.groups.items() if where not in self.used]
         if extra:
-            raise Misfit(f"no rank of the job has {extra[0].what(0)}", details=[f"{len(extra)} such groups"])
+            raise Misfit(f"no rank of the job has {extra[0].label(0)}", details=[f"{len(extra)} such groups"])
         return self._tensors()
 
     def _chains(self) -> list[tuple[int | None, range, bool | None]]:
@@ -332,7 +332,7 @@ class _Unflattener:
             )
         for number, buffer in enumerate(expected):
             assert stored_group is not None
-            stored, what = buffers.get(number), stored_group.what(number)
+            stored, what = buffers.get(number), stored_group.label(number)
             if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
                 raise Misfit(f"{what} should hold {buffer.dtype} parameters")
             job = (self.args, layout, self.model.numel, group.pp, buffer.chunk)
