@@ -2,9 +2,9 @@
 
     python scripts/bench_metadata.py [--chunks 1000 128000 1000000] [--slow] [--protocol 4]
 
-The files are pickled from torch's own classes in two shapes: `stacked` (few keys, many chunks each, as Megatron
-stacks layers and experts) and `keys` (8 chunks per key, as with one key per layer and expert). Every reading is
-a process of its own.
+The files are pickled from torch's own classes in three shapes: `stacked` (few keys, many chunks each, as Megatron
+stacks layers and experts), `keys` (8 chunks per key, as with one key per layer and expert) and `single` (a key for
+each chunk). Every reading is a process of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write(path: Path, chunks: int, shape: str, protocol: int) -> None:
         TensorStorageMetadata,
     )
 
-    keys = max(1, min(1000, chunks // 64) if shape == "stacked" else chunks // 8)
+    keys = {"stacked": max(1, min(1000, chunks // 64)), "keys": max(1, chunks // 8), "single": chunks}[shape]
     per_key = chunks // keys
     state, storage, ends = {}, {}, {}
     for key in range(keys):
@@ -90,7 +90,7 @@ def main() -> None:
         return
     print("shape      chunks       MiB   seconds       cpu   peak MiB", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for shape in ("stacked", "keys"):
+        for shape in ("stacked", "keys", "single"):
             for chunks in args.chunks:
                 path = Path(folder) / ".metadata"
                 common = [sys.executable, __file__, "--protocol", str(args.protocol), "--shape", shape]
