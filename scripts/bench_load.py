@@ -6,6 +6,7 @@
 Per round and target, each from a cold page cache, in an order that turns:
 
   ours   `converters.load`, checksums included
+  stream the same with stream=True, every tensor taken; also seconds until the first tensor
   dcp    torch.distributed.checkpoint.load: its own planner's read items for the rank's chunks, its own reader
   mcore  megatron-core's dist_checkpointing.load of the sharded state that a rank of such a job has
 
@@ -138,6 +139,25 @@ def ours(folder, tp, rank, device, *, job):
     return take
 
 
+def stream(folder, tp, rank, device, *, job):
+    from converters import Layout, load
+    from converters.formats import open_checkpoint
+
+    open_checkpoint(folder)
+    if job:
+        sys.exit("the route stream is of one rank")
+
+    def take():
+        begin = time.monotonic()
+        with load(folder, Layout(tp=tp), rank, device=device, stream=True) as tensors:
+            state = dict([next(tensors)])
+            take.first = time.monotonic() - begin
+            state |= tensors
+        return state, sum(tensor.nbytes for tensor in state.values() if tensor is not None), state[SAMPLE]
+
+    return take
+
+
 def dcp(folder, tp, rank, device, *, job):
     import torch
     import torch.distributed.checkpoint as dist_cp
@@ -198,7 +218,7 @@ def mcore(folder, tp, rank, device, *, job):
     return take
 
 
-ROUTES = {"ours": ours, "dcp": dcp, "mcore": mcore}
+ROUTES = {"ours": ours, "stream": stream, "dcp": dcp, "mcore": mcore}
 
 
 def child(asked):
@@ -220,7 +240,13 @@ def child(asked):
     raw = sample.cpu().contiguous().view(torch.uint8).reshape(-1).numpy()
     on_device = torch.cuda.max_memory_allocated() if asked.device != "cpu" else 0
     del state
-    answer = {"seconds": meter.seconds, "read": meter.read, "host": meter.host, "nbytes": nbytes}
+    answer = {
+        "seconds": meter.seconds,
+        "first": getattr(take, "first", meter.seconds),
+        "read": meter.read,
+        "host": meter.host,
+        "nbytes": nbytes,
+    }
     print(json.dumps(answer | {"device": on_device, "sample": zlib.crc32(raw)}))
 
 
@@ -249,6 +275,7 @@ def run(route, folder, tp, asked):
         answers.append(json.loads(out.strip().splitlines()[-1]))
     return {
         "seconds": max(answer["seconds"] for answer in answers),
+        "first": max(answer["first"] for answer in answers),
         "read": sum(answer["read"] for answer in answers) / sum(answer["nbytes"] for answer in answers),
         "host": max(answer["host"] for answer in answers),
         "device": max(answer["device"] for answer in answers),
@@ -294,11 +321,12 @@ def main():
     print(f"{folder.name}: {size / GIB:.2f} GiB; {machine()}; {who}, n = {asked.runs}, interleaved, cold cache")
     if asked.device != "cpu":
         print(f"from pinned memory to {asked.device}: {transfer_rate(asked.device) / 1e9:.1f} GB/s")
-    head = f"{'to tp':>5} {'route':6} {'result MiB':>10} {'median s':>9} {'least':>7} {'GB/s':>6} {'x ours':>7}"
+    head = f"{'to tp':>5} {'route':6} {'result MiB':>10} {'median s':>9} {'least':>7} {'first':>7} {'GB/s':>6} {'x ours':>7}"
     print(f"{head} {'read x':>7} {'host MiB':>9} {'device MiB':>10} same")
     failed, medians = False, {}
     for tp in asked.tp:
-        names = asked.route or [name for name in ROUTES if name != "mcore" or asked.all_ranks]
+        others = ("stream",) if asked.all_ranks else ("mcore",)
+        names = asked.route or [name for name in ROUTES if name not in others]
         results = {name: [] for name in names}
         for number in range(asked.runs):
             for name in names if number % 2 else names[::-1]:
@@ -314,6 +342,7 @@ def main():
             last = runs[-1]
             print(
                 f"{tp:5} {name:6} {last['nbytes'] / MIB:10.0f} {middle:9.2f} {min(one['seconds'] for one in runs):7.2f}"
+                f" {statistics.median(one['first'] for one in runs):7.2f}"
                 f" {last['nbytes'] / middle / 1e9:6.2f} {middle / base:7.2f} {last['read']:7.3f}"
                 f" {max(one['host'] for one in runs) / MIB:9.0f} {last['device'] / MIB:10.0f}"
                 f" {'yes' if len(samples) == 1 else 'NO'}"
