@@ -67,8 +67,8 @@ def parse_size(text: str, option: str = "size") -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** exponent) if exponent else int(float(match[1]))
 
 
-def named(dst: str) -> Path:
-    """The destination that was named.
+def destination_path(dst: str) -> Path:
+    """The path of a destination.
 
     Raises:
         UsageProblem: An empty one, most likely a shell variable that is not set.
@@ -83,12 +83,12 @@ def named(dst: str) -> Path:
     return path
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """The value as JSON can hold it: enums, paths and inert nodes as text, no NaN."""
     if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): json_value(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(v) for v in value]
+        return [json_value(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
@@ -209,7 +209,7 @@ class Console:
         """
         if getattr(sys.stdout, "absent", False):
             raise DestinationError("the answer cannot be written to stdout: it is closed")
-        self._write(json.dumps({"schema": schema, **plain(dict(body))}, indent=2))
+        self._write(json.dumps({"schema": schema, **json_value(dict(body))}, indent=2))
 
     def note(self, text: str) -> None:
         """Something worth knowing, on stderr."""

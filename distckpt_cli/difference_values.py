@@ -50,9 +50,9 @@ def show_values(console: Console, report: DiffReport, *, flat: bool) -> None:
 
 def _rows(tensors: Sequence[TensorReport], *, flat: bool) -> list[tuple[str, list[TensorReport]]]:
     """Tensors that differ, folded, those with the largest difference first."""
-    named = {t.name: t for t in tensors}
-    folded = [(name, [name]) for name in named] if flat else fold(named)
-    rows = [(text, [named[name] for name in members]) for text, members in folded]
+    by_name = {t.name: t for t in tensors}
+    folded_rows = [(name, [name]) for name in by_name] if flat else fold(by_name)
+    rows = [(text, [by_name[name] for name in members]) for text, members in folded_rows]
     return sorted(rows, key=lambda row: max(map(_severity, row[1])), reverse=True)
 
 

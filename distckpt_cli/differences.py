@@ -253,7 +253,7 @@ def show_arguments(
             matches.
     """
     from converters.comparison.facts import argument_names, compare_arguments
-    from distckpt_cli.listing import nothing
+    from distckpt_cli.listing import no_match_error
 
     wanted, unwanted = matcher(pattern), any_of(ignore)
     sides = (Side("A", a, {}), Side("B", b, {}))
@@ -267,7 +267,7 @@ def show_arguments(
         )
     names = argument_names(*sides)
     if not any(map(wanted, names)):
-        raise nothing("argument", pattern, names)
+        raise no_match_error("argument", pattern, names)
     facts = [f for f in compare_arguments(*sides) if wanted(f.name.partition(".")[2]) and not unwanted(f.name)]
     both = [f for f in facts if f.on_both_sides]
     code = ExitCode.NO if any(f.counts for f in facts) else ExitCode.OK

@@ -69,7 +69,9 @@ _PLAIN = Selection()
 _KINDS = {"weight": 0, "other": 1, "optimizer": 2}
 
 
-def nothing(what: str, pattern: str, names: Sequence[str], counts: tuple[str, str] | None = None) -> RequestError:
+def no_match_error(
+    what: str, pattern: str, names: Sequence[str], counts: tuple[str, str] | None = None
+) -> RequestError:
     """No match: the error with the nearest pattern that has some, or with examples of names.
 
     Args:
@@ -111,7 +113,7 @@ def chosen_tensors(catalog: Catalog, pattern: str, selection: Selection = _PLAIN
     matches = functools.cache(selection.matcher(pattern))  # layers share keys
     chosen = [t for name, t in catalog.tensors.items() if matches(name) or any(map(matches, t.keys))]
     if not chosen:
-        raise nothing("tensor", pattern, list(catalog.tensors), ("stored tensor", "stored tensors"))
+        raise no_match_error("tensor", pattern, list(catalog.tensors), ("stored tensor", "stored tensors"))
     return sorted(chosen, key=lambda t: -t.nbytes if selection.by_size else _KINDS[t.kind])
 
 
@@ -166,14 +168,14 @@ def tree_document(tensors: Sequence[TensorInfo], *, folded: bool) -> list[dict[s
 
 
 def _folded(tensors: Sequence[TensorInfo]) -> list[tuple[str, list[TensorInfo]]]:
-    named = {t.name: t for t in tensors}
-    order = {name: position for position, name in enumerate(named)}
+    by_name = {t.name: t for t in tensors}
+    order = {name: position for position, name in enumerate(by_name)}
     groups: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
     for t in tensors:
         groups[t.dtype.name, t.shape].append(t.name)  # a row has one type and one shape
     rows = [(text, members) for names in groups.values() for text, members in fold(names)]
     rows.sort(key=lambda row: min(order[name] for name in row[1]))
-    return [(text, [named[name] for name in members]) for text, members in rows]
+    return [(text, [by_name[name] for name in members]) for text, members in rows]
 
 
 def tensor_document(reader: Reader, tensor: TensorInfo, *, chunks: bool) -> dict[str, Any]:
@@ -276,7 +278,7 @@ def chosen_args(catalog: Catalog, pattern: str, selection: Selection = _PLAIN) -
         )
     names = list(filter(selection.matcher(pattern), sorted(arguments)))
     if not names:
-        raise nothing("argument", pattern, sorted(arguments))
+        raise no_match_error("argument", pattern, sorted(arguments))
     return {name: describe(arguments[name]) for name in names}
 
 
@@ -303,7 +305,7 @@ def chosen_objects(catalog: Catalog, pattern: str, selection: Selection = _PLAIN
     matches = functools.cache(selection.matcher(pattern))
     chosen = [o for key, o in catalog.objects.items() if matches(o.name) or matches(key)]
     if not chosen and catalog.objects:
-        raise nothing("object", pattern, sorted({o.name for o in catalog.objects.values()}))
+        raise no_match_error("object", pattern, sorted({o.name for o in catalog.objects.values()}))
     return sorted(chosen, key=lambda o: (natural_key(o.name), o.offset))
 
 

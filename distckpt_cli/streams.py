@@ -60,7 +60,7 @@ class _Careful:
         try:
             call(*arguments)
         except OSError as error:
-            drop(self._stream)
+            discard_rest(self._stream)
             if not self._required:
                 return
             if isinstance(error, BrokenPipeError):
@@ -69,7 +69,7 @@ class _Careful:
             raise self.failure from error
 
 
-def drop(stream: Any) -> None:
+def discard_rest(stream: Any) -> None:
     """Sends what is left for a stream nowhere: Python would complain of it when it exits."""
     with contextlib.suppress(OSError, AttributeError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -10,7 +10,7 @@ import typer
 from converters.remote.address import RemotePath, named_path
 from converters.words import counted
 from distckpt_cli.choices import DEVICES, check_device
-from distckpt_cli.console import COMMAND_LINE, UsageProblem, named
+from distckpt_cli.console import COMMAND_LINE, UsageProblem, destination_path
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import MaxMemory, Running, buffer_bytes, flag, output, resources, value
 
@@ -90,7 +90,7 @@ def carry_out(
     console, options = writing.console, {**options, **writing.options}
     command = schema.partition(".")[2].partition("/")[0]
     conversion = plan_command(
-        command, src, named(dst), options, layout=layout, format=format, follow_links=writing.follow_links
+        command, src, destination_path(dst), options, layout=layout, format=format, follow_links=writing.follow_links
     )
     if not isinstance(conversion.destination, RemotePath) and any(
         word.partition("=")[0] == "--scratch" for word in COMMAND_LINE.get()

@@ -34,7 +34,7 @@ class TensorChecks:
 
     Attributes:
         tensors: Everything that may be looked at, by name.
-        pairs: Tensor -> (how, tensor) that it is compared with.
+        pairs: Tensor -> (kind of `TensorTask.compare`, tensor that it is compared with).
         named: The checkpoint's tensors, flat buckets under the names of their parameters.
         tasks: What `plan` made.
         moment_bound: What limits the moments of Adam; None if nothing is known to.
@@ -71,17 +71,14 @@ class TensorChecks:
             if weights[output].parts != weights[words].parts:
                 self.pairs[output] = ("equal", words)
         self._pair_masters()
-        masters = self._remainder_masters.items()
-        read = {name for name, info in masters if info.remainders and info.remainders.dtype.floating}
-        self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first, read=read))
         self.moment_bound = moment_bound(self._catalog) if values else None
         if self.moment_bound is not None:
             states = {n: self.named[n] for n, at in state_names(self.named) if at.state.startswith("exp_avg")}
             self.tensors.update(states)
-            for name, second in moment_pairs(states).items():
-                nbytes = 2 * states[name].nbytes
-                task = TensorTask(first + len(self.tasks), (name, second), "possible", False, nbytes)
-                self.tasks.append(task)
+            self.pairs |= {name: ("possible", second) for name, second in moment_pairs(states).items()}
+        masters = self._remainder_masters.items()
+        read = {name for name, info in masters if info.remainders and info.remainders.dtype.floating}
+        self.tasks = list(value_tasks(self.tensors, self.pairs, values=values, first=first, read=read))
 
     def _pair_masters(self) -> None:
         check, catalog = self._report.check("optimizer"), self._catalog
@@ -135,22 +132,21 @@ class TensorChecks:
             results: What the workers returned, by the numbers of the tasks.
             values: As given to `plan`.
         """
-        looked = [task for task in self.tasks if task.compare != "possible"]
-        self._conclude_pairs(looked, results)
+        moment_tasks = [task for task in self.tasks if task.compare == "possible"]
+        other_tasks = [task for task in self.tasks if task.compare != "possible"]
+        self._conclude_pairs(other_tasks, results)
         if not values:
             return
         stats: dict[str, Any] = {}
-        for task in looked:
+        for task in other_tasks:
             stats |= results[task.number]["stats"]
         check = self._report.check("values")
         judge_values(check, stats, self.tensors)
-        possible = [task for task in self.tasks if task.compare == "possible"]
-        moments = {parameter_of(task.names[0]): results[task.number] for task in possible}
+        moments = {parameter_of(task.names[0]): results[task.number] for task in moment_tasks}
         optimizer = self._report.check("optimizer")
         judge_moments(optimizer, moments, self.tensors)
-        optimizer.summary += (
-            f"; {counted(len(moments), 'first moment', verb='is/are')} possible beside the second" if moments else ""
-        )
+        if moments:
+            optimizer.summary += f"; {counted(len(moments), 'first moment', verb='is/are')} possible beside the second"
         numel = sum(s["numel"] for s in stats.values())
         check.summary = f"{counted(numel, 'element')} of {counted(len(stats), 'tensor')}: "
         check.summary += "no NaN, no Inf, none empty or out of proportion"

@@ -77,13 +77,12 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
     from converters.overview.job import Job
     from converters.overview.job_fit import job_findings
     from converters.overview.job_remedy import job_remedy
-    from distckpt_cli.console import named
 
     try:
         job = Job.parse(flags)
     except RequestError as error:
         raise UsageProblem(error.message, hint=error.hint) from None
-    catalog = open_checkpoint(named(source)).catalog
+    catalog = open_checkpoint(source).catalog
     findings = job_findings(catalog, job)
     loads = not any(finding.fits is False for finding in findings)
     remedy = "" if loads else job_remedy(catalog, job).replace("CKPT", quoted(source))

@@ -12,7 +12,7 @@ from converters.names import quoted
 from converters.remote.address import named_path
 from converters.words import format_size
 from distckpt_cli.choices import choice
-from distckpt_cli.console import Console, UsageProblem, named
+from distckpt_cli.console import Console, UsageProblem, destination_path
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import FollowLinks, Speaking, panel, spread
 
@@ -133,7 +133,7 @@ def _write_page(console: Console, paths: list[str], file: str, verification: str
         answer = None if verification is None else json.loads(named_path(verification).read_text())
     except (OSError, ValueError) as error:
         raise FormatError(f"{verification} is not what `distckpt verify --json` prints: {error}") from None
-    target = named(file)
+    target = destination_path(file)
     if target.exists() and not (target.is_file() and b"<title>distckpt" in target.read_bytes()[:1000]):
         raise DestinationError(f"{file} exists and is no page of distckpt", hint="name a new file")
     reader = open_checkpoint(paths[0], follow_links=follow_links)

@@ -84,7 +84,7 @@ def show(
 
 def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
     from converters.names import matcher
-    from distckpt_cli.listing import nothing
+    from distckpt_cli.listing import no_match_error
 
     optimizer = pattern.startswith(("optimizer", "*"))
     names = checkpoint.keys(optimizer=optimizer)
@@ -92,7 +92,7 @@ def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
     if not chosen:
         _refuse_buckets(checkpoint, pattern)
         counts = None if optimizer else ("tensor of the model", "tensors of the model")
-        raise nothing("tensor", pattern, names, counts)
+        raise no_match_error("tensor", pattern, names, counts)
     return chosen
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distckpt_cli.console import UsageProblem, named
+from distckpt_cli.console import UsageProblem, destination_path
 from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import Speaking, flag, panel, spread, value
 
@@ -64,7 +64,7 @@ def watch(
     from converters.remote.address import named_path
     from distckpt_cli.watch_record import WatchRecord
 
-    console, root, results = speaking.console, named_path(run), named(out)
+    console, root, results = speaking.console, named_path(run), destination_path(out)
     if results.resolve() == root.resolve():  # whose own iterations would pass for results
         raise UsageProblem(f"OUT {out} is RUN itself", hint="name another folder")
     if not exists(root):

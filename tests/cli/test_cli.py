@@ -20,7 +20,7 @@ from converters.errors import (
 from converters.words import format_count, format_size
 from distckpt_cli import app
 from distckpt_cli.commands import COMMANDS
-from distckpt_cli.console import Console, UsageProblem, parse_size, plain, table
+from distckpt_cli.console import Console, UsageProblem, json_value, parse_size, table
 from distckpt_cli.exits import EPILOG, ExitCode
 from harness.cli_support import ROOT, child, environment, same_as_file, terminal, wall_seconds
 
@@ -344,7 +344,7 @@ def test_colours(env, on_terminal, coloured):
 
 def test_json_has_no_nan_and_no_objects():
     value = {"a": float("nan"), 1: [float("inf"), (2, {"b"})], "c": object, "d": None, "e": True}
-    assert json.loads(json.dumps(plain(value), allow_nan=False))["a"] == "nan"
+    assert json.loads(json.dumps(json_value(value), allow_nan=False))["a"] == "nan"
 
 
 def test_document_is_ascii(capsys):
