@@ -112,11 +112,11 @@ def _main(args: list[str]) -> int:
         sys.stdout.flush()
         stdout_failure: DestinationError | None = getattr(sys.stdout, "failure", None)
         if code == ExitCode.OK and stdout_failure is not None:
-            return _fail(stdout_failure, _ErrorForm.of(args))
+            return _report_error(stdout_failure, _ErrorForm.of(args))
     except BrokenPipeError:
         return ExitCode.BROKEN_PIPE
     except DistckptError as error:  # the last of the answer
-        return _fail(error, _ErrorForm.of(args))
+        return _report_error(error, _ErrorForm.of(args))
     return code
 
 
@@ -134,26 +134,26 @@ def _run(args: list[str]) -> int:
             raise error.__context__ from None
         return error.code if isinstance(error.code, int) else ExitCode.OK
     except DistckptError as error:
-        return _fail(error, form)
+        return _report_error(error, form)
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except Signalled as error:
         hint = AGAIN.partition(";")[0] if any(word in WRITERS for word in args) else None
-        return _fail(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}", hint=hint), form)
+        return _report_error(Interrupted(error.signum, f"by {signal.Signals(error.signum).name}", hint=hint), form)
     except _Misuse as error:
-        return _fail(_as_usage(error), form)
+        return _report_error(_as_usage(error), form)
     except BrokenPipeError:
         raise
     except Exception as error:  # noqa: BLE001 - the boundary: Python's own exit code would mean "a problem was found"
         if form.debug:
             traceback.print_exc()
-        return _fail(disk_trouble(error) or _as_bug(error), form, error)
+        return _report_error(disk_trouble(error) or _as_bug(error), form, error)
 
 
-def _fail(error: DistckptError, form: _ErrorForm, cause: BaseException | None = None) -> int:
+def _report_error(error: DistckptError, form: _ErrorForm, cause: BaseException | None = None) -> int:
     code = 128 + error.signum if isinstance(error, Interrupted) else int(error.exit_code)
     _write_torchrun_error(error)
-    if not _is_ours_to_show(cause or error):
+    if not _shows_errors(cause or error):
         return code
     console = Console()
     if form.json:
@@ -167,19 +167,19 @@ def _fail(error: DistckptError, form: _ErrorForm, cause: BaseException | None = 
         }
         with contextlib.suppress(DestinationError):  # stdout itself may be what failed
             console.document("distckpt.error/1", {"error": body})
-    console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:", who=_me())
+    console.error(error, word="stopped" if isinstance(error, Interrupted) else "error:", who=_rank_prefix())
     if form.debug and error.__traceback__ is not None and error.exit_code != ExitCode.BUG:
         traceback.print_exception(error)
     return code
 
 
-def _me() -> str:
+def _rank_prefix() -> str:
     """The process that an error is of, for its first line; empty for the leading one."""
     rank = Ranks.from_environment().rank
     return f"rank {rank} on {socket.gethostname()}: " if rank else ""
 
 
-def _is_ours_to_show(error: BaseException) -> bool:
+def _shows_errors(error: BaseException) -> bool:
     """Whether this process shows an error, of all that were started together: each error is shown once.
 
     Before the ranks have met, none knows of the others; so one process of each machine shows what is wrong there.

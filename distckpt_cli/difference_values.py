@@ -41,14 +41,14 @@ def show_values(console: Console, report: DiffReport, *, flat: bool) -> None:
         how = "as numbers; not bit for bit, the types differ"
     console.fact("values", f"{text} ({how})", style="error" if bad else None)
     if bad or near:
-        _table(console, bad or near, flat=flat)
-        _worst(console, bad or near)
+        _print_table(console, bad or near, flat=flat)
+        _print_worst(console, bad or near)
     checked = f"; {report.records_checked:,} records match their checksums" if report.records_checked else ""
     sizes = " and ".join(f"{format_size(n)} of {s.label}" for n, s in zip(report.bytes_read, plan.sides, strict=True))
     console.read_fact(sizes, sum(report.bytes_read), report.seconds, checked)
 
 
-def _rows(tensors: Sequence[TensorReport], *, flat: bool) -> list[tuple[str, list[TensorReport]]]:
+def _sorted_rows(tensors: Sequence[TensorReport], *, flat: bool) -> list[tuple[str, list[TensorReport]]]:
     """Tensors that differ, folded, those with the largest difference first."""
     by_name = {t.name: t for t in tensors}
     folded_rows = [(name, [name]) for name in by_name] if flat else fold(by_name)
@@ -62,8 +62,8 @@ def _severity(tensor: TensorReport) -> tuple[int, float, float, int]:
     return min(1, values.nan_a + values.nan_b), values.max_rel, values.max_abs, values.differing
 
 
-def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> None:
-    rows = _rows(tensors, flat=flat)
+def _print_table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> None:
+    rows = _sorted_rows(tensors, flat=flat)
     shown = rows if flat or console.verbose else rows[:_ROWS]
     narrow = console.width is not None and console.width < NARROW
     columns = [">MAX ABS", ">MAX REL", ">COSINE", ">DIFFERING", "FIRST AT", "TENSOR"]
@@ -75,11 +75,11 @@ def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> 
         first = next((v.first for v in values if v.first), None)
         furthest = max(v.max_abs for v in values)
         cells = [
-            "NaN" if nan and not furthest else _number(furthest) + nan,
-            _number(max(v.max_rel for v in values)),
-            _cosine(min(v.cosine for v in values)),
+            "NaN" if nan and not furthest else _format_number(furthest) + nan,
+            _format_number(max(v.max_rel for v in values)),
+            _format_cosine(min(v.cosine for v in values)),
             f"{count:,} of {total:,}",
-            _index(first[0]) if first and len(members) == 1 else "-",
+            _format_index(first[0]) if first and len(members) == 1 else "-",
             printable(text),
         ]
         lines.append(cells)
@@ -93,7 +93,7 @@ def _table(console: Console, tensors: Sequence[TensorReport], *, flat: bool) -> 
         console.out(f"and {len(rows) - len(shown):,} more rows (-v; --flat: one for each tensor)")
 
 
-def _worst(console: Console, tensors: Sequence[TensorReport]) -> None:
+def _print_worst(console: Console, tensors: Sequence[TensorReport]) -> None:
     """Where the first one differs, and where the difference is largest, with both values."""
     worst = max(tensors, key=_severity)
     values = worst.values
@@ -104,20 +104,22 @@ def _worst(console: Console, tensors: Sequence[TensorReport]) -> None:
     for label, spot in spots:
         if spot is not None:
             index, a, b = spot
-            console.fact(label, f"{worst.name} {_index(index)}: {_element(a)} in A, {_element(b)} in B")
+            console.fact(
+                label, f"{worst.name} {_format_index(index)}: {_format_element(a)} in A, {_format_element(b)} in B"
+            )
 
 
-def _index(index: Sequence[int]) -> str:
+def _format_index(index: Sequence[int]) -> str:
     return f"[{', '.join(map(str, index))}]"
 
 
-def _element(value: Any) -> str:
+def _format_element(value: Any) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def _cosine(value: float) -> str:
+def _format_cosine(value: float) -> str:
     return f"{value:.7f}" if value < 1 - 1e-7 else f"1-{1 - value:.0e}" if value < 1 - 1e-14 else "1"

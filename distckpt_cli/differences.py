@@ -54,7 +54,7 @@ def show(console: Console, report: DiffReport, names: tuple[str, str], *, flat: 
         console.fact("identical", how, style="ok")
         return
     console.fact("different", report.verdict, style="error")
-    for hint in _hints(report, names):
+    for hint in _next_steps(report, names):
         console.label("hint:", hint, "hint")
 
 
@@ -79,23 +79,23 @@ def _describe_side(side: Side) -> str:
 def _show_structure(console: Console, report: DiffReport) -> None:
     matching = report.plan.matching
     both = len(matching.pairs) + len(matching.shapes)
-    types = _types(report)
+    types = _type_lines(report)
     trouble = bool(any(matching.only) or matching.shapes or types)
     text = f"{both:,} in both" + ("" if trouble else ", with the same shapes and types")
     console.fact("tensors", text if both else "none in both")
     for number, side in enumerate(report.plan.sides):
-        console.facts(f"only in {side.label}", _only(report, number), style="error")
+        console.facts(f"only in {side.label}", _lines_of_one_side(report, number), style="error")
     lines = []
     for (a, b), names in _grouped((shapes, name) for name, shapes in matching.shapes.items()).items():
         lines += [f"{text}  {format_shape(a)} in A, {format_shape(b)} in B" for text in folded(names)]
     console.facts("shapes", lines, style="error")
     console.facts("types", types, style=None if report.plan.options.tolerance else "error")
-    console.facts("padding", _padding(report))
+    console.facts("padding", _padding_lines(report))
     reasons = _grouped((reason, name) for name, reason in matching.skipped.items())
-    console.facts("left out", [f"{reason} ({_count(names)})" for reason, names in reasons.items()])
+    console.facts("left out", [f"{reason} ({_name_or_count(names)})" for reason, names in reasons.items()])
 
 
-def _only(report: DiffReport, number: int) -> list[str]:
+def _lines_of_one_side(report: DiffReport, number: int) -> list[str]:
     """Tensors that one side has; its whole optimizer as one line if the other side has none."""
     names, other = report.plan.matching.only[number], report.plan.sides[1 - number]
     state = [name for name in names if name.startswith("optimizer.")]
@@ -105,7 +105,7 @@ def _only(report: DiffReport, number: int) -> list[str]:
     return [*rest, f"the optimizer state ({counted(len(state), 'tensor')})"]
 
 
-def _types(report: DiffReport) -> list[str]:
+def _type_lines(report: DiffReport) -> list[str]:
     out = []
     for (types_a, types_b), tensors in _grouped((t.types, t) for t in report.tensors if not t.same_type).items():
         a, b = ("/".join(kind.short for kind in kinds) for kinds in (types_a, types_b))
@@ -118,11 +118,11 @@ def _types(report: DiffReport) -> list[str]:
                 more = "; B is A, rounded"
             elif all(v.rounds_b for v in values):
                 more = "; A is B, rounded"
-        out.append(f"{a} in A, {b} in B ({_count([t.name for t in tensors])}){more}")
+        out.append(f"{a} in A, {b} in B ({_name_or_count([t.name for t in tensors])}){more}")
     return out
 
 
-def _padding(report: DiffReport) -> list[str]:
+def _padding_lines(report: DiffReport) -> list[str]:
     lines = []
     for tensor in report.tensors:
         texts = []
@@ -132,10 +132,10 @@ def _padding(report: DiffReport) -> list[str]:
             texts.append("other contents")
         if texts:
             lines.append((f"of the vocabulary: {', '.join(texts)}; not counted", tensor.name))
-    return [f"{text}  ({_count(names)})" for text, names in _grouped(lines).items()]
+    return [f"{text}  ({_name_or_count(names)})" for text, names in _grouped(lines).items()]
 
 
-def _count(names: Sequence[str]) -> str:
+def _name_or_count(names: Sequence[str]) -> str:
     texts = folded(names)
     return texts[0] if len(texts) == 1 else f"{len(names):,} tensors"
 
@@ -156,7 +156,7 @@ def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: s
     if not counting and not agreeing:
         return
     if counting:
-        console.facts(label, _folded(counting), style="error")
+        console.facts(label, _fact_lines(counting), style="error")
     else:
         console.fact(label, agreeing)
     if ignored and label == "arguments":
@@ -169,7 +169,7 @@ def _show_facts(console: Console, label: str, facts: Sequence[Fact], agreeing: s
             console.fact("", f"{fact.name}: {_describe(fact)}  ({fact.note}; not counted)")
 
 
-def _folded(facts: Sequence[Fact]) -> list[str]:
+def _fact_lines(facts: Sequence[Fact]) -> list[str]:
     """A line for each, those that say the same of several layers or ranks as one."""
     groups = _grouped((_describe(fact), fact.name) for fact in facts)
     return [f"{name}: {text}" for text, names in groups.items() for name in folded(names)]
@@ -178,11 +178,11 @@ def _folded(facts: Sequence[Fact]) -> list[str]:
 def _describe(fact: Fact) -> str:
     if not fact.on_both_sides:
         return f"only in {'B' if fact.a is ABSENT else 'A'}"
-    a, b = _value(fact.a), _value(fact.b)
+    a, b = _format_value(fact.a), _format_value(fact.b)
     return f"{a} in A, {b} in B" if a != b else f"not the same ({a})"
 
 
-def _value(value: Any, most: int = _CUT) -> str:
+def _format_value(value: Any, most: int = _CUT) -> str:
     if value is None:
         return "none"
     text = value if isinstance(value, str) else repr(value) if value is ABSENT else json.dumps(value, default=str)
@@ -213,10 +213,10 @@ def _agreeing_state(report: DiffReport) -> str:
 def _has_uncounted(report: DiffReport) -> bool:
     plan = report.plan
     facts = any(not fact.counts for fact in (*plan.arguments, *plan.facts.differing))
-    return facts or bool(plan.matching.skipped) or bool(_padding(report)) or bool(_types(report))
+    return facts or bool(plan.matching.skipped) or bool(_padding_lines(report)) or bool(_type_lines(report))
 
 
-def _hints(report: DiffReport, names: tuple[str, str]) -> list[str]:
+def _next_steps(report: DiffReport, names: tuple[str, str]) -> list[str]:
     plan, out = report.plan, []
     damaged = [text[0] for text in plan.notes if " is damaged: " in text]
     out += [f"distckpt verify {name}" for side, name in zip("AB", names, strict=True) if side in damaged]
@@ -278,7 +278,12 @@ def show_arguments(
     shown = [*both, *single[0], *single[1]] if flat else both
     most = 10**9 if console.verbose else _CUT if console.width is None or console.width > 120 else 20
     rows = [
-        [f.group.removesuffix(" arguments"), _value(f.a, most), _value(f.b, most), f.name.partition(".")[2]]
+        [
+            f.group.removesuffix(" arguments"),
+            _format_value(f.a, most),
+            _format_value(f.b, most),
+            f.name.partition(".")[2],
+        ]
         for f in shown
     ]
     if rows:

@@ -47,11 +47,11 @@ def launch(workers: int, args: Sequence[str]) -> int:
     try:
         with _forwarded(ranks):
             _start(workers, args, ranks)
-            return _verdict(_watch(ranks))
+            return _exit_code(_wait_for_all(ranks))
     finally:
         for process in ranks:
             process.kill()  # nothing to one that has ended
-        _await(ranks)
+        _wait_a_while(ranks)
 
 
 def _start(workers: int, args: Sequence[str], ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -73,7 +73,7 @@ def _start(workers: int, args: Sequence[str], ranks: list[subprocess.Popen[bytes
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def _wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """Waits for all. Where some fail and the others do not hear of it, these are stopped.
 
     Ranks that have met tell each other. One that is killed before, while it plans, is known only here.
@@ -90,16 +90,16 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         time.sleep(0.02)
     failed |= {rank: code for rank, code in enumerate(codes) if code}
     if living := [rank for rank, code in enumerate(codes) if code is None]:
-        what = f"{listed(failed)} ended with {', '.join(map(_ending, failed.values()))}"
+        what = f"{listed(failed)} ended with {', '.join(map(_describe_ending, failed.values()))}"
         message = f"{what}; ending {listed(living)}, where it was not noticed"
         Console().error(Interrupted(signal.SIGTERM, message, hint=AGAIN), word="stopped")
         for rank in living:
             ranks[rank].terminate()
-        _await(ranks)
+        _wait_a_while(ranks)
     return list(failed.values())
 
 
-def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait_a_while(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     """Waits for those that have been told to end, but not for ever: some may be suspended, or hang in the kernel."""
     deadline = time.monotonic() + _PATIENCE
     for process in ranks:
@@ -107,11 +107,11 @@ def _await(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _ending(code: int) -> str:
+def _describe_ending(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _verdict(failed: Sequence[int]) -> int:
+def _exit_code(failed: Sequence[int]) -> int:
     """The first word of a rank counts; where all were killed, it is what a rank says of another one that was."""
     if not failed:
         return ExitCode.OK

@@ -205,7 +205,7 @@ def tensor_document(reader: Reader, tensor: TensorInfo, *, chunks: bool) -> dict
 def print_files(console: Console, reader: Reader, layout: SavedLayout, selection: Selection = _PLAIN) -> None:
     """A table of files: which rank and writer wrote each, what it holds, and what is wrong with it."""
     catalog = reader.catalog
-    holds = _holdings(reader)
+    holds = _contents_by_file(reader)
     with_ranks = layout.coordinates(0) is not None
     columns = [">RANK", ">WRITER", *([">TP", ">PP", ">DP"] if with_ranks else []), ">RECORDS", ">SIZE", "HOLDS", "FILE"]
     rows = []
@@ -220,7 +220,7 @@ def print_files(console: Console, reader: Reader, layout: SavedLayout, selection
                 *(at if with_ranks else ()),
                 f"{info.records:,}" if info.role == "data" else "-",
                 "-" if info.size is None else format_size(info.size),
-                _holds(info, holds.get(info.name, ())),
+                _describe_contents(info, holds.get(info.name, ())),
                 info.name,
             ]
         )
@@ -232,7 +232,7 @@ def print_files(console: Console, reader: Reader, layout: SavedLayout, selection
         )
 
 
-def _holds(info: FileInfo, kinds: Sequence[str]) -> str:
+def _describe_contents(info: FileInfo, kinds: Sequence[str]) -> str:
     if info.size is None:
         return "MISSING"
     if info.role == "unreferenced":
@@ -241,7 +241,7 @@ def _holds(info: FileInfo, kinds: Sequence[str]) -> str:
     return f"SHORT by {info.needed - info.size:,} bytes: {text}" if info.size < info.needed else text
 
 
-def _holdings(reader: Reader) -> dict[str, list[str]]:
+def _contents_by_file(reader: Reader) -> dict[str, list[str]]:
     """For each file, what it holds and how many bytes of that: `weights 1.50 GiB`."""
     catalog = reader.catalog
     words = {"weight": "weights", "optimizer": "optimizer", "other": "other tensors"}
@@ -270,7 +270,7 @@ def chosen_args(catalog: Catalog, pattern: str, selection: Selection = _PLAIN) -
     Raises:
         RequestError: There are none, or none matches.
     """
-    arguments: Mapping[str, Any] = catalog.args or dict(_flat(catalog.config))
+    arguments: Mapping[str, Any] = catalog.args or dict(_flatten(catalog.config))
     if not arguments:
         raise RequestError(
             f"this {catalog.framework} checkpoint stores no training arguments",
@@ -282,10 +282,10 @@ def chosen_args(catalog: Catalog, pattern: str, selection: Selection = _PLAIN) -
     return {name: describe(arguments[name]) for name in names}
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -19,12 +19,12 @@ def comparable(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
         RequestError: The weights of one are quantized by an unknown method.
         IntegrityError: Quantized weights have no scales, or not those of their shapes.
     """
-    a, b, parts = _text_parts(a, b)
-    a, b, quantized = _multiplied_out(a, b)
+    a, b, parts = _language_models(a, b)
+    a, b, quantized = _dequantized(a, b)
     return a, b, parts + quantized
 
 
-def _text_parts(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
+def _language_models(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
     """A model of text and images beside one of Megatron's is compared as its language model; says so."""
     readers, notes = [a, b], list[str]()
     if {a.catalog.framework, b.catalog.framework} == {"Hugging Face"}:
@@ -39,7 +39,7 @@ def _text_parts(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
     return readers[0], readers[1], notes
 
 
-def _multiplied_out(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
+def _dequantized(a: Reader, b: Reader) -> tuple[Reader, Reader, list[str]]:
     """Quantized weights beside weights that are not are compared as the numbers they stand for; says which are."""
     if all(reader.catalog.config.get("quantization_config") for reader in (a, b)):
         return a, b, []

@@ -166,7 +166,7 @@ def match(
     if vocab_size is not None and vocab_size < trained:  # what is padding is compared, and does not count
         raise RequestError(f"--vocab-size {vocab_size} would leave out trained rows: the vocabulary has {trained}")
     if a.is_hf != b.is_hf:
-        return _mapped(a, b, keep, vocab_size, arch)
+        return _match_hf(a, b, keep, vocab_size, arch)
     out = Matching()
     names = sorted({*a.tensors, *b.tensors}, key=natural_key) if a.is_hf else _in_order(a.tensors, b.tensors)
     vocab_sizes = [n for n in (a.args.vocab_size, b.args.vocab_size) if n is not None] if not a.is_hf else []
@@ -178,7 +178,7 @@ def match(
         if not keep(name):
             continue
         if name in a.tensors and name in b.tensors:
-            _same_name(out, name, a.tensors[name].shape, b.tensors[name].shape, None if a.is_hf else rows)
+            _match_name(out, name, a.tensors[name].shape, b.tensors[name].shape, None if a.is_hf else rows)
         else:
             out.only[name in b.tensors].append(name)
     return out
@@ -190,7 +190,7 @@ def _in_order(a: Iterable[str], b: Iterable[str]) -> list[str]:
     return [*(n for n in names if not n.startswith("optimizer.")), *(n for n in names if n.startswith("optimizer."))]
 
 
-def _same_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...], vocab: int | None) -> None:
+def _match_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...], vocab: int | None) -> None:
     rows = min(a[0], b[0]) if a and b else 0
     true = vocab if vocab is not None and is_vocabulary(parameter_of(name)) else None
     if a != b and (true is None or len(a) != len(b) or a[1:] != b[1:] or true > rows):
@@ -212,9 +212,9 @@ def _same_box(name: str, box: Box) -> Copy:
 # ---------------------------------------------------------------------- Megatron and Hugging Face
 
 
-def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | None, arch: str | None) -> Matching:
+def _match_hf(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | None, arch: str | None) -> Matching:
     megatron, hf = (b, a) if a.is_hf else (a, b)
-    mapping, rows = _mapping(megatron, hf, arch, vocab_size)
+    mapping, rows = _map_model(megatron, hf, arch, vocab_size)
     prove(mapping.pieces.values(), {name: info.shape for name, info in megatron.tensors.items()}, None)
     out = Matching(target_side=int(hf is b), config=check_hf_config(hf.catalog.config, mapping))
     copies: dict[str, list[Copy]] = defaultdict(list)
@@ -238,7 +238,7 @@ def _mapped(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | Non
             out.skipped[name] = "optimizer state of another framework"
         elif name in targets:
             stored = megatron.tensors[copies[name][0].source].shape
-            _mapped_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows, stored[:1])
+            _match_hf_tensor(out, name, targets[name], hf.tensors[name].shape, copies[name], rows, stored[:1])
         elif name.endswith(COMPUTED):
             out.skipped[name] = "computed when the model is built"
         else:
@@ -261,7 +261,7 @@ def _embedding_target(mapping: HfMapping) -> str:
     return next(copy.target for copy in mapping.copies if copy.source == _EMBEDDING)
 
 
-def _mapping(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None) -> tuple[HfMapping, int]:
+def _map_model(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None) -> tuple[HfMapping, int]:
     """The model's table for a Hugging Face folder, and how many rows of the vocabulary mean something."""
     catalog, args = megatron.catalog, megatron.args
     kind = arch or hf.catalog.config.get("model_type")
@@ -283,7 +283,7 @@ def _mapping(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None)
     return map_to_hf(catalog, args, model, vocab_size=rows, mtp=mtp), true
 
 
-def _mapped_tensor(
+def _match_hf_tensor(
     out: Matching,
     name: str,
     want: tuple[int, ...],
@@ -298,12 +298,12 @@ def _mapped_tensor(
     if want != have and not (vocabulary and want[1:] == have[1:] and vocab <= have[0]):
         out.shapes[name] = out.in_order(have, want)
         return
-    true, padding = _cut(copies, vocab) if vocabulary else (copies, [])
+    true, padding = _split_rows(copies, vocab) if vocabulary else (copies, [])
     rows = out.in_order(have[0], stored[0]) if vocabulary and have[:1] != stored else None
     out.pairs.append(Pair(name, in_a, in_b, have, tuple(true), tuple(padding), rows))
 
 
-def _cut(copies: Iterable[Copy], rows: int) -> tuple[list[Copy], list[Copy]]:
+def _split_rows(copies: Iterable[Copy], rows: int) -> tuple[list[Copy], list[Copy]]:
     """Copies of the first rows of a target, and of those behind them."""
     parts: tuple[list[Copy], list[Copy]] = ([], [])
     for copy in copies:

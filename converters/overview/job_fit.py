@@ -48,16 +48,16 @@ _AXES = {
 def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
     """The reasons why a job loads a checkpoint or does not, in the order in which its loader meets them."""
     out = [Finding("damage", False, p.message, fixed=False) for p in catalog.problems if p.severity == "error"][:8]
-    out += _format(catalog, job)
+    out += _check_format(catalog, job)
     if not catalog.megatron:
         return out
-    out += _layout(catalog, job)
-    out += _latent_queries(catalog, job)
+    out += _check_layout(catalog, job)
+    out += _check_latent_queries(catalog, job)
     out += vocabulary_findings(catalog, job)
     if catalog.path.name == "release":  # load_checkpoint (megatron/training/checkpointing.py, core_v0.16.1)
         out.append(Finding("optimizer", True, "a job reads only the weights of a release"))
     elif job.loads_optimizer:
-        out += _optimizer(catalog, job)
+        out += _check_optimizer(catalog, job)
     elif any(t.kind == "optimizer" for t in catalog.tensors.values()):
         out.append(Finding("optimizer", True, "the flags leave it out"))
     wrappers = job.switches & {switch for stored, (switch, _) in _READERS.items() if stored != catalog.format}
@@ -66,7 +66,7 @@ def job_findings(catalog: Catalog, job: Job) -> list[Finding]:
     return out
 
 
-def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
+def _check_format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored = catalog.format
     if not catalog.megatron:
         text = f"{stored} without Megatron's names is no checkpoint of Megatron-LM"
@@ -76,7 +76,7 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
         if job.format not in (None, "torch_dist"):
             yield Finding("format", False, f"the checkpoint is torch_dist, the job asks for {job.format}")
         elif exists(catalog.path / "common.pt"):
-            yield _common_file(job)
+            yield _check_common_file(job)
         elif job.mcore is None:
             text = "the common state is inside the data files, as Megatron-Core 0.19 or later reads it"
             yield Finding("format", None, text)
@@ -93,7 +93,7 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
         fits = switch in job.switches and job.format == name
         yield Finding("format", fits, f"a job reads {stored} with {switch} --ckpt-format {name}")
     elif stored == "zarr":
-        yield _zarr(job)
+        yield _check_zarr(job)
     elif stored == "torch":
         yield Finding("format", False, "one file of torch.save: a job reads a folder for each iteration")
     else:
@@ -105,7 +105,7 @@ def _format(catalog: Catalog, job: Job) -> Iterator[Finding]:
         yield Finding("arguments", None, f"the checkpoint stores no training arguments {text}")
 
 
-def _latent_queries(catalog: Catalog, job: Job) -> Iterator[Finding]:
+def _check_latent_queries(catalog: Catalog, job: Job) -> Iterator[Finding]:
     """Queries of latent attention without a rank of their own: 0.19 has a norm there (transformer/mla_qk_norm_config.py)."""
     query = ".self_attention.linear_q_proj"
     if job.mcore is None or not any(name.endswith(f"{query}.weight") for name in catalog.weights):
@@ -118,7 +118,7 @@ def _latent_queries(catalog: Catalog, job: Job) -> Iterator[Finding]:
         yield Finding("model", False, text, fixed=False)
 
 
-def _zarr(job: Job) -> Finding:
+def _check_zarr(job: Job) -> Finding:
     """Whether the job has a reader of zarr, which Megatron-Core 0.16 removed (core/dist_checkpointing/strategies)."""
     if job.format not in (None, "zarr", "torch_dist"):
         return Finding("format", False, f"the checkpoint is zarr, the job asks for {job.format}")
@@ -126,7 +126,7 @@ def _zarr(job: Job) -> Finding:
     return Finding("format", None if job.mcore is None else job.mcore < (0, 16), text)
 
 
-def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
+def _check_layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
     try:
         layout = job.layout()
         shapes = {name: tensor.shape for name, tensor in catalog.weights.items()}
@@ -135,7 +135,7 @@ def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
         hint = f"; {error.hint}" if error.hint else ""
         yield Finding("layout", False, f"{error.message}{hint}", fixed=False)
         return
-    changed = _changed(catalog, job, layout)
+    changed = _changed_sizes(catalog, job, layout)
     texts = [f"{name} {old or 'none'} -> {new or 'none'}" for name, (old, new) in changed.items()]
     if catalog.format == "legacy" and changed.keys() - {"dp", "cp"}:
         yield Finding("layout", False, f"the legacy format has a file for each rank: {', '.join(texts)}")
@@ -152,7 +152,7 @@ def _layout(catalog: Catalog, job: Job) -> Iterator[Finding]:
             yield Finding("layout", False, note, fixed=False)
 
 
-def _common_file(job: Job) -> Finding:
+def _check_common_file(job: Job) -> Finding:
     """Whether a job opens common.pt: pickled arguments name classes, which older versions do not have."""
     if job.mcore is not None and job.mcore < (0, 15):
         text = f"Megatron-Core {job.mcore[0]}.{job.mcore[1]} may not open the arguments that a newer version pickled"
@@ -160,7 +160,7 @@ def _common_file(job: Job) -> Finding:
     return Finding("format", True, "torch_dist with common.pt, which Megatron-Core 0.15 and later read")
 
 
-def _changed(catalog: Catalog, job: Job, layout: Layout) -> dict[str, tuple[Any, Any]]:
+def _changed_sizes(catalog: Catalog, job: Job, layout: Layout) -> dict[str, tuple[Any, Any]]:
     """Sizes that differ from the job that saved; that of data parallelism only if a flag says it."""
     saved = Layout.saved(catalog)
     pairs = {name: (getattr(saved, name), getattr(layout, name)) for name in _COMPARED}
@@ -175,7 +175,7 @@ def _common(catalog: Catalog) -> Mapping[Any, Any]:
     return catalog.common if isinstance(catalog.common, Mapping) else {}
 
 
-def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
+def _check_optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored, parts = optimizer_layout(catalog), optimizer_parts(catalog)
     if stored.name == "none":
         text = "no optimizer state is stored: start the job with --no-load-optim"
@@ -196,8 +196,8 @@ def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
     elif job.distributed and not distributed:
         text = "the state is of an optimizer that is not distributed, the job is with --use-distributed-optimizer"
         yield Finding("optimizer", False, text)
-    yield from _resharding(catalog, job, rule, f"{stored.name}: {stored.permits}")
-    yield from _precision(catalog, job, stored.masters)
+    yield from _check_resharding(catalog, job, rule, f"{stored.name}: {stored.permits}")
+    yield from _check_precision(catalog, job, stored.masters)
     if any(part.algorithm.startswith("SGD") for part in parts.parts) and job.mcore in (None, (0, 16)):
         text = "Megatron-LM 0.16.1 cannot load an SGD optimizer, not even its own:"
         text += " start such a job with --no-load-optim"
@@ -206,9 +206,9 @@ def _optimizer(catalog: Catalog, job: Job) -> Iterator[Finding]:
         yield Finding("optimizer", None, stored.caution)
 
 
-def _resharding(catalog: Catalog, job: Job, rule: Resharding, text: str) -> Iterator[Finding]:
+def _check_resharding(catalog: Catalog, job: Job, rule: Resharding, text: str) -> Iterator[Finding]:
     try:
-        changed = _changed(catalog, job, job.layout())
+        changed = _changed_sizes(catalog, job, job.layout())
     except RequestError:  # said of the layout
         return
     axes = {_AXES.get(name, name) for name in changed}
@@ -225,7 +225,7 @@ def _resharding(catalog: Catalog, job: Job, rule: Resharding, text: str) -> Iter
         yield Finding("optimizer", True, text)
 
 
-def _precision(catalog: Catalog, job: Job, masters: str) -> Iterator[Finding]:
+def _check_precision(catalog: Catalog, job: Job, masters: str) -> Iterator[Finding]:
     aware = "--use-precision-aware-optimizer" in job.switches
     if "int16" in masters:
         if not aware:

@@ -155,7 +155,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def summarize(path: Path, *, follow_links: bool = False) -> CheckpointSummary:
     """The row of a checkpoint, from names, sizes and metadata; never fails."""
-    modified, latest = _modified(path), _tracked(path)
+    modified, latest = _modification_time(path), _is_tracked(path)
     try:
         catalog = open_checkpoint(path, follow_links=follow_links).catalog
     except (UnfinishedError, DamagedFileError) as error:
@@ -175,7 +175,7 @@ def summarize(path: Path, *, follow_links: bool = False) -> CheckpointSummary:
         errors[0] + more if errors else "",
         catalog.format,
         catalog.framework,
-        _architecture(catalog, identity),
+        _architecture_name(catalog, identity),
         identity.parameters,
         next(iter(identity.dtypes), None),
         catalog.iteration,
@@ -187,7 +187,7 @@ def summarize(path: Path, *, follow_links: bool = False) -> CheckpointSummary:
     )
 
 
-def _architecture(catalog: Catalog, identity: Identity) -> str | None:
+def _architecture_name(catalog: Catalog, identity: Identity) -> str | None:
     named = catalog.config.get("model_type") if not catalog.megatron else None
     if isinstance(named, str):
         model = of_type(named)
@@ -200,7 +200,7 @@ def _architecture(catalog: Catalog, identity: Identity) -> str | None:
         return "hybrid" if identity.model.layer_kinds else None
 
 
-def _modified(path: Path) -> float | None:
+def _modification_time(path: Path) -> float | None:
     """When a checkpoint changed; None if nothing says so.
 
     A folder of an object store has no time of its own: its newest file's counts. The hub tells no times at all.
@@ -214,7 +214,7 @@ def _modified(path: Path) -> float | None:
     return seconds or None
 
 
-def _tracked(path: Path) -> bool:
+def _is_tracked(path: Path) -> bool:
     """Whether the tracker file of the run names this iteration."""
     tracker = path.parent / TRACKER
     try:

@@ -117,7 +117,7 @@ class _Comparison:
 
     def run(self, args: ModelArgs) -> None:
         """Reports missing and extra tensors and wrong shapes."""
-        args = with_predictions(self._model, self._counted(args), self._tensors)
+        args = with_predictions(self._model, self._with_stored_counts(args), self._tensors)
         if (args.num_layers or 0) > 2 * len(self._layers) + 16:
             return  # layers are missing, which has been said; a stranger's layer 10^5 shall not cost a list of all before it
         plain = expected_shapes(self._model, args)
@@ -128,47 +128,49 @@ class _Comparison:
             behind = expected_shapes(self._model, args, mtp=min(args.mtp_num_layers, 8))
         wanted = {**behind, **plain}
         wrong = {n: (shape, wanted[n]) for n, shape in self._tensors.items() if n in wanted and shape != wanted[n]}
-        self._shapes(wrong, args)
+        self._report_shapes(wrong, args)
         missing = [name for name in plain if name not in self._tensors]
-        missing = [name for name in missing if name not in HEADS or self._headed(args)]
-        self._list(missing, "is missing: config.json needs it", "are missing: config.json needs them", needed="present")
-        extra = [name for name in self._tensors if name not in wanted and not self._allowed(name, args)]
+        missing = [name for name in missing if name not in HEADS or self._needs_head(args)]
+        self._report_names(
+            missing, "is missing: config.json needs it", "are missing: config.json needs them", needed="present"
+        )
+        extra = [name for name in self._tensors if name not in wanted and not self._is_optional(name, args)]
         of_layers = [name for name in extra if self._layer.match(name) and not name.endswith("_scale")]
-        self._list(of_layers, "does not belong to config.json's model", "do not belong to config.json's model")
+        self._report_names(of_layers, "does not belong to config.json's model", "do not belong to config.json's model")
         for text, names in fold(name for name in extra if name not in of_layers):
             self._check.warn(f"{printable(text)} does not belong to a {self._model.name}", tensors=tuple(names))
 
-    def _headed(self, args: ModelArgs) -> bool:
+    def _needs_head(self, args: ModelArgs) -> bool:
         """Whether there must be an output layer: config.json says that it is not the embedding, nor of another class."""
         classes = self._config.get("architectures") or [self._model.architecture]
         return args.tied_embeddings is False and self._model.architecture in classes
 
-    def _allowed(self, name: str, args: ModelArgs) -> bool:
+    def _is_optional(self, name: str, args: ModelArgs) -> bool:
         """Whether a tensor is optional: computed when a model is built, a copy of the embedding, of a prediction layer."""
         layer = self._layer.match(name)
         behind = layer is not None and int(layer[1]) >= (args.num_layers or 0) and bool(args.mtp_num_layers)
         return name.endswith(COMPUTED) or name in HEADS or behind
 
-    def _counted(self, args: ModelArgs) -> ModelArgs:
+    def _with_stored_counts(self, args: ModelArgs) -> ModelArgs:
         """The facts with the numbers of layers and experts that there are, after saying where others are stated."""
         stated, have = args.num_layers or 0, max(self._layers, default=-1) + 1
         if have < stated or (have > stated and not args.mtp_num_layers):
             mixed = {layer for layer, _ in self._experts}
             pattern = tuple(n in mixed if mixed else bool(self._model.moe) for n in range(have))
             args = replace(args, num_layers=have, moe_layers=pattern)
-            self._number("num_layers", stated, have, "layers")
+            self._report_count("num_layers", stated, have, "layers")
         experts = max((expert for _, expert in self._experts), default=-1) + 1
         if any(isinstance(rule, Experts) for rule in self._model.moe) and experts != args.num_experts:
-            self._number("num_experts", args.num_experts or 0, experts, "experts")
+            self._report_count("num_experts", args.num_experts or 0, experts, "experts")
             args = replace(args, num_experts=experts)
         return args
 
-    def _number(self, field: str, stated: int, have: int, what: str) -> None:
+    def _report_count(self, field: str, stated: int, have: int, what: str) -> None:
         key = next(name for name in KEYS[field] if name in self._config)
         text = f"config.json says {key} {stated:,}, the tensors are those of {have:,} {what}"
         self._check.error(text, file="config.json", needed=f"{stated} {what}", found=f"{have} {what}")
 
-    def _shapes(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> None:
+    def _report_shapes(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> None:
         if not wrong:
             return
         groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = defaultdict(list)
@@ -184,7 +186,7 @@ class _Comparison:
             for (have, want), names in groups.items()
             for text, members in fold(names)
         ]
-        reason = self._explained(wrong, args)
+        reason = self._find_wrong_number(wrong, args)
         if reason is not None:
             key, stated, other = reason
             text = f"config.json says {key} {stated:,}, the shapes are those of {other:,}: {problems[0][0]}"
@@ -192,7 +194,7 @@ class _Comparison:
         for text, members, needed, there in problems:
             self._check.error(text, tensors=tuple(members), needed=needed, found=there)
 
-    def _explained(
+    def _find_wrong_number(
         self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs
     ) -> tuple[str, int, int] | None:
         """The one number of config.json with another value for which all shapes would fit, if there is one."""
@@ -217,7 +219,7 @@ class _Comparison:
                 return key, self._config[key], other
         return None
 
-    def _list(self, names: Iterable[str], one: str, many: str, needed: str = "absent") -> None:
+    def _report_names(self, names: Iterable[str], one: str, many: str, needed: str = "absent") -> None:
         folded = fold(names)
         actual = "absent" if needed == "present" else "present"
         for text, members in folded[:_SHOWN]:

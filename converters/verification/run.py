@@ -101,7 +101,7 @@ def unopened(error: DamagedFileError) -> Report:
         if manifest is not None:
             listed = {name: digest for name, digest in manifest.files.items() if name in error.files}
             digests = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in listed}
-            _compare(report.check("manifest"), replace(manifest, files=listed, trouble=()), (), digests)
+            _compare_manifest(report.check("manifest"), replace(manifest, files=listed, trouble=()), (), digests)
     for name in ("records", "checksums"):
         report.check(name).skip("not read: the checkpoint cannot be opened")
     return report
@@ -207,7 +207,7 @@ class _Verification:
         scan = joined((results[task.number] for task in self.files), self.index, self.positions)
         self._conclude_files(scan)
         if self.manifest is not None:
-            _compare(report.check("manifest"), self.manifest, self.positions, scan.sha256)
+            _compare_manifest(report.check("manifest"), self.manifest, self.positions, scan.sha256)
         report.files, report.bytes_read = (
             len(self.positions),
             scan.read + sum(t.nbytes for t in self.tensor_checks.tasks),
@@ -218,7 +218,7 @@ class _Verification:
         if report.damaged(self.catalog.weights):  # nothing that reads them all is of use
             for check in report.checks:
                 check.findings = [replace(f, hint=_RESTORE) if f.hint == SAVE else f for f in check.findings]
-        if self._changed(fingerprint):
+        if self._has_changed(fingerprint):
             text = "the checkpoint changed while it was read: so the result is not valid"
             report.check("structure").error(
                 text, hint="wait until nobody writes to it, then run the same command again"
@@ -235,7 +235,7 @@ class _Verification:
         small = {name for name, size in sizes.items() if name in describing and size <= _DESCRIBING}
         summed = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in sorted(small)}
         check = self.report.check("manifest")
-        _compare(check, manifest, (), {**{name: manifest.files[name] for name in sizes}, **summed})
+        _compare_manifest(check, manifest, (), {**{name: manifest.files[name] for name in sizes}, **summed})
         files = f"{counted(len(manifest.files), 'file')} that {manifest.name} lists"
         check.summary = f"{files} {'is' if len(manifest.files) == 1 else 'are'} there; SHA-256 of "
         check.summary += f"{len(summed):,} that describe the data match, of the data not computed (--quick)"
@@ -247,7 +247,7 @@ class _Verification:
             self.report.check("manifest").error(error.message, file=MEGATRON)
             return None
 
-    def _changed(self, fingerprint: str) -> bool:
+    def _has_changed(self, fingerprint: str) -> bool:
         try:
             return fingerprint_of(self.reader) != fingerprint
         except FormatError:
@@ -302,7 +302,7 @@ class _Verification:
             report.manifest = f"{name} lists {counted(len(digests), 'file')}"
 
 
-def _compare(check: Check, manifest: Manifest, names: Iterable[str], digests: Mapping[str, str]) -> None:
+def _compare_manifest(check: Check, manifest: Manifest, names: Iterable[str], digests: Mapping[str, str]) -> None:
     """Compares the files of a folder with those that its manifest lists."""
     for text in manifest.trouble:
         check.error(text, file=manifest.name)

@@ -112,9 +112,9 @@ class TensorChecks:
             else:
                 self._remainder_masters[name] = info
         self.tensors |= {name: info for name, info in state.tensors.items() if name in self.pairs}
-        self._explain(check, state.tensors)
+        self._explain_no_masters(check, state.tensors)
 
-    def _explain(self, check: Check, states: Mapping[str, TensorInfo]) -> None:
+    def _explain_no_masters(self, check: Check, states: Mapping[str, TensorInfo]) -> None:
         """Reports why no master weights are compared, if none are."""
         if any(how == "rounded" for how, _ in self.pairs.values()):
             return
@@ -180,9 +180,9 @@ class TensorChecks:
         if masters:
             self._conclude_masters(masters, wrong)
         for task, result in differing:
-            self._differs(task, result)
+            self._report_difference(task, result)
 
-    def _differs(self, task: TensorTask, result: Mapping[str, Any]) -> None:
+    def _report_difference(self, task: TensorTask, result: Mapping[str, Any]) -> None:
         name, other = task.names
         verb = "differ from" if task.compare == "equal" else "do not round to"
         share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"

@@ -105,7 +105,7 @@ class TensorWorker:
         infos = [self._tensors[name] for name in task.names]
         out: dict[str, Any] = {"wrong": 0, "first": None, "excess": 0.0, "stats": {}}
         try:
-            shape = _common(infos, task.compare) if task.compare else infos[0].shape
+            shape = _common_shape(infos, task.compare) if task.compare else infos[0].shape
             stats = [Stats(info, number) for number, info in enumerate(infos)] if task.values else []
             questions: list[Question] = [*stats]
             if task.compare == "possible":
@@ -134,7 +134,7 @@ class TensorWorker:
                 yield from (tile.shifted(part.start) for tile in contiguous_tiles(Box.whole(part.shape), _TILE))
 
 
-def _common(infos: list[TensorInfo], how: str) -> tuple[int, ...]:
+def _common_shape(infos: list[TensorInfo], how: str) -> tuple[int, ...]:
     """The shape that both have, but for rows that pad the vocabulary."""
     shape_a, shape_b = (info.shape for info in infos)
     if len(shape_a) != len(shape_b) or shape_a[1:] != shape_b[1:]:

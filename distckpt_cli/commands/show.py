@@ -68,7 +68,7 @@ def show(
 
     console = speaking.console
     with Checkpoint(ckpt, framework="np", follow_links=follow_links) as checkpoint:
-        names = _chosen(checkpoint, tensor)
+        names = _matching_names(checkpoint, tensor)
         if len(names) == 1:
             _show_one(console, checkpoint, names[0], view)
         elif view.slice or view.values or view.histogram:
@@ -82,7 +82,7 @@ def show(
     return ExitCode.OK
 
 
-def _chosen(checkpoint: Checkpoint, pattern: str) -> list[str]:
+def _matching_names(checkpoint: Checkpoint, pattern: str) -> list[str]:
     from converters.names import matcher
     from distckpt_cli.listing import no_match_error
 
@@ -125,22 +125,22 @@ def _show_one(console: Console, checkpoint: Checkpoint, name: str, view: View) -
         )
     values = as_numpy(checkpoint.read(name, shown_box), info.dtype)
     if view.values and not console.json_requested:
-        console.lines(_rows(values))
+        console.lines(_value_lines(values))
         return
     stats = tensor_statistics(checkpoint, name, box, bins=_BINS if view.histogram else 0)
     if console.json_requested:
-        document = {**_document(info, stats), "statistics_of": _ranges(box)}
-        document |= {"values": _plain(values), "values_of": _ranges(shown_box)}
+        document = {**_document(info, stats), "statistics_of": _format_ranges(box)}
+        document |= {"values": _json_values(values), "values_of": _format_ranges(shown_box)}
         console.document("distckpt.show/1", document)
         return
     console.fact(f"{name}  ", f"{info.dtype}, {format_shape(info.shape)}", style="bold")
-    for label, text in _facts(stats):
+    for label, text in _statistics_lines(stats):
         console.fact(label, text)
-    for line in _bars(stats):
+    for line in _histogram_lines(stats):
         console.out(line)
     console.out()
-    console.fact("values", f"[{_ranges(shown_box)}]")
-    console.lines(_rows(values))
+    console.fact("values", f"[{_format_ranges(shown_box)}]")
+    console.lines(_value_lines(values))
 
 
 def _show_rows(console: Console, checkpoint: Checkpoint, names: list[str]) -> None:
@@ -155,7 +155,7 @@ def _show_rows(console: Console, checkpoint: Checkpoint, names: list[str]) -> No
         (
             info.dtype.short,
             format_shape(info.shape),
-            *(_number(x) for x in (stats.minimum, stats.maximum, stats.mean, stats.std, stats.norm)),
+            *(_format_number(x) for x in (stats.minimum, stats.maximum, stats.mean, stats.std, stats.norm)),
             f"{stats.zero:,}",
             f"{stats.nan + stats.infinite:,}",
             info.name,
@@ -200,44 +200,48 @@ def _preview(shape: tuple[int, ...], width: int | None) -> Box:
     return Box((0,) * len(shape), tuple(min(n, limit) for n, limit in zip(shape, limits, strict=True)))
 
 
-def _ranges(box: Box) -> str:
+def _format_ranges(box: Box) -> str:
     return ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"
 
 
-def _facts(stats: Statistics) -> list[tuple[str, str]]:
+def _statistics_lines(stats: Statistics) -> list[tuple[str, str]]:
     finite = stats.numel - stats.nan - stats.infinite
     bad = [f"{count:,} {word}" for count, word in ((stats.nan, "NaN"), (stats.infinite, "infinite")) if count]
     lines = [("elements", ", ".join([f"{stats.numel:,}", f"{stats.zero:,} zero", *(bad or ["all finite"])]))]
     if finite:
-        pairs = (("min", stats.minimum), ("max", stats.maximum), ("mean", stats.mean), ("std", stats.std))
-        lines.append(("range", "  ".join(f"{word} {_number(value)}" for word, value in (*pairs, ("norm", stats.norm)))))
-        lines.append(("quantiles", "  ".join(f"{q:.0%} {_number(value)}" for q, value in stats.quantiles.items())))
+        numbers = {"min": stats.minimum, "max": stats.maximum, "mean": stats.mean, "std": stats.std, "norm": stats.norm}
+        lines.append(("range", "  ".join(f"{word} {_format_number(value)}" for word, value in numbers.items())))
+        quantiles = (f"{q:.0%} {_format_number(value)}" for q, value in stats.quantiles.items())
+        lines.append(("quantiles", "  ".join(quantiles)))
     return lines
 
 
-def _bars(stats: Statistics) -> list[str]:
+def _histogram_lines(stats: Statistics) -> list[str]:
     if not stats.histogram or stats.minimum is None or stats.maximum is None:
         return []
     most, width = max(stats.histogram), (stats.maximum - stats.minimum) / len(stats.histogram)
-    return [
-        f"{_number(stats.minimum + number * width):>12}  {'#' * -(-count * _BAR // most) if most else '':<{_BAR}}  {count:,}"
-        for number, count in enumerate(stats.histogram)
-    ]
+    lines = []
+    for number, count in enumerate(stats.histogram):
+        bar = "#" * -(-count * _BAR // most)
+        lines.append(f"{_format_number(stats.minimum + number * width):>12}  {bar:<{_BAR}}  {count:,}")
+    return lines
 
 
-def _rows(values: Any) -> list[str]:
+def _value_lines(values: Any) -> list[str]:
     """Values as text, a line for each row of the last axis."""
     rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
-    cells = [[f"{value:.6g}" if isinstance(value, float) else str(value) for value in row] for row in _plain(rows)]
+    cells = [
+        [f"{value:.6g}" if isinstance(value, float) else str(value) for value in row] for row in _json_values(rows)
+    ]
     width = max((len(cell) for row in cells for cell in row), default=0)
     return ["  ".join(cell.rjust(width) for cell in row) for row in cells]
 
 
-def _plain(values: Any) -> Any:
+def _json_values(values: Any) -> Any:
     """Nested lists of numbers; what numpy itself has no type for (bf16, fp8) as fp64."""
     return (values if values.dtype.kind in "biufc" else values.astype("float64")).tolist()
 

@@ -118,7 +118,7 @@ class _Watcher:
 
     def convert_new(self) -> int:
         """Converts what is new; an exit code if that ends it all."""
-        names, states = _complete(self.root), self.record.states
+        names, states = _finished_iterations(self.root), self.record.states
         self.complete = len(names)
         for name in names:
             if states.get(name) == "started" and _is_written(self.results / name):
@@ -144,7 +144,7 @@ class _Watcher:
         options = ["--json"] * speaking.as_json + ["--silent"] * speaking.silent + ["--quiet"] * speaking.quiet
         paths = [str(self.root / name), str(self.results / name)]
         words = [*start, self.command[0], *paths, *self.command[1:], *options, *["-v"] * speaking.verbose]
-        code, text = _start(words, stdout=subprocess.PIPE if speaking.as_json else None)
+        code, text = _run_process(words, stdout=subprocess.PIPE if speaking.as_json else None)
         if speaking.as_json:
             try:
                 self.reports[name] = json.loads(text)
@@ -161,7 +161,7 @@ class _Watcher:
         command, code = self.watching.execute, 0
         if command is not None:
             words = ["sh", "-c", command, "sh", str(self.results / name)]
-            code, _ = _start(words, stdout=2 if self.speaking.as_json else None)
+            code, _ = _run_process(words, stdout=2 if self.speaking.as_json else None)
         self.unexecuted.pop(name, None)
         if code:
             self.unexecuted[name] = code
@@ -187,7 +187,7 @@ class _Watcher:
             console.out(f"--exec failed: {', '.join(self.unexecuted)} (it is run again the next time)")
 
 
-def _start(words: list[str], stdout: int | None = None) -> tuple[int, bytes]:
+def _run_process(words: list[str], stdout: int | None = None) -> tuple[int, bytes]:
     process = subprocess.Popen(words, stdout=stdout)
     try:
         text = process.communicate()[0]
@@ -198,7 +198,7 @@ def _start(words: list[str], stdout: int | None = None) -> tuple[int, bytes]:
     return process.returncode, text or b""
 
 
-def _complete(root: Path) -> list[str]:
+def _finished_iterations(root: Path) -> list[str]:
     """Names of the iterations that the run has finished; its job writes the tracker file last."""
     from converters.formats.folder import read_small
     from converters.formats.resolve import TRACKER, iterations
