@@ -73,7 +73,7 @@ def diff(
     from converters.formats import open_checkpoint
 
     options = DiffOptions(
-        tolerance=None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0),
+        tolerance=Tolerance.of(rtol, atol),
         tensors=tuple(tensors),
         ignore=tuple(ignore),
         quick=quick,

@@ -208,10 +208,8 @@ class _Verification:
         self._conclude_files(scan)
         if self.manifest is not None:
             _compare_manifest(report.check("manifest"), self.manifest, self.positions, scan.sha256)
-        report.files, report.bytes_read = (
-            len(self.positions),
-            scan.read + sum(t.nbytes for t in self.tensor_checks.tasks),
-        )
+        report.files = len(self.positions)
+        report.bytes_read = scan.read + sum(task.nbytes for task in self.tensor_checks.tasks)
         self.tensor_checks.conclude(results, values=self.options.values)
         order = ["structure", "records", "checksums", "manifest", "copies", "optimizer", "values"]
         report.checks.sort(key=lambda check: order.index(check.name))
@@ -220,9 +218,8 @@ class _Verification:
                 check.findings = [replace(f, hint=_RESTORE) if f.hint == SAVE else f for f in check.findings]
         if self._has_changed(fingerprint):
             text = "the checkpoint changed while it was read: so the result is not valid"
-            report.check("structure").error(
-                text, hint="wait until nobody writes to it, then run the same command again"
-            )
+            hint = "wait until nobody writes to it, then run the same command again"
+            report.check("structure").error(text, hint=hint)
         return scan.sha256
 
     def _conclude_manifest(self) -> None:

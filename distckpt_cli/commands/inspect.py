@@ -14,7 +14,7 @@ from converters.words import format_size
 from distckpt_cli.choices import choice
 from distckpt_cli.console import Console, UsageProblem, destination_path
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import FollowLinks, Speaking, panel, spread
+from distckpt_cli.options import FollowLinks, Speaking, flag, panel, spread, value
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from converters.megatron.identity import Identity
     from distckpt_cli.listing import Selection
 
-_view, _choice_option = panel("What to show"), panel("How to choose and sort")
+_view, _choosing = panel("What to show"), panel("How to choose and sort")
 _LISTS = ("tensors", "files", "args", "objects", "tree")
 _MOST_CARDS = 3
 
@@ -40,22 +40,18 @@ Checkpoints = Annotated[
 class View:
     """Which list or card of a checkpoint is shown."""
 
-    tensors: Annotated[str | None, _view(metavar="[GLOB]", help="List the tensors that match, layers folded.")] = None
-    flat: Annotated[bool, _view("--flat", help="One row per tensor, object or module.")] = False
-    tree: Annotated[bool, _view("--tree", "--du", help="Show sizes by module, with bars.")] = False
-    depth: Annotated[int, _view(metavar="N", min=1, help="Levels of --tree, 3 by default.")] = 3
-    files: Annotated[bool, _view("--files", help="List the files: which rank wrote what.")] = False
-    args: Annotated[str | None, _view(metavar="[GLOB]", help="List the training arguments.")] = None
-    objects: Annotated[str | None, _view(metavar="[GLOB]", help="List stored objects that are not tensors.")] = None
-    names: Annotated[bool, _view("--names", help="Print only names, one per line.")] = False
-
-    html: Annotated[
-        str | None, _view(metavar="FILE", help="Write all of it as one HTML page that needs no network.")
-    ] = None
-    verification: Annotated[
-        str | None,
-        _view(metavar="JSON", help="For --html: show this output of `distckpt verify --json` on the page."),
-    ] = None
+    tensors: str | None = value(_view, "[GLOB]", "List the tensors that match, layers folded.")
+    flat: bool = flag(_view, "One row per tensor, object or module.", "--flat")
+    tree: bool = flag(_view, "Show sizes by module, with bars.", "--tree", "--du")
+    depth: int = value(_view, "N", "Levels of --tree, 3 by default.", min=1, default=3)
+    files: bool = flag(_view, "List the files: which rank wrote what.", "--files")
+    args: str | None = value(_view, "[GLOB]", "List the training arguments.")
+    objects: str | None = value(_view, "[GLOB]", "List stored objects that are not tensors.")
+    names: bool = flag(_view, "Print only names, one per line.", "--names")
+    html: str | None = value(_view, "FILE", "Write all of it as one HTML page that needs no network.")
+    verification: str | None = value(
+        _view, "JSON", "For --html: show this output of `distckpt verify --json` on the page."
+    )
 
     @property
     def lists(self) -> list[str]:
@@ -67,14 +63,9 @@ class View:
 class Choosing:
     """How rows are chosen and sorted."""
 
-    regex: Annotated[bool, _choice_option("--regex", help="GLOB is a regular expression, searched in names.")] = False
-    ignore_case: Annotated[bool, _choice_option("-i", "--ignore-case", help="Ignore case.")] = False
-    sort: Annotated[
-        str,
-        _choice_option(
-            metavar="KEY", help="model (the default) or size.", autocompletion=choice("model", "size").complete
-        ),
-    ] = "model"
+    regex: bool = flag(_choosing, "GLOB is a regular expression, searched in names.", "--regex")
+    ignore_case: bool = flag(_choosing, "Ignore case.", "-i", "--ignore-case")
+    sort: str = value(_choosing, "KEY", "model (the default) or size.", choice("model", "size"), default="model")
 
     def selection(self) -> Selection:
         """The same for `listing`."""

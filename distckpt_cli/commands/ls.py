@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +13,7 @@ from converters.words import counted, format_count, format_size
 from distckpt_cli.choices import choice
 from distckpt_cli.console import NARROW, Console, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import FollowLinks, Speaking, output, spread
+from distckpt_cli.options import FollowLinks, Speaking, flag, output, spread, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,41 +27,41 @@ _STYLES = {"complete": "ok", "incomplete": "warning", "unreadable": "error"}
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Which checkpoints are listed, in which order."""
+
+    sort: str = value(
+        output,
+        "KEY",
+        "path, iteration, size or age (newest first).",
+        choice("path", "iteration", "size", "age"),
+        default="path",
+    )
+    incomplete: bool = flag(output, "Only checkpoints that are incomplete or cannot be read.", "--incomplete")
+    names: bool = flag(output, "Print only paths, one per line.", "--names")
+
+
 @spread
-def ls(
-    paths: Folders = None,
-    *,
-    sort: Annotated[
-        str,
-        output(
-            metavar="KEY",
-            help="path, iteration, size or age (newest first).",
-            autocompletion=choice("path", "iteration", "size", "age").complete,
-        ),
-    ] = "path",
-    incomplete: Annotated[
-        bool, output("--incomplete", help="Only checkpoints that are incomplete or cannot be read.")
-    ] = False,
-    names: Annotated[bool, output("--names", help="Print only paths, one per line.")] = False,
-    speaking: Speaking,
-    follow_links: FollowLinks = False,
-) -> int:
+def ls(paths: Folders = None, *, rows: Rows, speaking: Speaking, follow_links: FollowLinks = False) -> int:
     """List every run and checkpoint below the folders: format, model, iteration, layout, size, age, complete or not.
 
     Reads names, sizes and metadata, never tensor data. Incomplete is a checkpoint whose save has not ended, or that lacks
     bytes that its metadata needs; `distckpt verify` checks the bytes themselves. `*` marks what the run's tracker names.
     """
-    if names and speaking.as_json:
+    if rows.names and speaking.as_json:
         raise UsageProblem("--names prints paths and --json a document", hint="choose one")
     from converters.overview.runs import survey
 
     folders = paths or ["."]
     every = survey(*folders, follow_links=follow_links)
-    summaries = sorted((s for s in every if not incomplete or s.status != "complete"), key=_KEYS[sort])
-    if names:
+    summaries = sorted((s for s in every if not rows.incomplete or s.status != "complete"), key=_KEYS[rows.sort])
+    if rows.names:
         speaking.console.lines(printable(str(summary.path)) for summary in summaries)
     else:
-        show_summaries(speaking.console, summaries, folders, "incomplete checkpoint" if incomplete else "checkpoint")
+        show_summaries(
+            speaking.console, summaries, folders, "incomplete checkpoint" if rows.incomplete else "checkpoint"
+        )
     return ExitCode.OK
 
 

@@ -13,7 +13,7 @@ from converters.words import format_shape
 from distckpt_cli.choices import complete_tensors
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, FollowLinks, Speaking, panel, spread
+from distckpt_cli.options import Ckpt, FollowLinks, Speaking, flag, panel, spread, value
 
 if TYPE_CHECKING:
     from converters.box import Box
@@ -44,9 +44,9 @@ Tensor = Annotated[
 class View:
     """Which part of a tensor is shown, and with which statistics."""
 
-    slice: Annotated[str | None, _view(metavar="RANGES", help="Values of this part: 0:4,:8 or 17 or :,3.")] = None
-    values: Annotated[bool, _view("--values", help="Print only values, no statistics.")] = False
-    histogram: Annotated[bool, _view("--histogram", help="Add a histogram of the values.")] = False
+    slice: str | None = value(_view, "RANGES", "Values of this part: 0:4,:8 or 17 or :,3.")
+    values: bool = flag(_view, "Print only values, no statistics.", "--values")
+    histogram: bool = flag(_view, "Add a histogram of the values.", "--histogram")
 
 
 @spread

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from converters.names import folded, listed, quoted
 from converters.words import counted, format_size
 from distckpt_cli.console import Console, UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Ckpt, Looking, panel, spread
+from distckpt_cli.options import Ckpt, Looking, flag, panel, spread
 
 if TYPE_CHECKING:
     from converters.verification.report import Check, Report
 
-_check_option = panel("What to check")
+_panel = panel("What to check")
 _SHOWN = 8
 _WORDS = {
     "ok": ("ok", "ok"),
@@ -24,24 +25,25 @@ _WORDS = {
 }
 
 
+@dataclass(frozen=True)
+class Checks:
+    """Which checks are made."""
+
+    quick: bool = flag(_panel, "Check structure only; read no tensor data.", "--quick")
+    values: bool = flag(
+        _panel, "Check values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.", "--values"
+    )
+    write_manifest: bool = flag(
+        _panel,
+        "If nothing is wrong, write SHA-256 of all files: integrity.json, as Megatron-Core 0.17.1 and later.",
+        "--write-manifest",
+    )
+
+
 @spread
 def verify(
     ckpt: Ckpt,
-    *,
-    quick: Annotated[bool, _check_option("--quick", help="Check structure only; read no tensor data.")] = False,
-    values: Annotated[
-        bool,
-        _check_option(
-            "--values", help="Check values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others."
-        ),
-    ] = False,
-    write_manifest: Annotated[
-        bool,
-        _check_option(
-            "--write-manifest",
-            help="If nothing is wrong, write SHA-256 of all files: integrity.json, as Megatron-Core 0.17.1 and later.",
-        ),
-    ] = False,
+    checks: Checks,
     looking: Looking,
 ) -> int:
     """Check a checkpoint: structure, every record and checksum, optimizer against weights.
@@ -53,14 +55,15 @@ def verify(
     matrix that is constant in one layer only; a matrix 1,000 times as large or as small as in other layers. At 10 times
     it warns.
     """
-    if quick and (values or write_manifest):
-        raise UsageProblem(f"--quick reads no payload, {'--values' if values else '--write-manifest'} reads all")
+    if checks.quick and (checks.values or checks.write_manifest):
+        option = "--values" if checks.values else "--write-manifest"
+        raise UsageProblem(f"--quick reads no payload, {option} reads all")
     console = looking.console
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
     from converters.verification.run import VerifyOptions, unopened, verify
 
-    options = VerifyOptions(quick=quick, values=values, write_manifest=write_manifest, threads=looking.threads)
+    options = VerifyOptions(**vars(checks), threads=looking.threads)
     try:
         reader = open_checkpoint(ckpt, follow_links=looking.follow_links)
     except DamagedFileError as error:
