@@ -226,8 +226,7 @@ class Console:
 
     def next_step(self, command: str) -> None:
         """What to type next, on stderr, after success."""
-        if not self.quiet:
-            self._err(f"{self.style('next:', 'hint', 'err')} {printable(command)}")
+        self.label("next:", command, "hint")
 
     def error(self, error: DistckptError, *, word: str = "error:", who: str = "") -> None:
         """An error: one sentence, after the name of the process if there are several, the facts, and what to do."""

@@ -22,11 +22,10 @@ from converters.execute.error_json import AGAIN
 from converters.execute.ranks import listed
 from distckpt_cli.console import Console
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.signals import STOPS
+from distckpt_cli.signals import STOPS, handle_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Sequence
 
 _PR_SET_PDEATHSIG = 1
 _GRACE = 10.0  # seconds that ranks get to learn from each other that one has failed
@@ -45,7 +44,7 @@ def launch(workers: int, args: Sequence[str]) -> int:
     """
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        with _forwarded(ranks):
+        with handle_signals(STOPS, lambda signum, _: _pass_on(ranks, signum)):
             _start(workers, args, ranks)
             return _exit_code(_wait_for_all(ranks))
     finally:
@@ -119,17 +118,7 @@ def _exit_code(failed: Sequence[int]) -> int:
     return next((code for code in failed if code > 0), 128 + signum)
 
 
-@contextlib.contextmanager
-def _forwarded(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _pass_on(ranks: Sequence[subprocess.Popen[bytes]], signum: int) -> None:
     """Passes SIGINT and SIGTERM on; a terminal's Ctrl-C has reached the ranks already, and they take both for one."""
-
-    def pass_on(signum: int, frame: FrameType | None) -> None:
-        for process in ranks:
-            process.send_signal(signum)
-
-    before = {number: signal.signal(number, pass_on) for number in STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for process in ranks:
+        process.send_signal(signum)

@@ -19,7 +19,7 @@ from converters.events import StopFlag
 from converters.execute.ranks import Ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
@@ -40,6 +40,19 @@ class Signalled(BaseException):
 
 
 @contextmanager
+def handle_signals(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Has a function handle signals while the block runs."""
+    earlier = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in earlier.items():
+            signal.signal(number, before)
+
+
+@contextmanager
 def raise_on_signals() -> Iterator[None]:
     """Lets SIGINT and SIGTERM raise `Signalled` while the block runs, where they would end the process without a word."""
     since: float | None = None
@@ -56,13 +69,8 @@ def raise_on_signals() -> Iterator[None]:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)  # the second one ends it at once
 
-    for number in replaced:
-        signal.signal(number, on_signal)
-    try:
+    with handle_signals(replaced, on_signal):
         yield
-    finally:
-        for number in replaced:
-            signal.signal(number, usual[number])
 
 
 @contextmanager
@@ -95,9 +103,5 @@ def stop_on_signals() -> Iterator[StopFlag]:
         how = " (Ctrl-C again to abort)" if signum == signal.SIGINT else how
         os.write(2, f"\nstopping after the current tiles{how}\n".encode())
 
-    before = {number: signal.signal(number, on_signal) for number in STOPS}
-    try:
+    with handle_signals(STOPS, on_signal):
         yield flag
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -15,6 +15,7 @@ import pytest
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Part, Problem, TensorInfo
 from converters.chunks import StoredArray
 from converters.dtypes import dtype
+from converters.formats.base import Reader
 from distckpt_cli import app
 from harness.cli_support import ROOT, child, environment, same_as_file, terminal, wall_seconds
 from harness.support import GOLDEN
@@ -278,7 +279,7 @@ HOSTILE = [
 ]
 
 
-class MadeReader:
+class MadeReader(Reader):
     """A reader whose catalog is full of names that no sane program writes."""
 
     name = "torch_dist"
@@ -307,6 +308,12 @@ class MadeReader:
 
     def file_of(self, record: int) -> int:
         return record
+
+    def locate(self, record, read):
+        raise NotImplementedError
+
+    def fingerprint(self):
+        return ""
 
 
 @pytest.mark.parametrize(
