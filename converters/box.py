@@ -255,13 +255,13 @@ def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
         )
         positions.append((len(cuts), at[:2], at[2 : 2 + len(starts)], at[2 + len(starts) :]))
     for prime in _PRIMES:
-        mine, whole = np.ones(len(starts), np.int64), 1
+        weights, total = np.ones(len(starts), np.int64), 1
         for count, (first, last), begins, ends in positions:
             # secret: who knows the weights can make boxes that pass; not of numpy.random, slow to import
             before = (np.frombuffer(os.urandom(8 * count), np.uint64) % prime).astype(np.int64)
-            mine = mine * ((before[ends] - before[begins]) % prime) % prime
-            whole = whole * int(before[last] - before[first]) % prime
-        if int(mine.sum()) % prime != whole:
+            weights = weights * ((before[ends] - before[begins]) % prime) % prime
+            total = total * int(before[last] - before[first]) % prime
+        if int(weights.sum()) % prime != total:
             return False
     return True
 

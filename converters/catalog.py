@@ -293,8 +293,8 @@ class Catalog:
         """The element type that a job keeps a weight in, which is not always the stored one: see `masters`, `imported`."""
         if self.imported is not None:
             return self.imported.get(weight.name, weight.dtype)
-        other = self.computing_type if weight.dtype.name == "float32" and trainable(weight.name) else None
-        return other or weight.dtype
+        computing = self.computing_type if weight.dtype.name == "float32" and trainable(weight.name) else None
+        return computing or weight.dtype
 
     @cached_property
     def computing_type(self) -> DType | None:

@@ -69,11 +69,11 @@ class Chunk:
         if self.window is None:
             return inner, shape
         start, within = self.window
-        own = shape
+        tensor_shape = shape
         axes = list(zip(inner.start, inner.shape, strict=True))
         while len(axes) > len(start):
-            gone = own.index(1)
-            axes, own = axes[:gone] + axes[gone + 1 :], own[:gone] + own[gone + 1 :]
+            gone = tensor_shape.index(1)
+            axes, tensor_shape = axes[:gone] + axes[gone + 1 :], tensor_shape[:gone] + tensor_shape[gone + 1 :]
         axes += [(0, 1)] * (len(start) - len(axes))
         inner = Box(tuple(a for a, _ in axes), tuple(n for _, n in axes))
         return inner.shifted(start), within

@@ -66,4 +66,4 @@ def untrained(names: Collection[str]) -> frozenset[str]:
 
 def second_names(names: Collection[str]) -> dict[str, str]:
     """Names whose parameter has another name, too, under which the optimizer's state is kept: second name -> that one."""
-    return {name: kept for name, kept in _SECOND.items() if name in names and kept in names}
+    return {name: state_name for name, state_name in _SECOND.items() if name in names and state_name in names}

@@ -85,17 +85,17 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
     taken: dict[Path, list[tuple[int, int]]] = {}
     rest: list[OutputFile] = []
     for number, file in enumerate(files):
-        kept = []
+        other_slices = []
         for part in file.slices:
             if isinstance(part.content, bytes) or part.plain < 0:
-                kept.append(part)
+                other_slices.append(part)
                 continue
             path, offset, length = part.content
             name = f"{file.name}@{part.at}"
             copy = Copy(str(path), Box((offset,), (length,)), name, Box((0,), (length,)))
             located.append((Piece(name, _BYTE, (length,), copies=(copy,)), Location(number, part.at)))
             taken.setdefault(path, []).append((offset, offset + length))
-        rest.append(replace(file, slices=tuple(kept)))
+        rest.append(replace(file, slices=tuple(other_slices)))
     states = {path: status(path) for path in taken}
     sizes = [state.size if state else 0 for state in states.values()]
     sources = {str(path): _array(str(path), size, n) for n, (path, size) in enumerate(zip(taken, sizes, strict=True))}

@@ -59,8 +59,8 @@ def _plain(node: Any, depth: int = 0) -> Any:
     if depth > 64:
         return None
     if isinstance(node, Obj):
-        kept = fields(node)
-        return _plain(kept.get("_content", kept.get("_val")), depth + 1)
+        attributes = fields(node)
+        return _plain(attributes.get("_content", attributes.get("_val")), depth + 1)
     if isinstance(node, Mapping):
         return {key: _plain(value, depth + 1) for key, value in node.items()}
     if isinstance(node, list | tuple):

@@ -54,9 +54,9 @@ class Seen:
     @cached_property
     def inner(self) -> tuple[bytes, ...]:
         """The bytes of every `.metadata` of DCP files, here or in the folders for the model and the optimizer."""
-        own = (self.metadata,) if self.metadata else ()
-        folders = dcp_folders(self.path) if not own and self.names else []
-        return own or tuple(read_small(self.path / name / ".metadata", METADATA_LIMIT) for name in folders)
+        here = (self.metadata,) if self.metadata else ()
+        folders = dcp_folders(self.path) if not here and self.names else []
+        return here or tuple(read_small(self.path / name / ".metadata", METADATA_LIMIT) for name in folders)
 
     @cached_property
     def head(self) -> bytes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 TRACKER = "latest_checkpointed_iteration.txt"
 ITERATION = re.compile(r"iter_(\d{7,})|release")
 """Names of Megatron's iteration folders."""
-_ALONE = ("safetensors", "torch")  # formats whose checkpoint may be one file
+_ALONE = {"safetensors", "torch"}  # formats whose checkpoint may be one file
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".nemo", ".tar")
 _LOOKED_AT = 1000
 _PART = re.compile(r"model\.safetensors|pytorch_model\.bin|.*-\d{5}-of-\d{5}\.(?:safetensors|bin)")
@@ -76,8 +76,7 @@ def resolve(path: str | Path, *, follow_links: bool = False) -> Path:
     if rank.name.startswith("mp_rank_") and _is_data_folder(rank.parent):  # Megatron-LM: a folder for each rank
         return rank.parent
     if not is_folder(named):
-        around = _is_data_folder(named.parent)
-        if around and not _stands_alone(named):
+        if _is_data_folder(named.parent) and not _stands_alone(named):
             _refuse_unfinished(named.parent)
             return named.parent
         if detect(named):
@@ -97,10 +96,10 @@ def resolve(path: str | Path, *, follow_links: bool = False) -> Path:
 
 def _stands_alone(file: Path) -> bool:
     """Whether a file is a checkpoint of its own although other files of such a format lie beside it."""
-    own, around = detect(file), detect(file.parent)
-    if own is None or own.name not in _ALONE or around is None or around.name not in _ALONE:
+    file_format, folder_format = detect(file), detect(file.parent)
+    if file_format is None or folder_format is None or not {file_format.name, folder_format.name} <= _ALONE:
         return False
-    return own is not around or not _PART.fullmatch(file.name)
+    return file_format is not folder_format or not _PART.fullmatch(file.name)
 
 
 def _refuse_parts(folder: Path) -> None:

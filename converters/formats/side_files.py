@@ -81,8 +81,8 @@ def side_files(catalog: Catalog) -> list[SideFile]:
             # beside a zarr array, KEY.sync/ are locks of its writers
             unread = (e for e in entries if e.name not in read and not (zarr and e.name.endswith(".sync")))
             listed = sorted(unread, key=lambda entry: entry.name)
-            mine = [e for e in listed if not (e.is_dir(follow_symlinks=False) and e.name in within)]
-            for path, state in (each for entry in mine for each in _below(catalog, entry)):
+            top_level = [e for e in listed if not (e.is_dir(follow_symlinks=False) and e.name in within)]
+            for path, state in (each for entry in top_level for each in _below(catalog, entry)):
                 if len(out) == _MOST_FILES:
                     raise FormatError(
                         f"{printable(str(folder))} holds more than {_MOST_FILES:,} files beside its tensors"

@@ -58,8 +58,8 @@ def apply(values: torch.Tensor, out: torch.Tensor, op: Op = Op.COPY) -> None:
 
 
 def _quieten(out: torch.Tensor) -> None:
-    whole = out.is_cuda or not out.is_contiguous()
-    flat, block_size = (out, out.numel() or 1) if whole else (out.view(-1), _BLOCK)
+    at_once = out.is_cuda or not out.is_contiguous()
+    flat, block_size = (out, out.numel() or 1) if at_once else (out.view(-1), _BLOCK)
     for at in range(0, flat.shape[0] if flat.dim() else 0, block_size):
         block = flat[at : at + block_size]
         nans = block != block
@@ -126,13 +126,13 @@ class Caster:
             elements = torch.from_numpy(values.view(_SIGNED[source.itemsize])).view(getattr(torch, source.name))
             out = torch.frombuffer(result.data, dtype=getattr(torch, target.name)).reshape(values.shape)
             if isinstance(self._device, Staged):
-                self._there(self._device, elements, out, op, (source, target))
+                self._cast_on(self._device, elements, out, op, (source, target))
             else:
                 apply(elements, out, op)
         converted: NDArray[Any] = result.view(UNSIGNED[target.itemsize]).reshape(values.shape)
         return converted
 
-    def _there(
+    def _cast_on(
         self, device: Staged, elements: torch.Tensor, out: torch.Tensor, op: Op, kinds: tuple[DType, DType]
     ) -> None:
         device_in, device_out = (device.empty(kind.name, elements.shape) for kind in kinds)

@@ -216,13 +216,13 @@ class _StagedLane(Lane):
                 # it may have been another's, and the stream that it comes from has yet to finish with it
                 after = [*after, self._device.mark()]
             into = slot.memory[:nbytes]
-        there = into
+        target = into
         read(slot.pinned[:nbytes].numpy())
 
         def work() -> None:
-            there.copy_(slot.pinned[:nbytes], non_blocking=True)
+            target.copy_(slot.pinned[:nbytes], non_blocking=True)
             if put is not None:
-                put(there)
+                put(target)
 
         self._device.submit(self._stream, work, slot.event, after)
         slot.done = done

@@ -135,7 +135,7 @@ class Gatherer:
         first = max(0, info.shape[0] - info.mean_rows - box.start[0])
         if first < box.shape[0]:
             row = self._sources.mean(
-                info.name, lambda: mean_row(info, lambda some, into: self._fill(info, some, into, checked=False))
+                info.name, lambda: mean_row(info, lambda rows, into: self._fill(info, rows, into, checked=False))
             )
             elements[first:] = row[Box(box.start[1:], box.shape[1:]).slices]
 
@@ -153,8 +153,8 @@ class Gatherer:
         grid = factors_of(inside, scales)
         factors = np.empty(grid.shape, UNSIGNED[scales.dtype.itemsize])
         for piece in scales.part.chunks():
-            if (some := piece.box.intersect(grid)) is not None:
-                self._read_part(piece, some, factors[some.relative_to(grid.start).slices])
+            if (overlap := piece.box.intersect(grid)) is not None:
+                self._read_part(piece, overlap, factors[overlap.relative_to(grid.start).slices])
         stored = self._resized(self._beside, part.volume)[: part.volume].reshape(part.shape)
         self._beside = stored.reshape(-1)
         self._read_part(chunk, part, stored)
@@ -166,8 +166,8 @@ class Gatherer:
         inside, shape = chunk.stored(part)
         (block,), (factor,) = scales.block, scales.part.chunks()
         values = np.empty(inside.shape, into.dtype)
-        for some in contiguous_tiles(inside, _UNPACKED):
-            wide, codes, grid = packed_boxes(some, block)
+        for tile in contiguous_tiles(inside, _UNPACKED):
+            wide, codes, grid = packed_boxes(tile, block)
             stored = np.empty(codes.shape, np.uint8)
             window = codes.start, (*shape[:-1], shape[-1] * codes.shape[-1] // wide.shape[-1])
             self._read_part(Chunk(codes, chunk.record, chunk.base // 2, window), codes, stored)
@@ -176,9 +176,9 @@ class Gatherer:
             self._read_part(Chunk(grid, factor.record, factor.base + chunk.base // block, window), grid, factors)
             numbers = np.empty(wide.shape, into.dtype)
             multiply_codes(self._arithmetic, stored, factors, scales.dtype, target, numbers)
-            values[some.relative_to(inside.start).slices] = numbers[some.relative_to(wide.start).slices]
-        own = into.T if chunk.transposed else into
-        own[...] = values.reshape(own.shape)
+            values[tile.relative_to(inside.start).slices] = numbers[tile.relative_to(wide.start).slices]
+        target_view = into.T if chunk.transposed else into
+        target_view[...] = values.reshape(target_view.shape)
 
     def _join(self, info: TensorInfo, remainders: Remainders, box: Box, elements: NDArray[Any]) -> None:
         """Reads remainders and the weights that they belong to, and puts the master weights together.
@@ -251,12 +251,12 @@ class Gatherer:
             _put(stored[: math.prod(shape) * size].view(into.dtype).reshape(shape)[inside.slices], chunk, into)
             return
         every = len(shape) > 1 and inside.shape[-1] < shape[-1] <= _NEIGHBOURS  # not one system call for each
-        whole = Box((*inside.start[:-1], 0), (*inside.shape[:-1], shape[-1])) if every else inside
-        first, length, outer = runs(whole, shape)
+        region = Box((*inside.start[:-1], 0), (*inside.shape[:-1], shape[-1])) if every else inside
+        first, length, outer = runs(region, shape)
         if (chunk.base + first + length) * size > payload.nbytes:
             raise FormatError(f"a chunk reaches beyond its record of {payload.nbytes} bytes")
         straight = into.flags.c_contiguous and not chunk.transposed and not every
-        packed = into.reshape(-1).view(np.uint8) if straight else self.scratch(whole.volume * size)
+        packed = into.reshape(-1).view(np.uint8) if straight else self.scratch(region.volume * size)
         at, strip = 0, outer[-1] if outer and length * size < _SHORT_RUN else None
         for start in run_starts(chunk.base + first, outer[:-1] if strip else outer):
             nbytes, begin = length * size * (strip[0] if strip else 1), payload.offset + start * size
@@ -267,8 +267,8 @@ class Gatherer:
                 self._read_bytes(chunk.record, payload, begin, piece)
             at += nbytes
         if not straight:
-            values = packed.view(into.dtype).reshape(whole.shape)
-            _put(values[inside.relative_to(whole.start).slices], chunk, into)
+            values = packed.view(into.dtype).reshape(region.shape)
+            _put(values[inside.relative_to(region.start).slices], chunk, into)
         self._sources.check(chunk.record, payload)
 
     def _decoded(self, record: int, payload: Payload, decode: Callable[[bytes], bytes]) -> Bytes:

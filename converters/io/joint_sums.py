@@ -69,9 +69,9 @@ class JointSums(RecordSums):
         where = [self._alone] if getattr(self._thread, "alone", True) else []
         where += [self.joint] if getattr(self._thread, "joint", False) else []
         with self._lock:
-            for kept in where:
-                n, before = kept.get(record, (0, 0))
-                kept[record] = n + nbytes, before ^ value
+            for counted in where:
+                n, before = counted.get(record, (0, 0))
+                counted[record] = n + nbytes, before ^ value
 
     def take(self, record: int, nbytes: int) -> int | None:
         """See `RecordSums`."""

@@ -34,12 +34,12 @@ def mean_row(info: TensorInfo, read: Callable[[Box, NDArray[Any]], None]) -> NDA
     """
     rows, rest = info.shape[0] - info.mean_rows, info.shape[1:]
     width = math.prod(rest)
-    some = max(1, _ROWS // width)
+    rows_at_once = max(1, _ROWS // width)
     arithmetic, kind = Arithmetic(), info.dtype
-    buffer = np.empty((min(some, rows), width), UNSIGNED[kind.itemsize])
+    buffer = np.empty((min(rows_at_once, rows), width), UNSIGNED[kind.itemsize])
     sums = np.zeros(width, np.float64)
-    for first in range(0, rows, some):
-        count = min(some, rows - first)
+    for first in range(0, rows, rows_at_once):
+        count = min(rows_at_once, rows - first)
         read(Box((first, *(0,) * len(rest)), (count, *rest)), buffer[:count].reshape(count, *rest))
         for row in buffer[:count]:
             sums += arithmetic.floats(row, kind)

@@ -94,8 +94,8 @@ def quantized(bits: NDArray[Any], kind: DType, name: str, codes: NDArray[np.uint
                 slice(row * SCALE_BLOCK, (row + 1) * SCALE_BLOCK),
                 slice(column * SCALE_BLOCK, (column + count) * SCALE_BLOCK),
             )
-            some = _blocks_of(values[inside], count).float()
-            largest = some.abs().amax(1)
+            blocks = _blocks_of(values[inside], count).float()
+            largest = blocks.abs().amax(1)
             if not bool(torch.isfinite(largest).all()):
                 raise RequestError(
                     f"{name} has infinite or NaN elements: blocks of FP8 cannot hold them",
@@ -105,12 +105,12 @@ def quantized(bits: NDArray[Any], kind: DType, name: str, codes: NDArray[np.uint
             scale = torch.where(largest > 0, _LARGEST / torch.where(largest > 0, largest, 1.0), 1.0)
             scale.clamp_(max=torch.finfo(torch.float32).max)
             inverse = 1.0 / scale
-            small = (some * scale[:, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+            small = (blocks * scale[:, None]).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
             result[inside].view(SCALE_BLOCK, count, SCALE_BLOCK).copy_(
                 small.view(torch.uint8).view(count, SCALE_BLOCK, SCALE_BLOCK).transpose(0, 1)
             )
             factors[row, column : column + count] = inverse
-            loss += _loss(some, small.float().mul_(inverse[:, None]))
+            loss += _loss(blocks, small.float().mul_(inverse[:, None]))
     return factors.numpy().view(np.uint32), loss
 
 

@@ -94,8 +94,8 @@ def multiply_codes(
     """
     numbers = on.floats(factors.reshape(-1, 1), kind)
     codes, out = stored.reshape(len(numbers), -1), into.reshape(len(numbers), -1)
-    some = max(1, BLOCK // out.shape[1])
-    for at in range(0, len(numbers), some):
-        values = np.take(_PAIRS, codes[at : at + some], axis=0).reshape(-1, out.shape[1])
-        np.multiply(values, numbers[at : at + some], out=values)
-        out[at : at + some] = rounded(values.view(np.uint32), _FP32, target)
+    step = max(1, BLOCK // out.shape[1])
+    for at in range(0, len(numbers), step):
+        values = np.take(_PAIRS, codes[at : at + step], axis=0).reshape(-1, out.shape[1])
+        np.multiply(values, numbers[at : at + step], out=values)
+        out[at : at + step] = rounded(values.view(np.uint32), _FP32, target)

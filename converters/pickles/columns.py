@@ -266,9 +266,9 @@ class Columns:
         run_of = narrowed(np.repeat(np.array(numbers), sizes))
         batches = []
         for number, shape in enumerate(self.templates[kind]):
-            mine = np.flatnonzero(template == number)
-            if len(mine):
-                batches.append(self._batch(shape, row[mine], run_of[mine], base[mine]))
+            rows_of_shape = np.flatnonzero(template == number)
+            if len(rows_of_shape):
+                batches.append(self._batch(shape, row[rows_of_shape], run_of[rows_of_shape], base[rows_of_shape]))
         return batches
 
     def _batch(self, template: Template, rows: Ints, run: Ints, base: Ints) -> Batch:

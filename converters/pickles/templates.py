@@ -187,8 +187,8 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
     values = Machine(bytes(raw) + b".", machine.limits, machine.what).run_item(overlay)
     if values is None or len(values) != count or not parts or not isinstance(parts[0], bytes) or len(parts[0]) < 4:
         return None, set()
-    own = iter(overlay.own)
-    written = [event if event is not None else (next(own),) for event in events]
+    entries = iter(overlay.own)
+    written = [event if event is not None else (next(entries),) for event in events]
     tree = values[0] if count == 1 else tuple(values)
     keys = {positions[slot.index] for slot in _key_slots(values) if slot.is_ref}
     return Template(parts, tree, written, [slot.is_ref for slot in slots]), keys

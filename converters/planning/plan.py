@@ -278,8 +278,8 @@ def _lost(names: Sequence[str], details: list[str]) -> RequestError:
 def _same_elements(copy: Copy) -> bool:
     if copy.op is Op.SCALES:
         edges = (*copy.source_box.start, *copy.source_box.shape)
-        own = (*copy.target_box.start, *copy.target_box.shape)
-        return tuple(SCALE_BLOCK * n for n in own) == edges
+        target_edges = (*copy.target_box.start, *copy.target_box.shape)
+        return tuple(SCALE_BLOCK * n for n in target_edges) == edges
     if copy.op is not Op.TRANSPOSE and copy.source_box.shape == copy.target_box.shape:
         return True
     squeezed = [tuple(n for n in box.shape if n != 1) for box in (copy.source_box, copy.target_box)]

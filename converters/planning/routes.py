@@ -186,6 +186,6 @@ def landing(copy: Copy, part: Box) -> Box:
 
 def _reaxed(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
     # the two shapes differ in axes of length 1 only, as `plan.prove` has checked
-    kept = iter([(a, n) for a, n, m in zip(inner.start, inner.shape, old, strict=True) if m != 1])
-    pairs = [next(kept) if m != 1 else (0, 1) for m in new]
+    axes = iter([(a, n) for a, n, m in zip(inner.start, inner.shape, old, strict=True) if m != 1])
+    pairs = [next(axes) if m != 1 else (0, 1) for m in new]
     return Box(tuple(a for a, _ in pairs), tuple(n for _, n in pairs))

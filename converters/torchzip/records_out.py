@@ -186,11 +186,11 @@ def with_pickle(
     for name, old in sorted(stored.items(), key=lambda item: item[1].header):
         if name == ".data/serialization_id":  # a fingerprint of contents that have changed; readers need none
             continue
-        mine = name == "data.pkl"
-        member = _Member(name, at, len(pickle) if mine else old.size, top, crc32(pickle) if mine else old.crc)
+        replaced = name == "data.pkl"
+        member = _Member(name, at, len(pickle) if replaced else old.size, top, crc32(pickle) if replaced else old.crc)
         pieces.append((at, member.local_header()))
         if member.size:
-            content = pickle if mine else (member_offset(read, 0, old, what), old.size)
+            content = pickle if replaced else (member_offset(read, 0, old, what), old.size)
             pieces += [(member.data, content), (member.data + member.size, member.descriptor())]
         members.append(member)
         at = member.end

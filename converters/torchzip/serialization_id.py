@@ -45,24 +45,24 @@ def _names(storages: int) -> int:
     fixed = ["data.pkl", ".format_version", ".storage_alignment", "byteorder"]
     names = [*fixed, *(f"data/{number}" for number in range(storages)), "version"]
     combined = 0
-    for value in _kept([_hash(name.encode()) for name in names]):
+    for value in _set_order([_hash(name.encode()) for name in names]):
         combined = _mix(combined, value)
     return combined
 
 
 def _hash(text: bytes) -> int:
     value = _SEED ^ (len(text) * _MULTIPLIER & _MASK)
-    whole = len(text) & ~7
-    for at in range(0, whole, 8):
+    words_end = len(text) & ~7
+    for at in range(0, words_end, 8):
         word = int.from_bytes(text[at : at + 8], "little") * _MULTIPLIER & _MASK
         value = (value ^ ((word ^ (word >> 47)) * _MULTIPLIER & _MASK)) * _MULTIPLIER & _MASK
-    if len(text) > whole:
-        value = (value ^ int.from_bytes(text[whole:], "little")) * _MULTIPLIER & _MASK
+    if len(text) > words_end:
+        value = (value ^ int.from_bytes(text[words_end:], "little")) * _MULTIPLIER & _MASK
     value = (value ^ (value >> 47)) * _MULTIPLIER & _MASK
     return value ^ (value >> 47)
 
 
-def _kept(hashes: Sequence[int]) -> list[int]:
+def _set_order(hashes: Sequence[int]) -> list[int]:
     """The hashes in the order of a set they were put into one by one.
 
     The set is one linked list; each bucket knows the node before its first. A new node goes to the front of its bucket, or,

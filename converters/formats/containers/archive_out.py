@@ -101,8 +101,8 @@ class ArchiveFile:
             content = members.get(f"data/{key}")
             if content is None:
                 raise RequestError(f"the storage {key!r} of a tensor in {self.name} is not there")
-            own = adopted.setdefault(key, f"{len(self._storages)}:{key}")
-            reference.value = (*reference.value[:2], own, "cpu", *reference.value[4:])
+            new_key = adopted.setdefault(key, f"{len(self._storages)}:{key}")
+            reference.value = (*reference.value[:2], new_key, "cpu", *reference.value[4:])
             self._storages[reference] = _Storage(len(content), content=content)
         return node
 

@@ -137,10 +137,10 @@ class WholeReader(StorageReader):
         tensors |= self._optimizer(args, tensors, megatron=megatron)
         tensors = distinct((*tensors.items(), *self._others().items()), self._what)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
-        own = "NeMo 1" if config and not args else "Megatron-LM"
+        megatron_framework = "NeMo 1" if config and not args else "Megatron-LM"
         archives = [file for file in self._storages.files if isinstance(file, PtFile)]
         self._problems += unread_tensors(archives, self._storages.arrays)
-        framework = own if megatron else "Hugging Face" if hugging else "torch"
+        framework = megatron_framework if megatron else "Hugging Face" if hugging else "torch"
         iteration = self._state.get("iteration")
         return Catalog(
             path=self._path,

@@ -84,15 +84,15 @@ class SafetensorsReader(WholeReader):
         files = [read_part(_read, folder, name, problems) for name in wanted]
         tensors: dict[str, FileTensor] = {}
         for file in files:
-            own, names = file.tensors, wanted[file.name]
+            stored, names = file.tensors, wanted[file.name]
             if names is not None:
-                own = promised(own, names, folder / file.name, INDEX, problems)
-            twice = next((name for name in own if name in tensors), None)
+                stored = promised(stored, names, folder / file.name, INDEX, problems)
+            twice = next((name for name in stored if name in tensors), None)
             if twice is not None:
                 two = f"{printable(tensors[twice].file.name)} and {printable(file.name)}"
                 hint = f"no model has both; to open one of them, name it: {quoted(folder / file.name)}"
                 raise FormatError(f"{printable(twice)} is in two files, {two}", tensor=twice, hint=hint)
-            tensors |= {name: FileTensor(ref, file) for name, ref in own.items()}
+            tensors |= {name: FileTensor(ref, file) for name, ref in stored.items()}
         what = INDEX if len(files) > 1 else files[0].name
         return cls(path, files, what, {"model": tensors}, _job(folder) if folder == path else {}, problems)
 

@@ -61,8 +61,8 @@ class TorchFileReader(WholeReader):
         tensors: dict[str, FileTensor] = {}
         problems: list[Problem] = []
         for file in files:
-            own = _tensors(file.tree, file)
-            tensors |= promised(own, wanted[file.name], path / file.name, INDEX, problems)
+            stored = _tensors(file.tree, file)
+            tensors |= promised(stored, wanted[file.name], path / file.name, INDEX, problems)
         return cls(path, files, INDEX, {"model": tensors}, {}, problems)
 
 

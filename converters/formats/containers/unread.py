@@ -20,19 +20,19 @@ _ELSEWHERE = ("step", "param_groups", "grad_scaler")
 
 
 def unread_tensors(
-    files: Sequence[PtFile], read: Iterable[tuple[int, str, str]], kept: Mapping[int, Node] | None = None
+    files: Sequence[PtFile], read: Iterable[tuple[int, str, str]], carried: Mapping[int, Node] | None = None
 ) -> list[Problem]:
     """Says which tensors of some files are lost when the checkpoint is converted.
 
     Args:
         files: Their trees.
         read: Position of the file, key and element type of every storage that tensors are read from.
-        kept: By position, a tree whose tensors are carried as they are.
+        carried: By position, a tree whose tensors are carried as they are.
     """
     used: dict[int, set[str]] = defaultdict(set)
     for position, key, _ in read:
         used[position].add(f"data/{key}")
-    for position, node in (kept or {}).items():
+    for position, node in (carried or {}).items():
         used[position] |= storages(node)
     unread: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for file in files:

@@ -222,8 +222,8 @@ class DcpReader(Reader):
                 rows = rows[rows >= 0]
                 for position in set(np.unique(self._record_file[rows]).tolist()) & bad.keys():
                     size = bad[position][1]
-                    mine = rows[self._record_file[rows] == position]
-                    if (size is None or (ends[mine] > size).any()) and name not in hit[position]:
+                    in_file = rows[self._record_file[rows] == position]
+                    if (size is None or (ends[in_file] > size).any()) and name not in hit[position]:
                         hit[position].append(name)
         out = []
         for position, (name, size, needed) in bad.items():

@@ -340,14 +340,14 @@ class Schema:
         fits = records.starts.ndim == ndim[records.owner]
         stray += self._describe(records, np.flatnonzero(~fits & (records.starts.ndim != OBJECT)))
         rows = np.flatnonzero(fits)
-        mine = records
+        tensor_records = records
         if len(rows) < len(fits):
-            mine = Records(records.owner[rows], records.starts.take(rows), records.location[rows])
-        matched = match(chunks, mine)
+            tensor_records = Records(records.owner[rows], records.starts.take(rows), records.location[rows])
+        matched = match(chunks, tensor_records)
         if len(matched.twice):
-            raise self.fail("two records for one chunk", self.keys[mine.owner[matched.twice[0]]])
-        stray += self._describe(mine, matched.unused)
-        location = np.concatenate([mine.location, [[-1, 0, 0]]])[matched.records]
+            raise self.fail("two records for one chunk", self.keys[tensor_records.owner[matched.twice[0]]])
+        stray += self._describe(tensor_records, matched.unused)
+        location = np.concatenate([tensor_records.location, [[-1, 0, 0]]])[matched.records]
         file = location[:, 0].astype(np.int32)
         starts, sizes = chunks.starts.at[matched.chunks], chunks.sizes.at[matched.chunks]
         bounds = np.searchsorted(chunks.owner[matched.chunks], np.arange(len(self.state) + 1)).tolist()

@@ -288,8 +288,9 @@ class WholeModel:
             axis = None
         for tail, sizes in _MLA_DOWN.items():
             if part.name.endswith(tail) and tp > 1:
-                whole = [self._args.get(name) for name in sizes]
-                split = all(type(n) is int for n in whole) and part.shape[0] * tp == sum(n or 0 for n in whole)
+                full_sizes = [self._args.get(name) for name in sizes]
+                stated = all(type(n) is int for n in full_sizes)
+                split = stated and part.shape[0] * tp == sum(n or 0 for n in full_sizes)
                 if self._mla_split not in (None, split):
                     raise FormatError(f"{part.name}: some down projections are divided over tp, others are not")
                 self._mla_split, axis = split, 0 if split else None

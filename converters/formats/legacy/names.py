@@ -172,16 +172,16 @@ def pieces(
         return [Piece(_numbered(part, offset), (rows, *shape[1:])) for part, rows in parts]
     name = _numbered(name, offset)
     if match := _SEQUENTIAL.fullmatch(name):
-        return [Piece(_whole(f"{match[1]}.{first_expert + int(match[2])}.{match[3]}"), shape)]
+        return [Piece(_canonical(f"{match[1]}.{first_expert + int(match[2])}.{match[3]}"), shape)]
     if match := _GROUPED.fullmatch(name):
         if match[4]:
             number = first_expert + int(match[4])
-            return [Piece(_whole(f"{match[1]}.{number}.{match[2]}.{match[3]}"), shape)]
+            return [Piece(_canonical(f"{match[1]}.{number}.{match[2]}.{match[3]}"), shape)]
         stem = (match[1], f"{match[2]}.{match[3]}")  # one tensor for all, experts along its first axis
-        return [Piece(_whole(f"{stem[0]}.{first_expert + i}.{stem[1]}"), shape[1:]) for i in range(shape[0])]
+        return [Piece(_canonical(f"{stem[0]}.{first_expert + i}.{stem[1]}"), shape[1:]) for i in range(shape[0])]
     if match := _STACKED.fullmatch(name):
         return _stacked(match, name, shape, first_expert, experts)
-    return [Piece(_whole(name), shape)]
+    return [Piece(_canonical(name), shape)]
 
 
 def _numbered(name: str, offset: int) -> str:
@@ -229,31 +229,31 @@ def _stacked(match: re.Match[str], name: str, shape: tuple[int, ...], first_expe
     return [Piece(f"{stem[0]}.{first_expert + i}.{stem[1]}", (rows, columns), True) for i in range(experts)]
 
 
-def _whole(name: str) -> str:
+def _canonical(name: str) -> str:
     parsed = parse_key(name)
     return name if parsed.axes else parsed.template.format()
 
 
-def segments(piece: Piece, mine: Sequence[Shard], order: QkvOrder | None) -> list[Box]:
+def segments(piece: Piece, shards: Sequence[Shard], order: QkvOrder | None) -> list[Box]:
     """Boxes of the whole tensor, in the order in which the piece's elements lie.
 
     Args:
         piece: From `pieces`.
-        mine: The rank's shards of that tensor, from `converters.megatron.split.shards`.
+        shards: Those of that tensor that the rank has, from `converters.megatron.split.shards`.
         order: For a fused query, key and value projection of an old checkpoint.
 
     Raises:
         FormatError: The shape of the piece is not that of the shards.
     """
-    mine = sorted(mine, key=lambda shard: shard.local.start)
-    extent = tuple(max(shard.local.stop[axis] for shard in mine) for axis in range(len(piece.shape)))
+    shards = sorted(shards, key=lambda shard: shard.local.start)
+    extent = tuple(max(shard.local.stop[axis] for shard in shards) for axis in range(len(piece.shape)))
     if extent != piece.shape:
         raise FormatError(f"{piece.name}: a rank has {list(piece.shape)} of it, {list(extent)} were expected")
     if piece.transposed:
-        return [_column(shard.box, n) for n in range(piece.shape[1]) for shard in mine]
+        return [_column(shard.box, n) for n in range(piece.shape[1]) for shard in shards]
     if order is not None and ".self_attention.linear_qkv." in piece.name and ".layer_norm_" not in piece.name:
-        return _qkv_rows(mine[0].box, order, piece.name)
-    return [shard.box for shard in mine]
+        return _qkv_rows(shards[0].box, order, piece.name)
+    return [shard.box for shard in shards]
 
 
 def _column(box: Box, number: int) -> Box:

@@ -183,11 +183,11 @@ def _of_algorithm(
     number: int, entries: Sequence[Any], algorithms: Sequence[Any], owned: Sequence[Owned]
 ) -> list[Owned]:
     """The parameters of one of several optimizers: the first algorithm has the matrices (optimizer/muon.py)."""
-    own = algorithms[number]
-    mine = [p for p in owned if _is_matrix(p) == (own == algorithms[0])]
+    current = algorithms[number]
+    mine = [p for p in owned if _is_matrix(p) == (current == algorithms[0])]
     if _for_experts(entries[number]):
         return [p for p in mine if p.expert]
-    apart = any(_for_experts(e) for e, algorithm in zip(entries, algorithms, strict=True) if algorithm == own)
+    apart = any(_for_experts(e) for e, algorithm in zip(entries, algorithms, strict=True) if algorithm == current)
     return [p for p in mine if not (apart and p.expert)]
 
 

@@ -90,13 +90,13 @@ def plain_optimizer(file: ArchiveFile, chain: Chain, what: str) -> Node:
     state: dict[int, Node] = {}
     groups, masters = [], []
     for group, positions in zip(chain.groups, members, strict=True):
-        mine = [parameters[position] for position in positions]
-        numbers = list(range(len(state), len(state) + len(mine)))
+        in_group = [parameters[position] for position in positions]
+        numbers = list(range(len(state), len(state) + len(in_group)))
         groups.append({**group, "params": numbers})
         masters.append(
-            [file.tensor(_state_of(p, "param", chain.states["param"])) for p in mine if p.dtype.name != "float32"]
+            [file.tensor(_state_of(p, "param", chain.states["param"])) for p in in_group if p.dtype.name != "float32"]
         )
-        for number, parameter in zip(numbers, mine, strict=True):
+        for number, parameter in zip(numbers, in_group, strict=True):
             state[number] = {
                 name: file.tensor(_state_of(parameter, name, kind))
                 for name, kind in chain.states.items()
@@ -143,7 +143,7 @@ def buffers(chain: Chain) -> Iterator[tuple[int, DType, list[LocalTensor]]]:
         by_type: dict[DType, list[LocalTensor]] = {}
         for parameter in parameters:
             by_type.setdefault(parameter.dtype, []).append(parameter)
-        yield from ((chunk, kind, mine) for kind, mine in by_type.items())
+        yield from ((chunk, kind, same_type) for kind, same_type in by_type.items())
 
 
 def flat_starts(parameters: Sequence[LocalTensor], rules: Rules) -> tuple[list[tuple[LocalTensor, int]], int]:

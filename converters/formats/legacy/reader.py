@@ -140,9 +140,9 @@ class LegacyReader(StorageReader):
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
         problems = [Problem("warning", text) for text in (*self._grid.notes, *model.warnings)]
         common = _common_tree(self._common_file, self._folder)
-        kept = {self._common_file.position: common}
+        carried = {self._common_file.position: common}
         problems += self._misplaced(tuple(tensors), model.layout)
-        problems += unread_tensors(self._archives, self._storages.arrays, kept)
+        problems += unread_tensors(self._archives, self._storages.arrays, carried)
         framework, config = find_framework(self._folder, facts, [])
         return Catalog(
             path=self._folder,
@@ -266,8 +266,8 @@ class LegacyReader(StorageReader):
                 f"{self._grid.folders[rank]}: {what}; which parameters each of them has is known for those "
                 "of Megatron-Core 0.16 without expert or context parallelism"
             )
-        whole = plain_members(optimizer_entries(files[0].tree), model.owned[rank], self._args, files[0].name)
-        dealt = dealt_members(whole, ranks)
+        all_members = plain_members(optimizer_entries(files[0].tree), model.owned[rank], self._args, files[0].name)
+        dealt = dealt_members(all_members, ranks)
         for file, members in zip(files, dealt, strict=True):
             locate_plain(optimizer_entries(file.tree), members, file, self._storages, collected)
         model_file = self._model_files[rank]  # holds those of data-parallel rank 0 once more

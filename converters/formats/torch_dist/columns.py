@@ -171,7 +171,7 @@ def _spread(number: NDArray[Any], table: Sequence[Sequence[int]]) -> NDArray[np.
     counts = np.asarray([len(row) for row in table], np.int64)
     flat = np.fromiter((value for row in table for value in row), np.int64, int(counts.sum()))
     begin = np.cumsum(counts) - counts
-    mine = counts[number]
-    ends = np.cumsum(mine)
-    out: NDArray[np.int64] = flat[np.repeat(begin[number] - (ends - mine), mine) + np.arange(int(ends[-1]))]
+    row_counts = counts[number]
+    ends = np.cumsum(row_counts)
+    out: NDArray[np.int64] = flat[np.repeat(begin[number] - (ends - row_counts), row_counts) + np.arange(int(ends[-1]))]
     return out

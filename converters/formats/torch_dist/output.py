@@ -61,11 +61,11 @@ class TorchDistOutput:
         ranks = sorted({*columns.ranks, *(b.rank for b in buckets), *(o.rank for o in objects)})
         number_of = {rank: number for number, rank in enumerate(ranks)}
         self._locate_objects(number_of)
-        own = np.asarray([number_of[rank] for rank in columns.ranks], np.int64)
-        same = len(own) == len(ranks)  # both ascend
-        self._file: NDArray[Any] = columns.file if same else own[columns.file]
+        numbers = np.asarray([number_of[rank] for rank in columns.ranks], np.int64)
+        same = len(numbers) == len(ranks)  # both ascend
+        self._file: NDArray[Any] = columns.file if same else numbers[columns.file]
         ends = self._begin.copy()
-        ends[own] += np.asarray(columns.sizes, np.int64)
+        ends[numbers] += np.asarray(columns.sizes, np.int64)
         self._bucket_file = np.asarray([number_of[b.rank] for b in buckets], np.int64)
         self._bucket_length = np.asarray([b.layout.length for b in buckets], np.int64)
         start, sizes = stack(self._bucket_file, self._bucket_length, len(ranks))
@@ -85,19 +85,19 @@ class TorchDistOutput:
     def _locate_objects(self, number_of: Mapping[int, int]) -> None:
         ends = [0] * len(number_of)
         self.object_spans: list[tuple[int, int]] = []
-        for thing in self._objects:
-            number = number_of[thing.rank]
+        for item in self._objects:
+            number = number_of[item.rank]
             self.object_spans.append((number, ends[number]))
-            ends[number] += thing.length
+            ends[number] += item.length
         self._begin = np.asarray(ends, np.int64)  # where the tensors of each file begin
 
     def _output_files(self, ranks: Sequence[int], sizes: Sequence[int]) -> list[OutputFile]:
         slices: list[list[Slice]] = [[] for _ in ranks]
-        for thing, (number, at) in zip(self._objects, self.object_spans, strict=True):
-            slices[number].append(Slice(at, thing.content))
+        for item, (number, at) in zip(self._objects, self.object_spans, strict=True):
+            slices[number].append(Slice(at, item.content))
         return [
-            OutputFile(f"__{rank}_0.distcp", size, slices=tuple(mine))
-            for rank, size, mine in zip(ranks, sizes, slices, strict=True)
+            OutputFile(f"__{rank}_0.distcp", size, slices=tuple(file_slices))
+            for rank, size, file_slices in zip(ranks, sizes, slices, strict=True)
         ]
 
     # ------------------------------------------------------------------ Routes
@@ -145,9 +145,9 @@ class TorchDistOutput:
             return total(self.reached(source, box))
         first = int(columns.first[number])
         volume = box.volume
-        kept = min(cut.shape[0], box.shape[0]) * (volume // box.shape[0]) if volume and box.shape else 1
+        elements = min(cut.shape[0], box.shape[0]) * (volume // box.shape[0]) if volume and box.shape else 1
         files = self._file[first : first + len(cut.boxes)].tolist()
-        return files, kept * cut.dtype.itemsize if volume else 0
+        return files, elements * cut.dtype.itemsize if volume else 0
 
     def digest(self) -> str:
         """See `Routes`."""
@@ -155,8 +155,8 @@ class TorchDistOutput:
         digest.update(self._in_buckets.digest().encode())
         for bucket in self.buckets:
             digest.update(f"{bucket.key}:{bucket.start}:{bucket.numel}@{bucket.rank};".encode())
-        for thing in self._objects:
-            digest.update(f"{thing.key}@{thing.rank};".encode())
+        for item in self._objects:
+            digest.update(f"{item.key}@{item.rank};".encode())
         for file, begin in zip(self.files, self._begin.tolist(), strict=True):
             digest.update(f"{file.name}:{begin}:{file.size};".encode())
         return digest.hexdigest()

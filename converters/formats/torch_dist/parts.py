@@ -78,10 +78,10 @@ class Cut:
         """
         parts = list(self._parts())
         copies = [Copy(source, kept, source, kept) for _, kept, _ in parts if kept.volume]
-        whole = Piece(
+        piece = Piece(
             source, self.dtype, self.shape, copies=copies, fills=[rest for _, _, rest in parts if rest.volume]
         )
-        prove([whole], {source: self.source_shape}, drops)
+        prove([piece], {source: self.source_shape}, drops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,9 +243,9 @@ class ChunkFiles:
         chunks = np.asarray(spec.chunks, np.int64)
         starts = index * chunks
         sizes = np.minimum(chunks, np.asarray(spec.shape, np.int64) - starts)
-        whole = all(n % chunk == 0 for n, chunk in zip(spec.shape, spec.chunks, strict=True))
+        all_full = all(n % chunk == 0 for n, chunk in zip(spec.shape, spec.chunks, strict=True))
         records = np.arange(first, first + len(self.cells), dtype=np.int64)
-        return StoredArray(key, spec.shape, starts, sizes, records, None if whole else spec.chunks)
+        return StoredArray(key, spec.shape, starts, sizes, records, None if all_full else spec.chunks)
 
     def file_name(self, position: int) -> str:
         """Name of the file of the chunk at a position in `cells`."""

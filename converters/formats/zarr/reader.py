@@ -211,7 +211,7 @@ def _shards(key: str, entries: Mapping[str, Entry], *, follow: bool) -> Iterator
         if not entry.is_file(follow_symlinks=follow):
             raise FormatError(f"{printable(f'{key}/{entry.name}')} is not a regular file")
         if len(grid) == len(offset) - 1:
-            grid = [*grid, 1 + max(other[-1] for other, *_ in shards)]
+            grid = [*grid, 1 + max(position[-1] for position, *_ in shards)]
         text = f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
         yield object_info(text, f"{key}/{entry.name}", 0, entry.stat().st_size, wrapped=False)
 
