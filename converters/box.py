@@ -99,8 +99,7 @@ class Box:
         for low in range(self.start[axis], self.start[axis] + self.shape[axis], size):
             n = min(size, self.start[axis] + self.shape[axis] - low)
             yield Box(
-                (*self.start[:axis], low, *self.start[axis + 1 :]),
-                (*self.shape[:axis], n, *self.shape[axis + 1 :]),
+                (*self.start[:axis], low, *self.start[axis + 1 :]), (*self.shape[:axis], n, *self.shape[axis + 1 :])
             )
 
     def __str__(self) -> str:
@@ -160,14 +159,14 @@ def run_starts(first: int, outer: Sequence[tuple[int, int]]) -> Iterator[int]:
         yield first + sum(steps)
 
 
-def straight(box: Box, shape: Sequence[int]) -> Iterator[Box]:
+def contiguous_boxes(box: Box, shape: Sequence[int]) -> Iterator[Box]:
     """Boxes that tile `box`, each one run of a C-order array of `shape`; coordinates and order are those of the array."""
     if not runs(box, shape)[2]:
         yield box
         return
     axis = next(axis for axis, n in enumerate(box.shape) if n > 1)
     for part in box.split(axis, 1):
-        yield from straight(part, shape)
+        yield from contiguous_boxes(part, shape)
 
 
 def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
@@ -267,7 +266,7 @@ def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
 
 
 def _weighed(boxes: Sequence[Box], shape: Sequence[int] | None = None) -> bool:
-    """Whether many boxes are seen at once to tile an array of `shape`, or what their corners span."""
+    """Whether boxes, if they are many, tile an array of `shape`, by default the box that encloses them; False: unknown."""
     if len(boxes) <= _FEW:
         return False
     starts = np.array([box.start for box in boxes], np.int64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from converters.box import Box, flat_range, runs, straight, strides
+from converters.box import Box, contiguous_boxes, flat_range, runs, strides
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -187,7 +187,9 @@ class Part:
             yield Box(tuple(start[depth:]), tuple(size[depth:])), base
             return
         inside = Box((0,) * (len(size) - depth), tuple(size[depth:]))
-        for box in straight(inside, extent[depth:]):  # one, but for a chunk that ends before its record's rows do
+        for box in contiguous_boxes(
+            inside, extent[depth:]
+        ):  # one, but for a chunk that ends before its record's rows do
             yield box.shifted(start[depth:]), base + runs(box, extent[depth:])[0]
 
     def _flattened(self, start: list[int], size: list[int]) -> Iterator[tuple[Box, int]]:

@@ -20,7 +20,7 @@ _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 
 
 def damaged_file(folder: Path, files: dict[str, str], *details: str) -> DamagedFileError:
-    """The error that says so, with what to type next."""
+    """The error for files of a checkpoint that are missing or damaged, with what to type next."""
     hint = f"distckpt verify {quoted(folder)} compares with integrity.json, if there is one; restore it from a copy"
     return DamagedFileError(str(folder), files, details=details, hint=hint)
 

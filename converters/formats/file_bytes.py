@@ -114,7 +114,7 @@ def _array(name: str, size: int, record: int) -> TensorInfo:
 
 
 def _between(ranges: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """What of a file no range names."""
+    """The ranges of a file between given ones: `(first byte, one past the last)`."""
     at = 0
     for start, end in sorted(ranges):
         if start > at:

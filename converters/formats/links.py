@@ -45,10 +45,10 @@ def _checkpoint_of(path: Path) -> Path | None:
 
 
 def followed_links(paths: Iterable[Path]) -> Iterator[str]:
-    """Where those of some files really are that are links followed out of a checkpoint: a replaced target shows in it.
+    """For each path that a followed link leads out of its checkpoint: where it is, and what changes if that is replaced.
 
     Raises:
-        OSError: One cannot be asked.
+        OSError: A file cannot be asked for its size and time.
     """
     for path in paths if _followed else ():
         root = _checkpoint_of(path)

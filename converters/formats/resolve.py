@@ -284,8 +284,7 @@ def _unknown(folder: Path, checkpoints: list[Path]) -> FormatError:
         return FormatError(f"{printable(str(folder))} is empty")
     if checkpoints:
         return FormatError(
-            f"{printable(str(folder))} holds {len(checkpoints)} checkpoints",
-            hint=f"name one: {quoted(checkpoints[0])}",
+            f"{printable(str(folder))} holds {len(checkpoints)} checkpoints", hint=f"name one: {quoted(checkpoints[0])}"
         )
     return FormatError(
         f"{printable(str(folder))} is not a checkpoint that distckpt knows",

@@ -1,6 +1,6 @@
 """Arithmetic on elements: numpy on one block at a time, an array of one dimension that stays in the processor's cache.
 
-    rows = examined(Arithmetic(), examine, bits)        # examine(on, bits) -> numbers of a block
+    rows = examine_blocks(Arithmetic(), examine, bits)        # examine(on, bits) -> numbers of a block
 
 The answers are the same on every processor: what happens to an element alone (difference, product, quotient, comparison,
 rounding to nearest) is defined by IEEE 754, in fp32 and fp64, denormals included, and each is a step of its own that no
@@ -39,12 +39,7 @@ UNSIGNED: dict[int, np.dtype[Any]] = {
 }
 """What elements are held as, by their size in bytes: values are moved, not looked at."""
 CASTABLE = ("float64", "float32", "float16", "bfloat16")
-_QUIET = {
-    "float64": 0x7FF8000000000000,
-    "float32": 0x7FC00000,
-    "float16": 0x7E00,
-    "bfloat16": 0x7FC0,
-}
+_QUIET = {"float64": 0x7FF8000000000000, "float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
 
 
 class Arithmetic:
@@ -164,7 +159,7 @@ def unequal(
     return np.count_nonzero(differs), differs.argmax()
 
 
-def examined(on: Arithmetic, examine: Examine, *arrays: Bits) -> NDArray[np.float64]:
+def examine_blocks(on: Arithmetic, examine: Examine, *arrays: Bits) -> NDArray[np.float64]:
     """What `examine` finds in each block of elements that lie in memory: a row for each."""
     flat = [array.reshape(-1) for array in arrays]
     with np.errstate(all="ignore"):

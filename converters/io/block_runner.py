@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.io.arithmetic import Arithmetic, examined
+from converters.io.arithmetic import Arithmetic, examine_blocks
 from converters.io.gather import Gatherer
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class TileChecker:
         self._check()
         arrays = [np.ascontiguousarray(read(g)) for g, read in zip(self._gatherers, reads, strict=False)]
         self._moved(sum(array.nbytes for array in arrays))
-        question.add(tile, examined(self._arithmetic, question, *arrays), arrays)
+        question.add(tile, examine_blocks(self._arithmetic, question, *arrays), arrays)
 
     def close(self) -> None:
         """Closes all files."""

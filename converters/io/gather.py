@@ -23,7 +23,7 @@ from converters.crc import crc32
 from converters.errors import FormatError
 from converters.formats.folder import open_source
 from converters.formats.source_file import SourceFile, read_failure
-from converters.io.arithmetic import UNSIGNED, Arithmetic, examined
+from converters.io.arithmetic import UNSIGNED, Arithmetic, examine_blocks
 from converters.io.low_rank import add_product
 from converters.io.padding import mean_row
 from converters.io.questions import RoundsTo
@@ -216,7 +216,7 @@ class Gatherer:
             beside = self._beside[: part.volume * size].view(UNSIGNED[size]).reshape(part.shape)
             self._fill(weight, part, beside, checked=False)
             have, question = elements[part.relative_to(box.start).slices], RoundsTo(master, weight)
-            question.add(part, examined(self._arithmetic, question, have, beside), (have, beside))
+            question.add(part, examine_blocks(self._arithmetic, question, have, beside), (have, beside))
             question.refuse(part.volume)
 
     def payload(self, record: int) -> Payload:

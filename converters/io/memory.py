@@ -67,10 +67,7 @@ def workers_and_memory(threads: int | None, max_memory: int | None, *sources: Pa
     """
     distant = any(isinstance(source, RemotePath) for source in sources)
     usual = _REQUESTS_AT_ONCE if distant else default_threads()
-    return (
-        usual if threads is None else threads,
-        (512 if distant else 64) * MIB if max_memory is None else max_memory,
-    )
+    return (usual if threads is None else threads, (512 if distant else 64) * MIB if max_memory is None else max_memory)
 
 
 def cores() -> int:

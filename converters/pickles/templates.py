@@ -265,7 +265,7 @@ def _occurrences(raw: NDArray[np.uint8], head: bytes) -> Ints:
 
 
 class _Search:
-    """All places at once, walking through the template; those that do not fit drop out."""
+    """Walks through a template at all candidate places at once; those that do not fit drop out."""
 
     def __init__(self, raw: NDArray[np.uint8], starts: Ints, slots: int) -> None:
         self.raw = raw
@@ -282,7 +282,7 @@ class _Search:
             self.live, self.at = self.live[fits], self.at[fits]
 
     def constant(self, part: bytes) -> None:
-        """The bytes are these."""
+        """Keeps the places where a constant stands next."""
         self.keep(self.at < self.size - len(part) - _MARGIN)
         fits = np.ones(len(self.at), bool)
         for shift, byte in enumerate(part):

@@ -181,18 +181,7 @@ class Job:
         kinds = {kind for kind in kinds if kind[2] not in (Op.QUANTIZE, Op.SCALES)}  # these on the host
         computes = any(old != new or op in (Op.ADD_ONE, Op.SUBTRACT_ONE) for old, new, op in kinds)
         computes = computes or any(info.shift for info in used.values())
-        return cls(
-            used,
-            routes,
-            files,
-            digest.hexdigest(),
-            tile,
-            threads,
-            peak,
-            computes,
-            seals,
-            source_fingerprint,
-        )
+        return cls(used, routes, files, digest.hexdigest(), tile, threads, peak, computes, seals, source_fingerprint)
 
     @cached_property
     def task_table(self) -> TaskTable:

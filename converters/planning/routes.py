@@ -180,12 +180,12 @@ def landing(copy: Copy, part: Box) -> Box:
     if copy.op is Op.TRANSPOSE:
         inner, shape = inner.flipped, shape[::-1]
     if shape != copy.target_box.shape:
-        inner = _reaxed(inner, shape, copy.target_box.shape)
+        inner = _with_axes(inner, shape, copy.target_box.shape)
     return inner.shifted(copy.target_box.start)
 
 
-def _reaxed(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
-    # the two shapes differ in axes of length 1 only, as `plan.prove` has checked
+def _with_axes(inner: Box, old: tuple[int, ...], new: tuple[int, ...]) -> Box:
+    """The box with the axes of length 1 that `new` has; `plan.prove` has checked that the shapes differ in no other."""
     axes = iter([(a, n) for a, n, m in zip(inner.start, inner.shape, old, strict=True) if m != 1])
     pairs = [next(axes) if m != 1 else (0, 1) for m in new]
     return Box(tuple(a for a, _ in pairs), tuple(n for _, n in pairs))

@@ -226,7 +226,7 @@ def _tensor_pickle(dtype: DType, shape: tuple[int, ...]) -> bytes:
 
 
 @lru_cache(maxsize=1024)
-def named(module: str, name: str) -> Global:
+def global_node(module: str, name: str) -> Global:
     """A global; always the same node, as a pickle says a second time only that it is the first one again."""
     return Global(module, name)
 
@@ -234,8 +234,8 @@ def named(module: str, name: str) -> Global:
 def storage_node(dtype: DType, key: str, numel: int) -> PersId:
     """A storage of `numel` elements, as torch.save refers to it."""
     if dtype.storage is not None:
-        return PersId(("storage", named("torch", dtype.storage), key, "cpu", numel))
-    return PersId(("storage", named("torch.storage", "UntypedStorage"), key, "cpu", numel * dtype.itemsize))
+        return PersId(("storage", global_node("torch", dtype.storage), key, "cpu", numel))
+    return PersId(("storage", global_node("torch.storage", "UntypedStorage"), key, "cpu", numel * dtype.itemsize))
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -258,7 +258,7 @@ def tensor_node(
     """
     strides = c_strides(shape) if strides is None else strides
     sizes = tuple(iter(shape))  # a tuple of its own: a pickle says of one that it knows that it is the same
-    args = (storage, offset, sizes, strides, False, Obj(named("collections", "OrderedDict"), ()))
+    args = (storage, offset, sizes, strides, False, Obj(global_node("collections", "OrderedDict"), ()))
     if dtype.storage is not None:
-        return Obj(named("torch._utils", "_rebuild_tensor_v2"), args)
-    return Obj(named("torch._utils", "_rebuild_tensor_v3"), (*args, named("torch", dtype.name)))
+        return Obj(global_node("torch._utils", "_rebuild_tensor_v2"), args)
+    return Obj(global_node("torch._utils", "_rebuild_tensor_v3"), (*args, global_node("torch", dtype.name)))

@@ -10,7 +10,7 @@ import pytest
 from converters.box import Box
 from converters.comparison.values import Difference, DifferenceOf, Tolerance, prepared, prepared_type
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, Arithmetic, examined, rounded, widened
+from converters.io.arithmetic import BLOCK, Arithmetic, examine_blocks, rounded, widened
 from converters.planning.plan import Op
 
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -26,7 +26,7 @@ def bits_of(values, name):
 def compare(a, b, kind_a, kind_b, tolerance=None):
     """What the check of `diff` finds in two arrays, as one tile."""
     check, arrays = DifferenceOf(kind_a, kind_b, tolerance), [np.ascontiguousarray(a), np.ascontiguousarray(b)]
-    check.add(Box.whole(a.shape), examined(Arithmetic(), check, *arrays), arrays)
+    check.add(Box.whole(a.shape), examine_blocks(Arithmetic(), check, *arrays), arrays)
     return check.total
 
 

@@ -49,7 +49,7 @@ def test_a_device_that_is_wrong_fails(asked, monkeypatch):
 
         def turn(self, work):
             cells = dict(zip(work.__code__.co_freevars, work.__closure__ or (), strict=True))
-            for name in ("there", "out"):
+            for name in ("target", "out"):
                 if name in cells:
                     cells[name].cell_contents.reshape(-1).view(torch.uint8)[0] ^= 1
 

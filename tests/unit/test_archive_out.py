@@ -25,7 +25,7 @@ from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
 from converters.planning.job import Job
 from converters.planning.plan import Copy, Op, Piece, end_to_end
 from converters.torchzip.records import Payload
-from converters.torchzip.records_out import named, tensor_node
+from converters.torchzip.records_out import global_node, tensor_node
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -218,7 +218,10 @@ def test_what_another_archive_held_is_adopted(tmp_path):
 
 def test_a_file_without_streamed_tensors(tmp_path):
     file = ArchiveFile("args.pt")
-    file.tree = {"dtype": named("torch", "bfloat16"), "t": file.literal(dtype("int64"), (), (5).to_bytes(8, "little"))}
+    file.tree = {
+        "dtype": global_node("torch", "bfloat16"),
+        "t": file.literal(dtype("int64"), (), (5).to_bytes(8, "little")),
+    }
     written = write(tmp_path, {"unused": torch.zeros(1)}, [file])["args.pt"]
     assert same_as_torch(written, {"dtype": torch.bfloat16, "t": torch.tensor(5)}, tmp_path / "args.pt")
 

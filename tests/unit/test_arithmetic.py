@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from converters.dtypes import dtype
-from converters.io.arithmetic import BLOCK, CASTABLE, Arithmetic, examined, rounded, unequal, widened
+from converters.io.arithmetic import BLOCK, CASTABLE, Arithmetic, examine_blocks, rounded, unequal, widened
 from converters.verification.values import count
 from harness.checkpoints import golden, run_cli
 
@@ -35,7 +35,7 @@ def elements(name, size, seed):
 @pytest.mark.parametrize("name", FLOATS)
 def test_statistics(name):
     kind, bits = dtype(name), elements(name, BLOCK + 5, 1)
-    rows = examined(Arithmetic(), lambda on, x: count(on, x, kind), bits)
+    rows = examine_blocks(Arithmetic(), lambda on, x: count(on, x, kind), bits)
     values = widened(bits, kind)
     finite = values[np.isfinite(values)]
     least = torch.finfo(getattr(torch, name)).smallest_normal if kind.itemsize > 1 else 0.0
@@ -54,7 +54,7 @@ def test_masters_beside_weights(kinds):
     a = elements(kinds[0], BLOCK + 300, 0)
     b = rounded(a, kind_a, kind_b).copy()
     b[[5, 300, BLOCK + 1]] ^= 1
-    rows = examined(Arithmetic(), lambda on, x, y: unequal(on, x, y, kind_a, kind_b), a, b)
+    rows = examine_blocks(Arithmetic(), lambda on, x, y: unequal(on, x, y, kind_a, kind_b), a, b)
     assert rows[:, 0].tolist() == [2, 1]
     assert rows[0, 1] == 5
 

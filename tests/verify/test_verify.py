@@ -24,7 +24,7 @@ from converters.errors import Interrupted, RequestError
 from converters.events import FileDone, Moved, PlanReady, StopFlag
 from converters.execute.manifest import MEGATRON, read_manifest, write_manifest
 from converters.formats import open_checkpoint
-from converters.io.arithmetic import Arithmetic, examined
+from converters.io.arithmetic import Arithmetic, examine_blocks
 from converters.optimizer.state import optimizer_state
 from converters.pickles import fields
 from converters.verification.report import Check
@@ -375,7 +375,9 @@ def stats_of(values: np.ndarray, kind: str = "float32") -> tuple[TensorInfo, dic
     for part in (values.reshape(-1)[:half], values.reshape(-1)[half:]):
         bits = part.view(f"u{values.itemsize}")
         one.add(
-            Box.whole(bits.shape), examined(Arithmetic(), lambda on, block: count(on, block, info.dtype), bits), [bits]
+            Box.whole(bits.shape),
+            examine_blocks(Arithmetic(), lambda on, block: count(on, block, info.dtype), bits),
+            [bits],
         )
     return info, one.document()
 

@@ -50,10 +50,10 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
     return dict(sorted(shards.items()))
 
 
-def promised(
+def indexed_tensors(
     tensors: Mapping[str, _V], wanted: Sequence[str], file: Path, index: str, problems: list[Problem]
 ) -> dict[str, _V]:
-    """What an index promises of a shard, of all that the shard holds.
+    """Those tensors of a shard that the index names.
 
     Args:
         problems: That the shard holds more is noted here, with the names.

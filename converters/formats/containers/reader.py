@@ -135,7 +135,7 @@ class WholeReader(StorageReader):
         args = _arguments(self._state.get("args"))
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
         tensors |= self._optimizer(args, tensors, megatron=megatron)
-        tensors = distinct((*tensors.items(), *self._others().items()), self._what)
+        tensors = unique_names((*tensors.items(), *self._others().items()), self._what)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
         megatron_framework = "NeMo 1" if config and not args else "Megatron-LM"
         archives = [file for file in self._storages.files if isinstance(file, PtFile)]
@@ -202,7 +202,7 @@ class WholeReader(StorageReader):
             if tensors and "rng_" in key:
                 self._details["random states"] = "not looked at"
             else:
-                out |= {name: self._tensor(name, t, "other") for name, t in distinct(tensors, self._what).items()}
+                out |= {name: self._tensor(name, t, "other") for name, t in unique_names(tensors, self._what).items()}
         return out
 
     def _optimizer(
@@ -277,7 +277,7 @@ def entries(node: Node) -> list[tuple[Node, Node]]:
         return []
 
 
-def distinct(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
+def unique_names(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
     """A dictionary of names that must be different.
 
     Raises:

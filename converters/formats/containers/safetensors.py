@@ -18,7 +18,7 @@ from converters.dtypes import from_safetensors
 from converters.errors import FormatError
 from converters.formats.broken import read_part
 from converters.formats.containers.archive import FileTensor
-from converters.formats.containers.index import promised, read_index
+from converters.formats.containers.index import indexed_tensors, read_index
 from converters.formats.containers.reader import WholeReader
 from converters.formats.folder import exists, is_folder, listing, open_source
 from converters.formats.plain_json import parse_json, read_json
@@ -86,7 +86,7 @@ class SafetensorsReader(WholeReader):
         for file in files:
             stored, names = file.tensors, wanted[file.name]
             if names is not None:
-                stored = promised(stored, names, folder / file.name, INDEX, problems)
+                stored = indexed_tensors(stored, names, folder / file.name, INDEX, problems)
             twice = next((name for name in stored if name in tensors), None)
             if twice is not None:
                 two = f"{printable(tensors[twice].file.name)} and {printable(file.name)}"

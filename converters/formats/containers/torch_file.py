@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.broken import read_part
 from converters.formats.containers.archive import FileTensor, PtFile
-from converters.formats.containers.index import promised, read_index
-from converters.formats.containers.reader import WholeReader, distinct, entries
+from converters.formats.containers.index import indexed_tensors, read_index
+from converters.formats.containers.reader import WholeReader, entries, unique_names
 from converters.formats.folder import exists, is_folder
 from converters.names import printable
 from converters.pickles import Obj, PickleFormatError, pairs
@@ -62,13 +62,13 @@ class TorchFileReader(WholeReader):
         problems: list[Problem] = []
         for file in files:
             stored = _tensors(file.tree, file)
-            tensors |= promised(stored, wanted[file.name], path / file.name, INDEX, problems)
+            tensors |= indexed_tensors(stored, wanted[file.name], path / file.name, INDEX, problems)
         return cls(path, files, INDEX, {"model": tensors}, {}, problems)
 
 
 def _tensors(node: Node, file: PtFile) -> dict[str, FileTensor]:
     """Every tensor in a tree, by its name."""
-    return distinct(((name, FileTensor(ref, file)) for name, ref in _flattened(node, file.name)), file.name)
+    return unique_names(((name, FileTensor(ref, file)) for name, ref in _flattened(node, file.name)), file.name)
 
 
 def _split(file: PtFile) -> tuple[dict[str, dict[str, FileTensor]], dict[Any, Node]]:

@@ -37,7 +37,7 @@ def unread_tensors(
     unread: dict[tuple[str, ...], list[tuple[str, int]]] = {}
     for file in files:
         lost: dict[str, set[str]] = defaultdict(set)
-        for top, node in _looked_at(file.tree):
+        for top, node in _nodes_to_read(file.tree):
             lost[top] |= storages(node) - used[file.position]
         tops = tuple(top for top, keys in lost.items() if keys)
         if tops:
@@ -58,8 +58,8 @@ def storages(node: Node) -> set[str]:
     return {f"data/{v[2]}" for v in values if isinstance(v, tuple) and len(v) == 5 and isinstance(v[2], str)}
 
 
-def _looked_at(tree: Node) -> Iterable[tuple[str, Node]]:
-    """Everything that is no dictionary, with the first key on the way to it; without what is known to lie elsewhere."""
+def _nodes_to_read(tree: Node) -> Iterable[tuple[str, Node]]:
+    """The leaves of nested dictionaries whose tensors a reader should read, each with the first key on the way to it."""
     left: list[tuple[str, Node]] = [("", tree)]
     seen: set[int] = set()
     while left:

@@ -146,7 +146,7 @@ def _shape(node: Any) -> tuple[int, ...]:
 def _split(
     info: TensorInfo, prefix: str, inner: list[tuple[str, tuple[int, ...], int]], state: str
 ) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensors in a flat one; none if it is not what the description is of, as a step is not."""
+    """The tensors in a flat parameter or a state of one; none of a state with another shape, such as a step."""
     (part,) = info.parts
     if len(info.shape) != 1 or not isinstance(part, Part):
         return

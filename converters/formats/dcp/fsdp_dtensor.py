@@ -166,14 +166,18 @@ class FsdpDtensorReader(DcpReader):
         grid = tuple(1 + max(axis) for axis in zip(*parts_of, strict=True)) if parts_of else ()
         if (args.get("expert_model_parallel_size") or 1) != 1 or len(parts_of) != (grid[0] * grid[1] if grid else 0):
             return {}
-        out = {}
+        out: dict[str, tuple[ObjectInfo, dict[str, KeyPath]]] = {}
         for rank, parts in sorted(parts_of.items()):
-            name = f"rng_state/shard_{rank[0]}.{rank[1]}_{grid[0]}.{grid[1]}"
-            first = next((self.metadata.objects[key] for key in parts if key in self.metadata.objects), None)
-            if first is not None and first.file >= 0:
-                file = self.metadata.files[first.file]
-                out[name] = (object_info(name, file, first.offset, first.length, wrapped=False), parts)
+            out |= self._joint_object(f"rng_state/shard_{rank[0]}.{rank[1]}_{grid[0]}.{grid[1]}", parts)
         return out
+
+    def _joint_object(self, name: str, parts: dict[str, KeyPath]) -> dict[str, tuple[ObjectInfo, dict[str, KeyPath]]]:
+        """An object that is stored under several keys, located where the first of them is; empty if that is nowhere."""
+        first = next((self.metadata.objects[key] for key in parts if key in self.metadata.objects), None)
+        if first is None or first.file < 0:
+            return {}
+        file = self.metadata.files[first.file]
+        return {name: (object_info(name, file, first.offset, first.length, wrapped=False), parts)}
 
     def _extra_states(self) -> dict[str, tuple[ObjectInfo, dict[str, KeyPath]]]:
         """TransformerEngine's, of each module; Megatron-FSDP drops them, torch's FSDP2 does not."""

@@ -18,7 +18,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Problem
-from converters.formats.canonical import object_info
 from converters.formats.dcp.fsdp_dtensor import FsdpDtensorReader
 from converters.formats.legacy.groups import group_members
 from converters.megatron.buffers import Misfit
@@ -125,8 +124,4 @@ class MegatronDcpReader(FsdpDtensorReader):
         """One state for all ranks: that of a job without tensor and pipeline parallelism."""
         sizes = [args.get(f"{axis}_model_parallel_size") or 1 for axis in ("tensor", "pipeline", "expert")]
         parts = {key: ("rng_state", "", *path[1:]) for key, path in self._paths.items() if path[0] == "rng_state"}
-        first = next((self.metadata.objects[key] for key in parts if key in self.metadata.objects), None)
-        if sizes != [1, 1, 1] or first is None or first.file < 0:
-            return {}
-        name, file = "rng_state/shard_0.0_1.1", self.metadata.files[first.file]
-        return {name: (object_info(name, file, first.offset, first.length, wrapped=False), parts)}
+        return self._joint_object("rng_state/shard_0.0_1.1", parts) if sizes == [1, 1, 1] else {}

@@ -186,7 +186,7 @@ class _Pickle:
         self.memo[text] = len(self.memo)
 
     def named(self, module: str, name: str) -> None:
-        """Something in a module."""
+        """A class or function by its module and name."""
         number = self.memo.get((module, name))
         if number is not None:
             self.raw(b"j" + struct.pack("<I", number))

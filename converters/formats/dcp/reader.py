@@ -202,7 +202,7 @@ class DcpReader(Reader):
         listed = {info.name for info in infos}
         for name, size in sorted(self._sizes.items()):
             if name not in listed:
-                role = _role(name)
+                role = "unreferenced" if name.endswith(".distcp") else _ROLES.get(name.rpartition("/")[2], "other")
                 infos.append(FileInfo(name, size, role=role))
                 if role == "unreferenced":
                     text = f"{printable(name)} ({size} bytes) belongs to no record; left over from another save?"
@@ -255,10 +255,6 @@ _ROLES = {
     "run_config.yaml": "configuration",
     "train_state.pt": "configuration",
 }
-
-
-def _role(name: str) -> str:
-    return "unreferenced" if name.endswith(".distcp") else _ROLES.get(name.rpartition("/")[2], "other")
 
 
 def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:

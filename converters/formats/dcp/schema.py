@@ -238,7 +238,7 @@ class Schema:
         return Points(np.zeros((len(batch.run), 0), np.int64), np.full(len(batch.run), OBJECT, np.int8))
 
     def _points(self, node: Node, batch: Batch, rows: Ints | None = None) -> Points:
-        """The shapes or offsets at one place of each item (of some of them)."""
+        """The shapes or offsets that a node of the batch's tree stands for, of all items or of the given rows."""
         count = len(batch.run) if rows is None else len(rows)
         if type(node) is Slot and node.is_ref:
             return self._referred(batch.values[node.index] if rows is None else batch.values[node.index][rows])

@@ -125,7 +125,7 @@ class Points:
         return Points(at, np.concatenate([np.zeros(0, np.int8), *(part.ndim for part in parts)]))
 
     def take(self, rows: Ints) -> Points:
-        """Some of them."""
+        """The points of some rows."""
         return Points(self.at[rows], self.ndim[rows])
 
 

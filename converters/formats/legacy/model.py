@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.catalog import Catalog
 from converters.errors import FormatError, RequestError, UnsupportedError
 from converters.formats.containers.archive import FileTensor
-from converters.formats.legacy.names import (
-    Piece,
-    QkvOrder,
-    layer_number,
-    local_experts,
-    module_order,
-    pieces,
-    segments,
-)
+from converters.formats.legacy.names import Piece, QkvOrder, layer_number, local_experts, module_order, pieces, segments
 from converters.formats.legacy.optimizer import Owned
 from converters.formats.legacy.rank_model import EXTRA
 from converters.megatron.buffers import Local

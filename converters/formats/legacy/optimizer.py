@@ -197,7 +197,7 @@ def _for_experts(entry: Any) -> bool:
 
 
 def _is_matrix(parameter: Owned) -> bool:
-    """Not what carries `is_embedding_or_output_parameter`."""
+    """Whether Muon trains it: a matrix that Megatron does not mark as `is_embedding_or_output_parameter`."""
     outer = ("word_embeddings.weight", "embedding.position_embeddings.weight", "output_layer.weight")
     return len(parameter.shape) == 2 and not parameter.key.endswith(outer)
 
@@ -257,7 +257,7 @@ class FlatFile:
         return StoredFlat(self.storages.array(self.file, ref, what), ref.dtype, ref.offset, ref.shape[0])
 
     def _rules(self, chunk: int, *, expert: bool) -> Iterator[Rules]:
-        """How they may have been cut, the likeliest first: the version that wrote the file is not known."""
+        """The rules by which the buffers may have been cut, the likeliest first: the version of the writer is not known."""
         first = Rules.of(self.args, self.layout, lambda _: self.first_numel, self.pp, chunk, experts=expert)
         yield from (replace(first, align=align, early=early) for align in (64, 1) for early in (False, True))
 

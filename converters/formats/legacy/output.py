@@ -26,7 +26,7 @@ from converters.megatron.rank_state_dict import LocalTensor
 from converters.names import StateName
 from converters.pickles import Obj
 from converters.planning.plan import end_to_end
-from converters.torchzip.records_out import named, tensor_node
+from converters.torchzip.records_out import global_node, tensor_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ def model_state(file: ArchiveFile, entries: Iterable[tuple[str, LocalTensor | No
         file: The file that it goes into.
         entries: Names with tensors, or with what the file holds already.
     """
-    state = Obj(named("collections", "OrderedDict"))
+    state = Obj(global_node("collections", "OrderedDict"))
     state.pairs = []
     for name, value in entries:
         if isinstance(value, LocalTensor):
@@ -116,7 +116,7 @@ def flat_optimizer(file: ArchiveFile, chain: Chain) -> Node:
 
 
 def flat_state(file: ArchiveFile, chain: Chain, rules: Callable[[int], Rules]) -> dict[Any, Node]:
-    """What `distrib_optim.pt` has of it: the flat buffers.
+    """What `distrib_optim.pt` has of a distributed optimizer: the flat buffers.
 
     Args:
         file: The file that they go into.
@@ -133,7 +133,7 @@ def flat_state(file: ArchiveFile, chain: Chain, rules: Callable[[int], Rules]) -
             storage = file.storage(end_to_end(pieces, dtype("float32"), numel))
             states[state] = tensor_node(storage, dtype("float32"), (numel,))
         states["numel_unpadded"] = numel
-        out[number] = {(named("torch", kind.name), named("torch", grad)): states}
+        out[number] = {(global_node("torch", kind.name), global_node("torch", grad)): states}
     return out
 
 

@@ -74,7 +74,7 @@ class TorchDistOutput:
         self.files = self._output_files(ranks, (ends + sizes).tolist())
 
     def _located_pieces(self) -> Iterator[tuple[Piece, Location]]:
-        """What is in the buckets' records."""
+        """The pieces of the buckets, each with its place in the files."""
         for number, bucket in enumerate(self.buckets):
             inside, record = 0, self.columns.records + number
             begin = int(self._bucket_start[number]) + len(bucket.layout.prefix)
@@ -261,5 +261,5 @@ class TorchDistOutput:
 
 
 def _zero_bytes(piece: Piece) -> Iterator[tuple[int, int]]:
-    """What no source fills of a record; one without elements is to be sealed all the same."""
+    """`(first byte, bytes)` of a record that no source fills; `(0, 0)` for one without elements: it is sealed, too."""
     return piece.zero_bytes() if piece.nbytes else iter([(0, 0)])

@@ -61,10 +61,8 @@ _NEEDED_3 = {
     "codecs",
 }
 _ALLOWED_3 = _NEEDED_3 | {"attributes", "dimension_names", "storage_transformers"}
-_RAW_3 = (
-    [{"name": "bytes"}],
-    [{"name": "bytes", "configuration": {"endian": "little"}}],
-)  # codecs that leave all as it is
+# codecs that leave all as it is
+_RAW_3 = ([{"name": "bytes"}], [{"name": "bytes", "configuration": {"endian": "little"}}])
 _LIMIT = 1 << 62
 _NUMPY = re.compile(r"[<>|=](?:[biufcmMSUV]\d+|O)")  # types that numpy spells
 
