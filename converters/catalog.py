@@ -158,6 +158,11 @@ class ObjectInfo:
     length: int
     wrapped: bool = True
 
+    @property
+    def of_optimizer(self) -> bool:
+        """Whether it is part of a distributed optimizer's state."""
+        return ".distributed.dp_group_idx_" in self.name
+
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.errors import RequestError
-from converters.megatron.identity import is_optimizer, writer_of
+from converters.megatron.identity import writer_of
 from converters.names import fold, folded, matcher, natural_key, printable
 from converters.overview.tree import module_tree
 from converters.pickles import describe
@@ -257,7 +257,7 @@ def _contents_by_file(reader: Reader) -> dict[str, list[str]]:
                 if record >= 0:
                     sizes[reader.file_name(reader.file_of(record))][words[tensor.kind]] += volume
     for item in catalog.objects.values():
-        sizes[item.file]["optimizer" if is_optimizer(item) else "objects"] += item.length
+        sizes[item.file]["optimizer" if item.of_optimizer else "objects"] += item.length
     order = [*words.values(), "objects"]
     return {
         name: [f"{word} {format_size(kinds[word])}" for word in order if word in kinds] for name, kinds in sizes.items()

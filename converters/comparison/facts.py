@@ -284,7 +284,7 @@ def _objects_by_kind(catalog: Catalog, keep: Callable[[str], bool]) -> dict[str,
     out: dict[str, dict[str, ObjectInfo]] = defaultdict(dict)
     for key, info in catalog.objects.items():
         base = info.name.rpartition("/")[2]
-        if info.name in ("common_state", "rerun_state_machine_state") or ".dp_group_idx_" in info.name:
+        if info.name in ("common_state", "rerun_state_machine_state") or info.of_optimizer:
             continue
         if base == "rng_state":
             if keep("rng_state"):

@@ -126,7 +126,7 @@ def _left_objects(catalog: Catalog) -> list[str]:
         for item in catalog.objects.values()
         if item.name.rpartition("/")[2] not in _JOBS_OBJECTS
         and not item.name.endswith("._extra_state")
-        and ".dp_group_idx_" not in item.name
+        and not item.of_optimizer
     )
     return [f"stored objects are not loaded: {listed(list(names), 8)}"] if names else []
 

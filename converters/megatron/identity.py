@@ -20,7 +20,7 @@ from converters.model_parts import second_names
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.catalog import Catalog, ObjectInfo, Problem, TensorInfo
+    from converters.catalog import Catalog, TensorInfo
 
 _DISTCP = re.compile(r"(?:.*/)?(?P<prefix>.*?)__(?P<rank>\d+)_(?P<writer>\d+)\.distcp")
 _RNG = re.compile(r"rng_state/shard_[\d.]+_(\d+)\.(\d+)(?:\.(\d+))?")
@@ -108,7 +108,6 @@ class Identity:
         parameters: Elements of all weights without vocabulary padding and buffers.
         padding: Elements of vocabulary padding left out of `parameters`; None if unknown.
         dtypes: Weights by element type: (tensors, bytes).
-        consumed_samples: Training samples seen.
         disk_bytes: Bytes of all files.
         writers: Global ranks that wrote data.
     """
@@ -124,12 +123,10 @@ class Identity:
     parameters: int
     padding: int | None
     dtypes: Mapping[str, tuple[int, int]]
-    consumed_samples: int | None
     nbytes: int
     disk_bytes: int
     files: int
     writers: tuple[int, ...]
-    problems: tuple[Problem, ...]
 
 
 def identify(catalog: Catalog) -> Identity:
@@ -152,12 +149,10 @@ def identify(catalog: Catalog) -> Identity:
         parameters=parameters,
         padding=padding,
         dtypes=_dtypes(catalog.weights.values()),
-        consumed_samples=model.consumed_train_samples,
         nbytes=sum(c.nbytes for c in components),
         disk_bytes=sum(f.size or 0 for f in catalog.files),
         files=sum(f.size is not None for f in catalog.files),
         writers=tuple(writers),
-        problems=catalog.problems,
     )
 
 
@@ -248,11 +243,6 @@ def _part_of(tensor: TensorInfo) -> str:
     return next(name for name, pattern in _PARTS if pattern.match(tensor.name))
 
 
-def is_optimizer(item: ObjectInfo) -> bool:
-    """Whether an object is part of a distributed optimizer's state."""
-    return ".distributed.dp_group_idx_" in item.name
-
-
 def _components(catalog: Catalog) -> tuple[Component, ...]:
     counts: dict[str, int] = defaultdict(int)
     sizes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
@@ -261,7 +251,7 @@ def _components(catalog: Catalog) -> tuple[Component, ...]:
         counts[part] += 1
         sizes[part][tensor.dtype.short] += tensor.nbytes
     for item in catalog.objects.values():
-        part = "optimizer" if is_optimizer(item) else "other state"
+        part = "optimizer" if item.of_optimizer else "other state"
         counts[part] += 1
         sizes[part][""] += item.length  # an object has no element type
     out = []

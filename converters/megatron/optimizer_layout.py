@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts, stated_sharding
+from converters.megatron.optimizer_parts import MASTERS, Recognised, has_flat_files, optimizer_parts, stated_sharding
 from converters.names import MASTER, StateName, state_names
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def optimizer_resharding(catalog: Catalog) -> Resharding | None:
     if not parts.parts or parts.unknown or parts.lost or parts.layer_wise or parts.mixed:
         return None
     if catalog.format == "legacy":
-        flat = any(file.name.endswith("/distrib_optim.pt") for file in catalog.files)
-        return _RESHARDING["distrib_optim.pt"] if flat else Resharding(_DATA)
+        return _RESHARDING["distrib_optim.pt"] if has_flat_files(catalog) else Resharding(_DATA)
     if catalog.format not in ("torch_dist", "zarr"):
         return None
     return _RESHARDING.get((stated_sharding(catalog) or _guessed(catalog))[0])
@@ -107,8 +106,7 @@ def optimizer_resharding(catalog: Catalog) -> Resharding | None:
 
 def _stored_layout(catalog: Catalog) -> OptimizerLayout:
     names = [t for t in catalog.tensors.values() if t.kind == "optimizer"]
-    groups = [o.name for o in catalog.objects.values() if ".distributed.dp_group_idx_" in o.name]
-    if not names and not groups:
+    if not names and not any(item.of_optimizer for item in catalog.objects.values()):
         return OptimizerLayout("none", "no optimizer state is stored", _PERMITS["none"])
     states = sorted({_state(t.name) for t in names} - {""})
     if catalog.format == "legacy":
@@ -153,7 +151,7 @@ def _layout_name(parts: Recognised, layout: str) -> str:
 
 def _legacy(catalog: Catalog, states: tuple[str, ...]) -> OptimizerLayout:
     """Of a folder for each rank: the distributed optimizer has files of its own."""
-    flat = any(file.name.endswith("/distrib_optim.pt") for file in catalog.files)
+    flat = has_flat_files(catalog)
     parts = optimizer_parts(catalog)
     layer_wise = any("/layer_wise_optimizer_" in file.name for file in catalog.files)
     if layer_wise:

@@ -276,6 +276,11 @@ def stated_sharding(catalog: Catalog) -> tuple[str, str] | None:
     return None
 
 
+def has_flat_files(catalog: Catalog) -> bool:
+    """Whether a legacy checkpoint has files of flat buffers, which a DistributedOptimizer writes."""
+    return any(file.name.endswith("/distrib_optim.pt") for file in catalog.files)
+
+
 def _accepted(catalog: Catalog, entries: Mapping[int, Mapping[Any, Any]]) -> tuple[str, ...] | None:
     """Algorithms that the arguments, or else the param groups, allow; None for an optimizer that is not known."""
     named = catalog.args.get("optimizer")
@@ -296,7 +301,7 @@ def _undistributed_names(
 ) -> set[str]:
     """Parameters that no DistributedOptimizer has."""
     if catalog.format == "legacy":
-        return set() if any(file.name.endswith("/distrib_optim.pt") for file in catalog.files) else set(by_name)
+        return set() if has_flat_files(catalog) else set(by_name)
     if flat:
         return set(by_name)
     if catalog.format not in ("torch_dist", "zarr", "torch"):  # torch's own kinds of sharding

@@ -107,7 +107,7 @@ def map_to_hf(
         copies=out.copies,
         drops=out.drops,
         config=model.config(exported, vocab_size=vocab, dtype=written),
-        generation_config=model.generation_config(exported),
+        generation_config={"_from_model_config": True},  # Megatron stores nothing about sampling or special tokens
         notes=[*notes, *end_of_documents(out.drops, catalog.args), *_doubts(args), *model.remarks(args)],
     )
 

@@ -148,10 +148,6 @@ class Model:
             "torch_dtype": dtype,
         }
 
-    def generation_config(self, args: ModelArgs) -> dict[str, Any]:
-        """generation_config.json; Megatron stores nothing about sampling or special tokens."""
-        return {"_from_model_config": True}
-
 
 def not_stated(reasons: Sequence[str]) -> str | None:
     """What remains if a checkpoint has lost its arguments; None if it states what is needed.

@@ -76,7 +76,7 @@ class OptimizerState:
 def has_optimizer(catalog: Catalog) -> bool:
     """Whether a checkpoint holds optimizer state: tensors, or objects of data-parallel groups (dp_zero_gather_scatter)."""
     stored = any(t.kind == "optimizer" for t in catalog.tensors.values())
-    return stored or any(".dp_group_idx_" in o.name for o in catalog.objects.values())
+    return stored or any(item.of_optimizer for item in catalog.objects.values())
 
 
 def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: bool = True) -> OptimizerState:
@@ -265,7 +265,7 @@ def _order_unknown(catalog: Catalog, name: str) -> RequestError:
 def _replaced(catalog: Catalog) -> dict[str, str]:
     out = {t.name: t.opaque for t in catalog.tensors.values() if t.opaque and t.kind == "optimizer"}
     for key, item in catalog.objects.items():
-        if ".distributed.dp_group_idx_" in item.name:
+        if item.of_optimizer:
             out[key] = "optimizer state of one data-parallel group"
     return out
 

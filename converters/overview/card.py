@@ -14,9 +14,9 @@ from converters.pickles import describe
 from converters.words import counted, format_count, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from converters.catalog import Catalog
+    from converters.catalog import Catalog, Problem
     from converters.megatron.identity import Identity, SavedLayout
     from converters.megatron.model_args import ModelArgs
     from converters.megatron.model_kind import ModelKind
@@ -130,7 +130,7 @@ def card_lines(catalog: Catalog, identity: Identity) -> list[tuple[str, str]]:
         *_model_lines(catalog, identity),
         *_saved_lines(catalog, identity),
         ("size", _size_line(identity)),
-        *_problem_lines(identity),
+        *_problem_lines(catalog.problems, identity),
     ]
 
 
@@ -162,17 +162,18 @@ def _saved_lines(catalog: Catalog, identity: Identity) -> Iterator[tuple[str, st
 def _size_line(identity: Identity) -> str:
     size = f"{format_size(identity.disk_bytes)} in {counted(identity.files, 'file')}"
     padding = f" (and {format_count(identity.padding)} of padding)" if identity.padding else ""
-    seen = f", {identity.consumed_samples:,} samples seen" if identity.consumed_samples else ""
-    return f"{size}, {format_count(identity.parameters)} parameters{padding}{seen}"
+    samples = identity.model.consumed_train_samples
+    samples_seen = f", {samples:,} samples seen" if samples else ""
+    return f"{size}, {format_count(identity.parameters)} parameters{padding}{samples_seen}"
 
 
-def _problem_lines(identity: Identity) -> Iterator[tuple[str, str]]:
-    for problem in identity.problems[:_SHOWN_PROBLEMS]:
+def _problem_lines(problems: Sequence[Problem], identity: Identity) -> Iterator[tuple[str, str]]:
+    for problem in problems[:_SHOWN_PROBLEMS]:
         yield problem.severity, problem.message
         if problem.tensors:
             yield "affects", listed(folded(problem.tensors), 1)
-    if len(identity.problems) > _SHOWN_PROBLEMS:
-        yield "", f"and {counted(len(identity.problems) - _SHOWN_PROBLEMS, 'more problem')}; --json lists all"
+    if len(problems) > _SHOWN_PROBLEMS:
+        yield "", f"and {counted(len(problems) - _SHOWN_PROBLEMS, 'more problem')}; --json lists all"
     yield from (("warning", f"not understood: {printable(text)}") for text in identity.model.unknown)
     yield from (("warning", text) for text in identity.contradictions)
     if identity.optimizer.caution:
@@ -209,11 +210,11 @@ def card_document(catalog: Catalog, identity: Identity) -> dict[str, Any]:
         "parameters": identity.parameters,
         "padding_elements": identity.padding,
         "weight_dtypes": {k: {"tensors": n, "bytes": size} for k, (n, size) in identity.dtypes.items()},
-        "consumed_train_samples": identity.consumed_samples,
+        "consumed_train_samples": identity.model.consumed_train_samples,
         "bytes": identity.nbytes,
         "disk_bytes": identity.disk_bytes,
         "writers": list(identity.writers),
         "files": [asdict(info) for info in catalog.files],
-        "problems": [asdict(problem) for problem in identity.problems],
+        "problems": [asdict(problem) for problem in catalog.problems],
         "details": dict(catalog.details),
     }

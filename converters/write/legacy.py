@@ -241,7 +241,7 @@ class _Writer:
                 out[f"rng_state {info.offset}"] = info
             elif base == "rerun_state_machine_state":
                 self.dropped.append((info.key, "belongs to one rank of the job that saved"))
-            elif info.name != "common_state" and ".dp_group_idx_" not in info.name:
+            elif info.name != "common_state" and not info.of_optimizer:
                 self.dropped.append((info.key, "Megatron-LM's legacy format cannot hold it"))
         return out
 

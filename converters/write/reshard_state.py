@@ -150,7 +150,7 @@ class TargetState:
         """The source's objects, each by its rule."""
         for info in self._catalog.objects.values():
             base = info.name.rpartition("/")[2]
-            if info.name == "common_state" or ".dp_group_idx_" in info.name:
+            if info.name == "common_state" or info.of_optimizer:
                 continue
             if base == "rng_state":
                 if self._keep_rng:

@@ -189,7 +189,7 @@ def _show_each(console: Console, paths: list[str], view: View, selection: Select
     for number, path in enumerate(paths):
         reader = open_checkpoint(path, follow_links=follow_links)
         identity = identify(reader.catalog)
-        if any(problem.severity == "error" for problem in identity.problems):
+        if any(problem.severity == "error" for problem in reader.catalog.problems):
             code = ExitCode.NO
         if console.json_requested:
             documents.append(_document(reader, identity, view, selection))
@@ -243,7 +243,7 @@ def _next_command(reader: Reader, identity: Identity, path: str) -> str:
     """A command that works and tells more."""
     catalog, name = reader.catalog, quoted(path)
     doubtful = identity.optimizer.caution or identity.contradictions
-    if doubtful or not catalog.tensors or any(problem.severity == "error" for problem in identity.problems):
+    if doubtful or not catalog.tensors or any(problem.severity == "error" for problem in catalog.problems):
         return f"distckpt verify {name}"
     first = next(iter(catalog.weights), next(iter(catalog.tensors)))
     head, dot, _ = first.partition(".")

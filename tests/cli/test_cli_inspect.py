@@ -283,6 +283,7 @@ class MadeReader(Reader):
     """A reader whose catalog is full of names that no sane program writes."""
 
     name = "torch_dist"
+    file_name = Reader.file_name
 
     def __init__(self) -> None:
         one = np.ones((1, 1), np.int64)

@@ -64,7 +64,7 @@ def test_layout_and_optimizer_of_real_checkpoints(name):
     assert identity.optimizer.name == optimizer
     assert identity.optimizer.states == tuple(states.split())
     assert identity.contradictions == ()
-    assert identity.consumed_samples == 80
+    assert identity.model.consumed_train_samples == 80
 
 
 @pytest.mark.parametrize("name", [n for n, (_, optimizer, _) in KNOWN.items() if optimizer != "none"])
