@@ -55,7 +55,7 @@ def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[
             out[q + "input_proj.weight"] = np.concatenate(np.split(t[p + "eh_proj.weight"], 2, axis=1)[::-1], axis=1)
             out[q + "final_layernorm.weight"] = t[p + "final_layernorm.weight"]
             _layer(out, t, p + "transformer_layer.", q, family, heads, groups)
-    elif "mtp.layers.0.eh_proj.weight" in t and family == "qwen3_next":
+    elif "mtp.layers.0.eh_proj.weight" in t and family.startswith(("qwen3_next", "qwen3_5")):
         p = "mtp.layers.0."
         names = {
             "enorm": "pre_fc_norm_embedding",

@@ -52,6 +52,11 @@ _QWEN = Predicting(
     ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight"),
     {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "mlp_only_layers": []},
 )
+_WITHOUT_DENSE = replace(
+    _QWEN,
+    layers={key: value for key, value in _QWEN.layers.items() if key != "mlp_only_layers"},
+    whole={"layer_types": _QWEN.whole["layer_types"]},
+)
 CASES = {
     "deepseek_v3_mtp": _numbered(3, num_hidden_layers=1, first_k_dense_replace=0),
     "bailing_moe_v2_mtp": replace(
@@ -59,7 +64,10 @@ CASES = {
         norm=("model.norm.weight", "model.layers.3.final_layernorm.weight"),
     ),
     "glm4_moe_mtp": _numbered(3, num_hidden_layers=1, first_k_dense_replace=0),
+    "glm4_moe_lite_mtp": _numbered(3, num_hidden_layers=1, mlp_layer_types=["sparse"]),
     "qwen3_next_mtp": _QWEN,
+    "qwen3_5_text_mtp": _WITHOUT_DENSE,
+    "qwen3_5_moe_text_mtp": _WITHOUT_DENSE,
     "nemotron_h_mtp": Predicting(
         {"layers_block_type": ["full_attention", "moe"]},
         "backbone.layers.",

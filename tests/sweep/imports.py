@@ -52,7 +52,8 @@ def entry(name: str, megatron: Megatron, work: Path) -> str:
     torch.manual_seed(3)
     save_file({"tokens": torch.randint(0, 251, (2, 48))}, tokens)
     wanted = logits_of_transformers(name, source, load_file(tokens)["tokens"])
-    code, text = command("import-hf", source, job, "--mcore", megatron.version.rpartition(".")[0])
+    mcore = "0.16" if megatron.version.startswith("0.16") else "0.19"
+    code, text = command("import-hf", source, job, "--mcore", mcore)
     if code:
         return f"refused: {text}" if code == 4 else f"RED import, exit {code}: {text}"
     if not (job / "megatron_args.txt").exists():
