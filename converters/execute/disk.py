@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import shutil
 from typing import TYPE_CHECKING
@@ -80,6 +81,29 @@ def reserve(fd: int, nbytes: int) -> None:
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
     os.ftruncate(fd, nbytes)
+
+
+def lock(fd: int, *, shared: bool = False) -> bool:
+    """Locks an open file or folder, as long as it is open.
+
+    Returns:
+        Whether the file system has locks: some NFS and Lustre mounts do not.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def raise_error(error: OSError) -> None:
+    """For `os.walk`, which otherwise leaves out what it cannot list."""
+    raise error
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,6 +9,8 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
+from converters.execute.disk import write_all
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
@@ -84,7 +86,5 @@ def merged(folder: Path, fingerprint: str, own_lines: Iterable[dict[str, Any]]) 
 
 def append(fd: int, lines: Iterable[dict[str, Any]]) -> None:
     """Appends lines to a journal and syncs it."""
-    view = memoryview(b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines))
-    while view:
-        view = view[os.write(fd, view) :]
+    write_all(fd, b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines))
     os.fsync(fd)

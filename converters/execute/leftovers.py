@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import DestinationError, DistckptError, FormatError
 from converters.execute import journal
 from converters.execute.destination import os_trouble
+from converters.execute.disk import lock
 from converters.execute.journal import JOURNAL
 from converters.execute.rank_files import is_locked
 from converters.execute.upload import mark_of, read_mark
@@ -45,6 +46,7 @@ _NAMES = {
     "upload": re.compile(r"distckpt-(.+)-[0-9a-f]{16}"),
 }
 _MARK = re.compile(r"\.(.+)\.distckpt-upload")
+_NO_LOCKS = "unknown", "this file system has no locks, so distckpt cannot tell whether its run is still going"
 _INSIDE = re.compile(r"iter_\d+|release|global_step_\d+|weights|mp_rank_.*|pp\d+|tp\d+")  # checkpoints: not searched
 
 
@@ -155,8 +157,7 @@ def clear_leftover(leftover: Leftover) -> str:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            state, reason = _judged(path, leftover.kind, fd)
+            state, reason = _judged(path, leftover.kind, fd) if lock(fd) else _NO_LOCKS
             if state != "unfinished" or not os.path.samestat(os.fstat(fd), path.lstat()):
                 raise DestinationError(f"{shown} is not removed: {reason or 'it has just been replaced'}")
             if leftover.kind == "upload":
@@ -252,13 +253,12 @@ def _probed(path: Path, kind: str) -> tuple[str, str]:
     """State and reason, by trying the lock."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not lock(fd, shared=True):
+            return _NO_LOCKS
         fcntl.flock(fd, fcntl.LOCK_UN)  # at once: a run that begins just now shall find it free
         return _judged(path, kind, fd)
     except BlockingIOError:
         return "running", "its run is still going"
-    except OSError:
-        return "unknown", "this file system has no locks, so distckpt cannot tell whether its run is still going"
     finally:
         os.close(fd)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import DestinationError, FormatError
 from converters.execute.destination import os_trouble
-from converters.execute.disk import sync_folder
+from converters.execute.disk import raise_error, sync_folder
 from converters.formats.folder import is_folder, listing
 from converters.formats.plain_json import read_json
 from converters.names import printable
@@ -86,7 +86,7 @@ def _stays_inside(path: str) -> bool:
 def listed_files(folder: Path) -> dict[str, int]:
     """Sizes of all files that a manifest of a folder lists, by relative path: regular files, no manifest, no link."""
     out: dict[str, int] = {}
-    for directory, folders, names in os.walk(folder, onerror=_raise):
+    for directory, folders, names in os.walk(folder, onerror=raise_error):
         folders.sort()
         for name in names:
             if name in (_temporary(MEGATRON), _temporary(OURS)):
@@ -101,10 +101,6 @@ def listed_files(folder: Path) -> dict[str, int]:
 
 def _temporary(name: str) -> str:
     return f".{name}.distckpt-partial"
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -27,8 +26,10 @@ from converters.execute import journal
 from converters.execute.destination import beside, is_empty, is_full, os_trouble, resolved
 from converters.execute.disk import (
     exchange,
+    lock,
     make_folders,
     opened,
+    raise_error,
     reserve,
     sync_folder,
     trouble_with,
@@ -113,14 +114,13 @@ class Staging:
 
     def _take_lock(self) -> None:
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock(self._lock):  # the final rename still lets only one win
+                self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
         except BlockingIOError:
             raise DestinationError(
                 f"another distckpt is writing {printable(str(self.destination))} right now",
                 hint="wait for it, or choose another directory",
             ) from None
-        except OSError:  # some NFS and Lustre mounts; the final rename still lets only one win
-            self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
 
     def _put_back(self) -> None:
         """Ends an exchange of folders that a kill has cut short."""
@@ -159,7 +159,7 @@ class Staging:
 
     def _clear(self, keep: Collection[str] = ()) -> None:
         """Removes what an earlier run left and this one does not write."""
-        for folder, folders, names in os.walk(self.folder, topdown=False, onerror=_raise):
+        for folder, folders, names in os.walk(self.folder, topdown=False, onerror=raise_error):
             for path in (Path(folder, name) for name in names):
                 if str(path.relative_to(self.folder)) not in keep:
                     path.unlink()
@@ -187,7 +187,7 @@ class Staging:
         self._sync_folders()  # what the journal will speak of has to be found after a power cut
 
     def _sync_folders(self) -> None:
-        for folder, _, _ in os.walk(self.folder, onerror=_raise):
+        for folder, _, _ in os.walk(self.folder, onerror=raise_error):
             sync_folder(Path(folder))
 
     def add(self, name: str, data: bytes) -> None:
@@ -328,10 +328,6 @@ class TeamStaging:
 
 def _is_there(file: Path, size: int) -> bool:
     return not file.is_symlink() and file.is_file() and file.stat().st_size == size
-
-
-def _raise(error: OSError) -> None:
-    raise error
 
 
 def _write_slice(fd: int, piece: Slice) -> None:

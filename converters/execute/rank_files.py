@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import secrets
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import DestinationError
 from converters.execute.destination import os_trouble
-from converters.execute.disk import make_folders, remove_folder
+from converters.execute.disk import lock, make_folders, remove_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -68,10 +67,6 @@ class Board:
             if path.name != "lock-0" and not is_locked(self.folder / f"lock-{rank}"):
                 path.unlink(missing_ok=True)
 
-    def is_taken(self, rank: int) -> bool:
-        """Whether a living process has a rank's place, as far as locks reach."""
-        return is_locked(self.folder / f"lock-{rank}")
-
     def write(self, name: str, document: dict[str, Any]) -> None:
         """Replaces what a file says.
 
@@ -109,10 +104,6 @@ class Board:
                 os.close(self._lock)
             self._lock = -1
 
-    def remove(self) -> None:
-        """Removes the folder, as far as that is possible."""
-        remove_folder(self.folder)
-
 
 def machine() -> str:
     """Tells machines apart even where two have the same name."""
@@ -129,16 +120,13 @@ def claim(path: Path) -> tuple[int, bool] | None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        locked = True
+        has_locks = lock(fd)
     except BlockingIOError:
         os.close(fd)
         return None
-    except OSError:  # some NFS and Lustre mounts
-        locked = False
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(fd), path.stat()):
-            return fd, locked
+            return fd, has_locks
     os.close(fd)  # it was tidied away before we had the lock
     return None
 
@@ -152,11 +140,9 @@ def is_locked(path: Path) -> bool:
     except OSError:
         return True  # passing trouble with a disk is not a death; a rank that is really gone falls silent
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        lock(fd, shared=True)
     except BlockingIOError:
         return True
-    except OSError:
-        return False
     finally:
         with contextlib.suppress(OSError):  # nothing was written
             os.close(fd)

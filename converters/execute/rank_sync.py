@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from converters.errors import DestinationError, DistckptError, Interrupted, RequestError
 from converters.events import Moved, Note, ignore
 from converters.execute.destination import beside
+from converters.execute.disk import remove_folder
 from converters.execute.error_json import AGAIN, Stopped, packed, unpacked
-from converters.execute.rank_files import Board, machine
+from converters.execute.rank_files import Board, is_locked, machine
 from converters.execute.ranks import listed, on_one_machine, shares, spans
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Team:
             self._wait_quietly(_GRACE, lambda: all(self._has_left(r, p, all_came) for r, p in self._peers.items()))
             self._ended.set()
             self._thread.join()
-            self._board.remove()
+            remove_folder(self.folder)
             return
         heard = bool(self._peers[0].status)
         if error is not None:
@@ -273,7 +274,7 @@ class Team:
     def _is_gone(self, rank: int, peer: _Peer) -> bool:
         """Whether its process has certainly ended; nothing can be said of other machines."""
         here = peer.status["machine"] == self._status["machine"] and peer.status["locked"]
-        return here and not self._board.is_taken(rank)
+        return here and not is_locked(self.folder / f"lock-{rank}")
 
     def should_stop(self) -> bool:
         """Whether this rank must not go on writing."""

@@ -19,7 +19,7 @@ from converters.events import FileDone, Moved, Phase, Resumed, ignore
 from converters.execute.checksums import seal
 from converters.execute.disk import opened, trouble_with
 from converters.execute.work_sharing import Crew
-from converters.execute.worker import Worker
+from converters.execute.worker import Outcome, Worker, add_losses
 from converters.formats.base import fingerprint_of
 from converters.io.gather import Gatherer
 from converters.io.quantize import Loss
@@ -28,12 +28,10 @@ from converters.io.sources import Sources
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.crc import Segment
-    from converters.events import Listener, StopFlag
+    from converters.events import Listener
     from converters.execute.publish import Staging, TeamStaging
     from converters.execute.worker import Losses
     from converters.formats.base import Reader
-    from converters.io.sources import Segments
     from converters.planning.job import Job
     from converters.planning.tasks import Task
 
@@ -61,80 +59,63 @@ class Stats:
         self.losses: dict[str, dict[str, float]] = {}
 
 
-def run(
-    job: Job,
-    reader: Reader,
-    staging: Staging | TeamStaging,
-    *,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
-    crew: Crew | None = None,
-    device: str = "cpu",
-) -> Stats:
-    """Does what of the job is not done yet, and returns when all of it is on disk and checked; publishes nothing.
+def _listed(losses: Losses) -> list[list[Any]]:
+    return [[name, *loss.to_json()] for name, loss in losses.items()]
 
-    With several ranks, every one calls this and does its share; rank 0 finishes the job, and only there all is done at the
-    end.
+
+class Run:
+    """One run of a job: does what of it is not done yet, all of it on disk and checked at the end; publishes nothing.
+
+    With several ranks, every one runs it and does its share; rank 0 finishes the job, and only there all is done at the end.
 
     Args:
         job: The work.
         reader: The source.
         staging: Where to write; its journal says what an earlier run has done.
         listener: Told about progress, from any thread.
-        stop: Polled between tiles; with a crew, its own counts.
         crew: The threads and ranks that do the job; by default those of this process.
         device: Where elements are cast: `cpu` or `cuda:N`.
 
-    Raises:
-        Interrupted: `stop` was set, or another rank is lost; what is done is in the journal.
-        IntegrityError: A record does not match its own checksum, or the source changed.
-        FormatError: A record cannot be read.
-        DestinationError: Writing failed.
+    Attributes:
+        sources: What is read.
+        written: Checksums of what was written into sealed records.
+        unsure: A file could not be closed: what was written may be lost, and no later sync says so again.
     """
-    crew = crew or Crew("write", job.fingerprint, threads=job.threads, destination=staging.folder, stop=stop)
-    return _Run(job, reader, staging, listener or ignore, crew, device).run()
-
-
-def _add(total: Losses, more: Losses) -> None:
-    for name, loss in more.items():
-        total[name] = total.get(name, Loss()) + loss
-
-
-def _listed(losses: Losses) -> list[list[Any]]:
-    return [[name, *loss.to_json()] for name, loss in losses.items()]
-
-
-class _Run:
-    """One run of a job: what its workers share."""
 
     def __init__(
         self,
         job: Job,
         reader: Reader,
         staging: Staging | TeamStaging,
-        listener: Listener,
-        crew: Crew,
-        device: str,
+        *,
+        listener: Listener = ignore,
+        crew: Crew | None = None,
+        device: str = "cpu",
     ) -> None:
         self.job, self.reader, self.staging, self.listener = job, reader, staging, listener
-        self.crew, self.device = crew, device
+        self.crew = crew or Crew("write", job.fingerprint, threads=job.threads, destination=staging.folder)
+        self.device, self.unsure = device, False
         self.stats = Stats()
-        self.sources = Sources(reader, job.sources)
-        self.lock = threading.Lock()
-        self.last, self.mark = time.monotonic(), 0  # when the last safe point was, and how many bytes were written then
-        self.unsure = False  # a file could not be closed: what was written may be lost, and no later sync says so again
-        self.finished: list[Task] = []  # since the last safe point
-        self.fresh: Segments = []  # checksums of what was read since then
-        self.fresh_written: Segments = []  # and of what was written into sealed records
-        self.fresh_underflowed = 0
-        self.written = RecordSums()
+        self.sources, self.written = Sources(reader, job.sources), RecordSums()
         self.losses: Losses = {}
-        self.fresh_losses: Losses = {}  # since the last safe point
-        self.left: Counter[int] = Counter()  # tasks that are left to do for each file
-        self.complete: list[int] = []  # files for which there are none
+        self._lock = threading.Lock()
+        self._last, self._mark = (
+            time.monotonic(),
+            0,
+        )  # when the last safe point was, and how many bytes were written then
+        self._fresh = Outcome()  # since then
+        self._left: Counter[int] = Counter()  # tasks that are left to do for each file
+        self._complete: list[int] = []  # files for which there are none
 
     def run(self) -> Stats:
-        """See `run`."""
+        """Does it.
+
+        Raises:
+            Interrupted: The crew was stopped, or another rank is lost; what is done is in the journal.
+            IntegrityError: A record does not match its own checksum, or the source changed.
+            FormatError: A record cannot be read.
+            DestinationError: Writing failed.
+        """
         begin = time.monotonic()
         self._same_source()
         todo = self._resume()
@@ -165,14 +146,14 @@ class _Run:
     def _count_left(self, parts: Sequence[Sequence[Task]]) -> None:
         """Notes what is left to do for each file: the own tasks, and one part for each other rank that has some."""
         own, *others = parts
-        self.left.update(itertools.chain.from_iterable(task.files for task in own))
+        self._left.update(itertools.chain.from_iterable(task.files for task in own))
         for part in others:
-            self.left.update(set(itertools.chain.from_iterable(task.files for task in part)))
+            self._left.update(set(itertools.chain.from_iterable(task.files for task in part)))
 
     def _progress(self) -> dict[str, Any]:
-        with self.lock:
+        with self._lock:
             written = self.stats.bytes_written
-            return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self.complete.copy()}
+            return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self._complete.copy()}
 
     def _leave(self) -> dict[str, Any] | None:
         """The share is done: to rank 0 the checksums of records that this rank has not read or written all of."""
@@ -193,7 +174,7 @@ class _Run:
 
     def _take(self, document: Mapping[str, Any]) -> None:
         """Takes over checksums and losses from a line of a journal, or from another rank."""
-        _add(self.losses, {name: Loss.from_json(numbers) for name, *numbers in document["losses"]})
+        add_losses(self.losses, {name: Loss.from_json(numbers) for name, *numbers in document["losses"]})
         for sums, name in ((self.sources.sums, "sums"), (self.written, "written")):
             for record, *segment in document[name]:
                 sums.add(record, tuple(segment))
@@ -222,53 +203,42 @@ class _Run:
         return todo
 
     def _safe_point_if_due(self) -> None:
-        late = time.monotonic() - self.last > _SAFE_POINT_SECONDS
-        if late or self.stats.bytes_written - self.mark > _SAFE_POINT_BYTES:
+        late = time.monotonic() - self._last > _SAFE_POINT_SECONDS
+        if late or self.stats.bytes_written - self._mark > _SAFE_POINT_BYTES:
             self._safe_point()
-            self.last, self.mark = time.monotonic(), self.stats.bytes_written
+            self._last, self._mark = time.monotonic(), self.stats.bytes_written
 
     def _safe_point(self) -> None:
         """Syncs what finished tasks wrote, then says so in the journal."""
-        with self.lock:
-            tasks, segments, written, losses = self.finished, self.fresh, self.fresh_written, self.fresh_losses
-            more = {"underflowed": self.fresh_underflowed} if self.fresh_underflowed else {}
-            self.finished, self.fresh, self.fresh_written, self.fresh_losses = [], [], [], {}
-            self.fresh_underflowed = 0
-        if not tasks or self.unsure:
+        with self._lock:
+            fresh, self._fresh = self._fresh, Outcome()
+        if not fresh.tasks or self.unsure:
             return
-        for number in sorted(set(itertools.chain.from_iterable(task.files for task in tasks))):
+        for number in sorted(set(itertools.chain.from_iterable(task.files for task in fresh.tasks))):
             path = self.staging.folder / self.job.files[number].name
             with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
                 os.fsync(fd)
-        numbers = [task.number for task in tasks]
-        self.staging.log({"tasks": numbers, "sums": segments, "written": written, "losses": _listed(losses), **more})
+        line = {"tasks": [task.number for task in fresh.tasks], "sums": fresh.sums, "written": fresh.written}
+        more = {"underflowed": fresh.underflowed} if fresh.underflowed else {}
+        self.staging.log({**line, "losses": _listed(fresh.losses), **more})
 
-    def wrote(self, record: int, segment: Segment, log: Segments) -> None:
-        """Notes the checksum of something written into a sealed record, and seals the record when it is complete."""
-        self.written.add(record, segment)
-        log.append((record, *segment))
-
-    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int) -> None:
+    def done(self, task: Task, outcome: Outcome) -> None:
         """Notes a finished task."""
-        with self.lock:
-            self.finished.append(task)
-            self.fresh += segments
-            self.fresh_written += written
-            for total in (self.losses, self.fresh_losses):
-                _add(total, losses)
+        with self._lock:
+            self._fresh.add(outcome)
+            add_losses(self.losses, outcome.losses)
             self.stats.bytes_written += task.nbytes
-            self.stats.underflowed += underflowed
-            self.fresh_underflowed += underflowed
+            self.stats.underflowed += outcome.underflowed
         self.listener(Moved(task.nbytes))
         self._count_files(task.files)
 
     def _count_files(self, numbers: Iterable[int]) -> None:
         """Notes that something that was left to do for these files is done."""
-        with self.lock:
+        with self._lock:
             for number in numbers:
-                self.left[number] -= 1
-            complete = [number for number in numbers if not self.left[number]]
-            self.complete += complete
+                self._left[number] -= 1
+            complete = [number for number in numbers if not self._left[number]]
+            self._complete += complete
         for number in complete:
             self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from converters.errors import Interrupted
+from converters.execute.ranks import Numbered
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,18 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.05
 
+T = TypeVar("T", bound=Numbered)
+T_contra = TypeVar("T_contra", contravariant=True)
 
-class _Closable(Protocol):
-    def close(self) -> None: ...
 
+class Worker(Protocol[T_contra]):
+    """What one thread does tasks with: its buffers and open files."""
 
-W = TypeVar("W", bound=_Closable)
-T = TypeVar("T")
+    def do(self, task: T_contra) -> Any:
+        """Does a task; the result is plain data, None if there is nothing to tell of it."""
+
+    def close(self) -> None:
+        """Closes what is open."""
 
 
 class Pool:
@@ -64,21 +70,22 @@ class Pool:
     def work_off(
         self,
         tasks: Sequence[T],
-        make_worker: Callable[[], W],
-        do: Callable[[W, T], None],
+        make_worker: Callable[[], Worker[T]],
         meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
+    ) -> dict[int, Any]:
         """Does tasks until all are done or `should_stop`; `check` says which.
 
         Args:
             tasks: In the order in which they are begun.
             make_worker: Makes what one thread does tasks with.
-            do: Does one.
             meanwhile: Called by this thread all the time; what it raises ends the work, and is raised here.
+
+        Returns:
+            What the workers returned that is not None, by the numbers of the tasks.
         """
-        queue = iter(tasks)
+        queue, results = iter(tasks), dict[int, Any]()
         threads = [
-            threading.Thread(target=self._work, args=(queue, make_worker, do), name=f"distckpt-{n}", daemon=True)
+            threading.Thread(target=self._work, args=(queue, make_worker, results), name=f"distckpt-{n}", daemon=True)
             for n in range(min(self._threads, max(1, len(tasks))))
         ]
         for thread in threads:
@@ -94,8 +101,9 @@ class Pool:
         finally:
             for thread in threads:
                 thread.join()
+        return results
 
-    def _work(self, queue: Iterator[T], make_worker: Callable[[], W], do: Callable[[W, T], None]) -> None:
+    def _work(self, queue: Iterator[T], make_worker: Callable[[], Worker[T]], results: dict[int, Any]) -> None:
         try:
             worker = make_worker()
             try:
@@ -104,7 +112,8 @@ class Pool:
                         task = next(queue, None)
                     if task is None:
                         return
-                    do(worker, task)
+                    if (result := worker.do(task)) is not None:
+                        results[task.number] = result
             finally:
                 worker.close()
         except BaseException as error:  # noqa: BLE001 - handed to the caller's thread, which raises it

@@ -18,7 +18,6 @@ are put before and behind what they cover, and an object has to be sent from fro
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -34,7 +33,7 @@ from converters.errors import DestinationError, RequestError
 from converters.events import FileDone, Moved, Note, Phase, PlanReady
 from converters.execute import journal
 from converters.execute.destination import os_trouble, replaced
-from converters.execute.disk import trouble_with
+from converters.execute.disk import lock, trouble_with
 from converters.formats.folder import exists, read_small, refresh, walk
 from converters.names import printable
 from converters.remote.unfinished import abort_unfinished
@@ -174,14 +173,12 @@ class Upload:
         """Holds the folder for this process, so that no other process clears it or uploads beside this one."""
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(fd)
         except BlockingIOError:
             os.close(fd)
             raise DestinationError(
                 f"another distckpt is writing {printable(str(self.destination))} right now", hint="wait for it"
             ) from None
-        except OSError:  # some NFS and Lustre mounts have no locks
-            pass
         self._lock = fd
 
     def close(self) -> None:

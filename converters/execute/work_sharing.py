@@ -18,12 +18,12 @@ import hashlib
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar
 
 from converters.events import ignore
 from converters.execute.rank_sync import Team
 from converters.execute.ranks import Numbered, Ranks, on_one_machine
-from converters.execute.threads import Pool
+from converters.execute.threads import Pool, Worker
 from converters.remote.address import named_path
 
 if TYPE_CHECKING:
@@ -35,17 +35,6 @@ _KEPT = ("finished work is kept", "run the same command again")
 
 A = TypeVar("A")
 T = TypeVar("T", bound=Numbered)
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class Worker(Protocol[T_contra]):
-    """What one thread does tasks with: its buffers and open files."""
-
-    def do(self, task: T_contra) -> Any:
-        """Does a task; the result is plain data, None if there is nothing to tell of it."""
-
-    def close(self) -> None:
-        """Closes what is open."""
 
 
 def scratch_folder(folder: str | None, env: Mapping[str, str] | None = None) -> Path:
@@ -193,14 +182,7 @@ class Crew:
             parts = [[task for first, end in team.share for task in tasks[first:end]]]
         if on_shares is not None:
             on_shares(parts)
-        results: dict[int, Any] = {}
-
-        def do(worker: Worker[T], task: T) -> None:
-            result = worker.do(task)
-            if result is not None:
-                results[task.number] = result
-
-        self._pool.work_off(parts[0], make_worker, do, meanwhile)
+        results = self._pool.work_off(parts[0], make_worker, meanwhile)
         settle()
         self._pool.check()
         self.left = [leave()] if leave is not None else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,11 +24,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from converters.crc import Segment
-    from converters.execute.publish import Staging, TeamStaging
-    from converters.execute.work_sharing import Crew
-    from converters.io.sources import Segments, Sources
-    from converters.planning.job import Job
+    from converters.execute.run import Run
+    from converters.io.sources import Segments
     from converters.planning.routes import Move
     from converters.planning.tasks import Task, Tile
 
@@ -35,40 +33,48 @@ Losses = dict[str, Loss]
 """What quantizing has changed, for each tensor."""
 
 
-class Shared(Protocol):
-    """What a worker needs of the run it belongs to."""
+def add_losses(total: Losses, more: Losses) -> None:
+    """Adds those of more elements."""
+    for name, loss in more.items():
+        total[name] = total.get(name, Loss()) + loss
 
-    job: Job
-    staging: Staging | TeamStaging
-    sources: Sources
-    device: str
-    unsure: bool
-    crew: Crew
 
-    def wrote(self, record: int, segment: Segment, log: Segments) -> None:
-        """A segment of a record has been written: its checksum goes to the record's trailer, or to `log`."""
+@dataclass
+class Outcome:
+    """What complete tasks have done, as the journal keeps it.
 
-    def done(self, task: Task, segments: Segments, written: Segments, losses: Losses, underflowed: int) -> None:
-        """A task is complete: its checksums and losses go to the journal."""
+    Attributes:
+        tasks: The tasks.
+        sums: Checksums of what they read.
+        written: Checksums of what they wrote into sealed records.
+        losses: What they lost by quantizing.
+        underflowed: Elements that became zero in fp16.
+    """
+
+    tasks: list[Task] = field(default_factory=list)
+    sums: Segments = field(default_factory=list)
+    written: Segments = field(default_factory=list)
+    losses: Losses = field(default_factory=dict)
+    underflowed: int = 0
+
+    def add(self, more: Outcome) -> None:
+        """Adds that of other tasks."""
+        self.tasks += more.tasks
+        self.sums += more.sums
+        self.written += more.written
+        add_losses(self.losses, more.losses)
+        self.underflowed += more.underflowed
 
 
 class Worker:
-    """Buffers and open files of one thread. Nothing here grows with the model.
+    """Buffers and open files of one thread, and what its current task has done. Nothing here grows with the model."""
 
-    Attributes:
-        written: Checksums of what the current task wrote into sealed records.
-        losses: What it lost by quantizing, for each tensor.
-        underflowed: Elements of the current task that became zero in fp16.
-    """
-
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
-        self._gatherer = Gatherer(shared.sources, pinned(shared.device))
-        self._caster = Caster(shared.device)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._gatherer = Gatherer(run.sources, pinned(run.device))
+        self._caster = Caster(run.device)
         self._outputs = OpenFiles(_open_output, self._close_output)
-        self.written: Segments = []
-        self.losses: Losses = {}
-        self.underflowed = 0
+        self._outcome = Outcome()
 
     def close(self) -> None:
         """Closes all files.
@@ -77,41 +83,40 @@ class Worker:
             DestinationError: An output could not be closed; some file systems say only then that writing failed.
         """
         self._gatherer.close()
-        with trouble_with(self._shared.staging.folder, "writing to"):
+        with trouble_with(self._run.staging.folder, "writing to"):
             self._outputs.close()
 
     def _close_output(self, fd: int) -> None:
         try:
             os.close(fd)
         except OSError:
-            self._shared.unsure = True
+            self._run.unsure = True
             raise
 
     def do(self, task: Task) -> None:
         """Does a task, and notes that; leaves it as it is if it is asked to stop before the end."""
-        segments: Segments = []
-        self._gatherer.segments = segments
-        self.written, self.losses, self.underflowed = [], {}, 0
-        job = self._shared.job
+        self._outcome = Outcome([task])
+        self._gatherer.segments = self._outcome.sums
+        job = self._run.job
         for later in job.tasks[task.number + job.threads : task.number + job.threads + 1]:
-            self._shared.sources.locate_soon(later.tiles)
+            self._run.sources.locate_soon(later.tiles)
         for tile in task.tiles:
-            if self._shared.crew.should_stop():
+            if self._run.crew.should_stop():
                 return
             elements = self._gatherer.gather(tile.source, tile.box)
-            moves = list(self._shared.job.routes.reached(tile.source, tile.box))
+            moves = list(self._run.job.routes.reached(tile.source, tile.box))
             if any(move.op is Op.QUANTIZE for move in moves):
                 self._quantize(tile, elements, moves)
                 continue
             for move in moves:
                 self._write(move, self._changed(tile, elements, move))
-        self._shared.done(task, segments, self.written, self.losses, self.underflowed)
+        self._run.done(task, self._outcome)
 
     def _quantize(self, tile: Tile, elements: NDArray[Any], moves: Iterable[Move]) -> None:
         """Writes a tile of whole blocks as codes, and their scales."""
         codes = self._gatherer.scratch(elements.size).reshape(elements.shape)
-        scales, loss = quantized(elements, self._shared.job.sources[tile.source].dtype, tile.source, codes)
-        self.losses[tile.source] = self.losses.get(tile.source, Loss()) + loss
+        scales, loss = quantized(elements, self._run.job.sources[tile.source].dtype, tile.source, codes)
+        add_losses(self._outcome.losses, {tile.source: loss})
         for move in moves:
             self._write(move, codes if move.op is Op.QUANTIZE else scales)
 
@@ -120,7 +125,7 @@ class Worker:
         values = elements[move.part.relative_to(tile.box.start).slices]
         if move.op is Op.TRANSPOSE:
             values = values.T
-        info = self._shared.job.sources[tile.source]
+        info = self._run.job.sources[tile.source]
         op = Op.SUBTRACT_ONE if info.shift else move.op
         if move.dtype != info.dtype or op in (Op.ADD_ONE, Op.SUBTRACT_ONE):
             into = self._gatherer.scratch(values.size * move.dtype.itemsize)
@@ -136,7 +141,7 @@ class Worker:
                     tensor=tile.source,
                 )
             if op not in (Op.ADD_ONE, Op.SUBTRACT_ONE):
-                self.underflowed += too_small
+                self._outcome.underflowed += too_small
         elif not values.flags.c_contiguous:
             packed = self._gatherer.scratch(values.nbytes).view(values.dtype).reshape(values.shape)
             np.copyto(packed, values)
@@ -147,7 +152,7 @@ class Worker:
         size = move.dtype.itemsize
         first, length, outer = runs(move.landing, move.shape)
         data, at = values.reshape(-1).view(np.uint8).data, 0
-        path = self._shared.staging.folder / self._shared.job.files[move.file].name
+        path = self._run.staging.folder / self._run.job.files[move.file].name
         try:
             fd = self._outputs.get(path)
             for start in run_starts(first, outer):
@@ -155,7 +160,8 @@ class Worker:
                 write_at(fd, piece, move.offset + inside)
                 if move.record >= 0:
                     segment = (move.base + inside, len(piece), crc32(piece))
-                    self._shared.wrote(move.record, segment, self.written)
+                    self._run.written.add(move.record, segment)
+                    self._outcome.written.append((move.record, *segment))
                 at += length * size
         except OSError as error:
             raise os_trouble(error, path, "writing") from error

@@ -20,7 +20,7 @@ from converters.execute.hub_upload import HubUpload
 from converters.execute.leftovers import about_run
 from converters.execute.publish import Staging, TeamStaging
 from converters.execute.ranks import Ranks
-from converters.execute.run import Stats, run
+from converters.execute.run import Run, Stats
 from converters.execute.upload import FILES_AT_ONCE, Upload
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.events import Listener, StopFlag
-    from converters.execute.work_sharing import Worker
+    from converters.execute.threads import Worker
     from converters.formats.base import Reader
     from converters.optimizer.proof import Masters
     from converters.planning.job import OutputFile
@@ -199,7 +199,7 @@ def run_conversion(
         typed: The words of the command line, named where an interrupted run left files.
 
     Raises:
-        DistckptError: See `converters.execute.run.run`; also when the disk has not enough room, before anything is written.
+        DistckptError: See `converters.execute.run.Run`; also when the disk has not enough room, before anything is written.
             Every rank raises an error of the same exit code.
     """
     ranks, job, destination = ranks or Ranks(), plan.job, plan.destination
@@ -245,7 +245,7 @@ def run_conversion(
         for text in staging.notes:
             notify(Note(text))
         try:
-            stats = run(job, plan.reader, staging, listener=notify, crew=crew, device=device)
+            stats = Run(job, plan.reader, staging, listener=notify, crew=crew, device=device).run()
             notify(Phase("publishing"))
             for name, content in plan.extra_files.items():
                 staging.add(name, _contents(content, stats))
@@ -344,7 +344,7 @@ def _follow(job: Job, reader: Reader, destination: Path, crew: Crew, device: str
     crew.await_share()
     staging = TeamStaging(destination, job.fingerprint, crew.ranks.rank)
     try:
-        stats = run(job, reader, staging, crew=crew, device=device)
+        stats = Run(job, reader, staging, crew=crew, device=device).run()
     finally:
         staging.close()
     crew.agree(None)

@@ -268,7 +268,7 @@ def test_after_a_power_cut_only_synced_work_is_trusted(seed, llama, tmp_path, mo
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(os, "fsync", fsync)
     # the worker that meets the cut ends the run; its last safe point must not happen either
-    monkeypatch.setattr(engine._Run, "_safe_point", guarded(engine._Run._safe_point, budget))
+    monkeypatch.setattr(engine.Run, "_safe_point", guarded(engine.Run._safe_point, budget))
     with pytest.raises(PowerCut):
         export(source, tmp_path / "out", max_shard_bytes=4 * MIB, max_memory=MIB)
     monkeypatch.undo()
@@ -429,7 +429,7 @@ def test_nothing_is_journalled_before_it_is_synced(llama, tmp_path, monkeypatch)
     """Order of system calls: at each journal line, every file it speaks of has no write that is not followed by a sync."""
     monkeypatch.setattr(engine, "_SAFE_POINT_SECONDS", 0.002)
     written, lines = {}, []  # path -> task writes not yet synced
-    real_write, real_sync, real_log, real_done = os.pwrite, os.fsync, Staging.log, engine._Run.done
+    real_write, real_sync, real_log, real_done = os.pwrite, os.fsync, Staging.log, engine.Run.done
     dirty_at_done = {}
 
     def pwrite(fd, data, offset):
@@ -458,7 +458,7 @@ def test_nothing_is_journalled_before_it_is_synced(llama, tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(engine._Run, "done", done)
+    monkeypatch.setattr(engine.Run, "done", done)
     monkeypatch.setattr(Staging, "log", log)
     plan = plan_export(
         open_checkpoint(llama[0]), tmp_path / "out", ExportOptions(max_memory=MIB, max_shard_bytes=4 * MIB)
