@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 from converters.errors import DestinationError
+from converters.execute.disk import trouble_with
 from converters.formats.folder import refresh
 from converters.names import listed, printable, quoted
 from converters.remote.address import RemotePath, is_bucket
@@ -35,13 +35,11 @@ def check_destination(
             raise DestinationError(f"{shown} is not on the hub", hint="--push goes with hf://org/name")
         way = "export-hf SRC hf://org/name --push writes there; or write to a disk, then: hf upload org/name FOLDER"
         raise DestinationError(f"{shown} can only be read", hint=way)
-    try:
+    with trouble_with(destination, "checking"):  # a folder on the way may not be searched, a name is too long
         if isinstance(destination, RemotePath):
             _check_store(source, destination, overwrite, file)
-            return
-        _check_destination(source, destination, overwrite, file)
-    except OSError as error:  # a folder on the way may not be searched, a name is too long
-        raise os_trouble(error, destination, "checking") from error
+        else:
+            _check_destination(source, destination, overwrite, file)
 
 
 def _check_destination(source: Path, destination: Path, overwrite: bool, file: bool) -> None:
@@ -59,11 +57,8 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
         elif not destination.is_dir():
             raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
         elif not is_empty(destination):
-            refusal = _refusal(destination)
-            if not overwrite:
-                raise DestinationError(f"{shown} already exists and is not empty", hint=_instead("directory", refusal))
-            if refusal is not None:
-                raise refusal
+            message = f"{shown} already exists and is not empty"
+            _refuse_existing(message, overwrite, _refusal(destination), "directory")
         if real == (here := Path.cwd()) or real in here.parents:
             what = "is" if real == here else "contains"
             raise DestinationError(
@@ -116,10 +111,7 @@ def _check_store(source: Path, destination: RemotePath, overwrite: bool, file: b
         )
         raise DestinationError(f"{shown} is {kind}", hint="choose another name")
     refusal = None if file else _refusal(destination)
-    if not overwrite:
-        raise DestinationError(f"{shown} already exists", hint=_instead("name", refusal))
-    if refusal is not None:
-        raise refusal
+    _refuse_existing(f"{shown} already exists", overwrite, refusal)
 
 
 def replaced(destination: Path) -> str | None:
@@ -130,12 +122,10 @@ def replaced(destination: Path) -> str | None:
     """
     if destination.parts[:1] == ("hf:",):
         return f"one commit replaces the model in {printable(str(destination))}; the repository's history keeps it"
-    try:
+    with trouble_with(destination, "checking"):
         if not destination.is_dir():
             return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
         names = sorted(entry.name for entry in destination.iterdir())
-    except OSError as error:
-        raise os_trouble(error, destination, "checking") from error
     when = "when the result is complete and uploaded" if isinstance(destination, RemotePath) else "after success"
     what = f"{printable(str(destination))} is replaced {when}, with all in it"
     return f"{what}: {listed(names, 6)}" if names else None
@@ -151,10 +141,7 @@ def _check_file(destination: Path, overwrite: bool) -> None:
         refusal = DestinationError(
             f"{shown} is not a file that torch.save wrote: --overwrite does not delete it", hint="choose another name"
         )
-    if not overwrite:
-        raise DestinationError(f"{shown} already exists", hint=_instead("name", refusal))
-    if refusal is not None:
-        raise refusal
+    _refuse_existing(f"{shown} already exists", overwrite, refusal)
 
 
 def _refusal(folder: Path) -> DestinationError | None:
@@ -172,8 +159,19 @@ def _refusal(folder: Path) -> DestinationError | None:
     return DestinationError(message, details=[holds], hint="choose another directory")
 
 
-def _instead(what: str, refusal: DestinationError | None) -> str:
-    return f"choose another {what}" + ("" if refusal else ", or add --overwrite to replace it after success")
+def _refuse_existing(message: str, overwrite: bool, refusal: DestinationError | None, kind: str = "name") -> None:
+    """Refuses what exists where a result should be, but for what --overwrite may replace.
+
+    Args:
+        message: What exists.
+        refusal: Why --overwrite would not delete it; None if it would.
+        kind: What to choose another of.
+    """
+    if not overwrite:
+        way = "" if refusal else ", or add --overwrite to replace it after success"
+        raise DestinationError(message, hint=f"choose another {kind}{way}")
+    if refusal is not None:
+        raise refusal
 
 
 def _is_archive(path: Path) -> bool:
@@ -198,10 +196,8 @@ def resolved(path: Path) -> Path:
     Raises:
         DestinationError: It cannot be looked at.
     """
-    try:
+    with trouble_with(path, "checking"):
         return path.parent.resolve() / path.name if not path.exists() else path.resolve()
-    except OSError as error:
-        raise os_trouble(error, path, "checking") from error
 
 
 def beside(destination: Path, what: str) -> Path:
@@ -222,23 +218,9 @@ def free_bytes(path: Path) -> int:
     Raises:
         DestinationError: It cannot be looked at.
     """
-    try:
+    with trouble_with(path, "checking"):
         folder = path.resolve()
         while not folder.exists():
             folder = folder.parent
         status = os.statvfs(folder)
-    except OSError as error:
-        raise os_trouble(error, path, "checking") from error
     return status.f_bavail * status.f_frsize
-
-
-def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError:
-    """The error to raise when writing failed: what, where, and what helps."""
-    shown = printable(str(path))
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
-        return DestinationError(
-            f"{what}: {doing} {shown} failed",
-            hint="free some space and run the same command again; finished work is kept",
-        )
-    return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")

@@ -10,8 +10,9 @@ import os
 import shutil
 from typing import TYPE_CHECKING
 
-from converters.execute.destination import os_trouble
+from converters.errors import DestinationError
 from converters.io.gather import DROP_BYTES
+from converters.names import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +20,18 @@ if TYPE_CHECKING:
 
 _EXCHANGE = 2
 _DONTCACHE = [0x80]  # RWF_DONTCACHE; empty once a file system has refused it
+
+
+def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError:
+    """The error to raise when writing failed: what, where, and what helps."""
+    shown = printable(str(path))
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
+        return DestinationError(
+            f"{what}: {doing} {shown} failed",
+            hint="free some space and run the same command again; finished work is kept",
+        )
+    return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")
 
 
 @contextlib.contextmanager

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import DestinationError, DistckptError, FormatError
 from converters.execute import journal
-from converters.execute.destination import os_trouble
-from converters.execute.disk import lock
+from converters.execute.disk import lock, opened, os_trouble
 from converters.execute.journal import JOURNAL
 from converters.execute.rank_files import is_locked
 from converters.execute.upload import mark_of, read_mark
@@ -155,16 +154,13 @@ def clear_leftover(leftover: Leftover) -> str:
     if leftover.reason:
         raise DestinationError(f"{shown} is not removed: {leftover.reason}")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
             state, reason = _judged(path, leftover.kind, fd) if lock(fd) else _NO_LOCKS
             if state != "unfinished" or not os.path.samestat(os.fstat(fd), path.lstat()):
                 raise DestinationError(f"{shown} is not removed: {reason or 'it has just been replaced'}")
             if leftover.kind == "upload":
                 answer = _abort_uploads(path)
             _remove(path, leftover.kind)
-        finally:
-            os.close(fd)
     except BlockingIOError:
         raise DestinationError(f"{shown} is not removed: a run has begun to use it") from None
     except FileNotFoundError:
@@ -251,16 +247,14 @@ def _continuation(about: dict[str, Any]) -> str | None:
 
 def _probed(path: Path, kind: str) -> tuple[str, str]:
     """State and reason, by trying the lock."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        if not lock(fd, shared=True):
-            return _NO_LOCKS
+    with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        try:
+            if not lock(fd, shared=True):
+                return _NO_LOCKS
+        except BlockingIOError:
+            return "running", "its run is still going"
         fcntl.flock(fd, fcntl.LOCK_UN)  # at once: a run that begins just now shall find it free
         return _judged(path, kind, fd)
-    except BlockingIOError:
-        return "running", "its run is still going"
-    finally:
-        os.close(fd)
 
 
 def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:

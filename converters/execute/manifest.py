@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from converters.errors import DestinationError, FormatError
-from converters.execute.destination import os_trouble
-from converters.execute.disk import raise_error, sync_folder
+from converters.execute.disk import raise_error, sync_folder, trouble_with
 from converters.formats.folder import is_folder, listing
 from converters.formats.plain_json import read_json
 from converters.names import printable
@@ -118,7 +117,7 @@ def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:
         raise DestinationError("a manifest is not written into an object store", hint="write it before the upload")
     data = json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
     path, temporary = folder / name, folder / _temporary(name)
-    try:
+    with trouble_with(path, "writing"):
         try:
             temporary.unlink(missing_ok=True)  # left by a run that was killed
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -132,6 +131,4 @@ def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-    except OSError as error:
-        raise os_trouble(error, path, "writing") from error
     return path

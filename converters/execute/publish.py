@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import DestinationError, FormatError
 from converters.execute import journal
-from converters.execute.destination import beside, is_empty, is_full, os_trouble, resolved
+from converters.execute.destination import beside, is_empty, is_full, resolved
 from converters.execute.disk import (
     exchange,
     lock,
     make_folders,
     opened,
+    os_trouble,
     raise_error,
     reserve,
     sync_folder,
@@ -88,29 +89,28 @@ class Staging:
         self._journal = self._lock = -1
         self.notes: list[str] = []
         try:
-            self._created_folders = make_folders(self.folder)[1:]
-            self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            self.close()
-            raise os_trouble(error, self.folder, "creating") from error
-        try:
-            self._take_lock()
-            if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
-                raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
-            self._put_back()
-            if not overwrite and (self.destination.exists() if single else is_full(self.destination)):
-                self._refuse_late()
-            earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
-            dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
-            self.resumed = self._resume(fingerprint, files)
-            if not self.resumed:
-                self._start(fingerprint, files)
-        except OSError as error:
-            self.close()
-            raise os_trouble(error, self.folder, "preparing") from error
+            with trouble_with(self.folder, "creating"):
+                self._created_folders = make_folders(self.folder)[1:]
+                self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+            with trouble_with(self.folder, "preparing"):
+                self._prepare(fingerprint, files, meeting)
         except BaseException:  # also when an object that is copied turns out to be damaged
             self.close()
             raise
+
+    def _prepare(self, fingerprint: str, files: Sequence[OutputFile], meeting: Path | None) -> None:
+        """Takes the folder for this run, and makes the files in it or finds those of an earlier run."""
+        self._take_lock()
+        if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
+        self._put_back()
+        if not self._overwrite and (self.destination.exists() if self._single else is_full(self.destination)):
+            self._refuse_late()
+        earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
+        dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
+        self.resumed = self._resume(fingerprint, files)
+        if not self.resumed:
+            self._start(fingerprint, files)
 
     def _take_lock(self) -> None:
         try:

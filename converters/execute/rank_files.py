@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import DestinationError
-from converters.execute.destination import os_trouble
-from converters.execute.disk import lock, make_folders, remove_folder
+from converters.execute.disk import lock, make_folders, remove_folder, trouble_with
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -43,7 +42,7 @@ class Board:
             DestinationError: The place does not become free, or the folder cannot be made.
         """
         deadline = time.monotonic() + timeout
-        try:
+        with trouble_with(self.folder, "preparing"):
             while time.monotonic() < deadline:
                 make_folders(self.folder)
                 claimed = claim(self.folder / f"lock-{self.rank}")
@@ -53,8 +52,6 @@ class Board:
                         self._tidy()
                     return locked
                 time.sleep(0.1)
-        except OSError as error:
-            raise os_trouble(error, self.folder, "preparing") from error
         raise DestinationError(
             f"another process has been rank {self.rank} for {timeout:g} s",
             hint="end what is left of the earlier run, then run the same command again",
@@ -75,7 +72,7 @@ class Board:
         """
         # replaced, never changed, so that no reader sees half of it; closing is what network file systems send it on
         path, data = self.folder / f"{name}.new", json.dumps(document, separators=(",", ":")).encode()
-        try:
+        with trouble_with(path, "writing"):
             try:
                 path.write_bytes(data)
                 path.replace(self.folder / name)
@@ -84,8 +81,6 @@ class Board:
                     raise
                 with (self.folder / name).open("r+b") as file:  # it has room on the disk already; spaces mean nothing
                     file.write(data.ljust(os.fstat(file.fileno()).st_size))
-        except OSError as error:
-            raise os_trouble(error, path, "writing") from error
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What a file says; nothing if it cannot be read just now, None if there is no such file."""

@@ -6,6 +6,7 @@ model. The page cache is dropped behind both ends, which also starts the write-b
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -243,11 +244,8 @@ class Run:
             self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
 
     def _complete_sums(self) -> None:
-        gatherer = Gatherer(self.sources)
-        try:
+        with contextlib.closing(Gatherer(self.sources)) as gatherer:
             self.sources.complete(gatherer)
-        finally:
-            gatherer.close()
         self._count_reading()
 
     def _count_reading(self) -> None:

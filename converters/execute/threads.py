@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from converters.errors import Interrupted
@@ -28,6 +29,19 @@ class Worker(Protocol[T_contra]):
 
     def close(self) -> None:
         """Closes what is open."""
+
+
+@dataclass(frozen=True)
+class FunctionWorker:
+    """A worker that is a function, and what closes what that has open.
+
+    Attributes:
+        do: See `Worker`.
+        close: See `Worker`.
+    """
+
+    do: Callable[[Any], Any]
+    close: Callable[[], None] = lambda: None
 
 
 class Pool:

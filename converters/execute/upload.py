@@ -32,9 +32,11 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import DestinationError, RequestError
 from converters.events import FileDone, Moved, Note, Phase, PlanReady
 from converters.execute import journal
-from converters.execute.destination import os_trouble, replaced
+from converters.execute.destination import replaced
 from converters.execute.disk import lock, trouble_with
+from converters.execute.threads import FunctionWorker
 from converters.formats.folder import exists, read_small, refresh, walk
+from converters.formats.resolve import TRACKER
 from converters.names import printable
 from converters.remote.unfinished import abort_unfinished
 from converters.remote.writing import StoreWriter
@@ -48,7 +50,6 @@ if TYPE_CHECKING:
     from converters.remote.address import RemotePath
 
 _DESCRIBE = ("config.json", "common.pt", "metadata.json", ".metadata", "run_config.yaml")
-_TRACKER = "latest_checkpointed_iteration.txt"
 _JOURNAL = ".uploaded"
 FILES_AT_ONCE = 4
 """Files that each rank uploads at once."""
@@ -125,10 +126,8 @@ class Upload:
             DestinationError: It cannot be, another job's upload lies there, or another process is at it.
         """
         notes = [replaced(self.destination)] if self._overwrite else []
-        try:
+        with trouble_with(self.destination, "writing to"):
             begun = self._prepare_store()
-        except OSError as error:
-            raise os_trouble(error, self.destination, "writing to") from error
         with trouble_with(self.folder, "preparing"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._take_lock()
@@ -209,9 +208,10 @@ class Upload:
             for when in sorted({_when(name) for name in files})
         ]
         done = self._prepare(files, crew, notify) if crew.leads else set()
+        worker = FunctionWorker(lambda file: self._put_file(file, crew))
         for number, stage in enumerate(stages):
             todo = [file for file in stage if file.name not in done]
-            crew.map(stage, lambda: _Uploader(self, crew), todo=todo, last=number + 1 == len(stages))
+            crew.map(stage, lambda: worker, todo=todo, last=number + 1 == len(stages))
         if not crew.leads:
             crew.agree(None)
             return
@@ -237,7 +237,7 @@ class Upload:
             self._writer.delete(self._object(name) for name in stale)
         return done
 
-    def put(self, file: _File, crew: Crew) -> None:
+    def _put_file(self, file: _File, crew: Crew) -> None:
         """Uploads a file, and notes that.
 
         Raises:
@@ -315,20 +315,6 @@ class Upload:
         refresh(self._marker.parent)
 
 
-class _Uploader:
-    """What one thread uploads files with: a worker of a `Crew`."""
-
-    def __init__(self, upload: Upload, crew: Crew) -> None:
-        self._upload, self._crew = upload, crew
-
-    def do(self, file: _File) -> None:
-        """Uploads a file."""
-        self._upload.put(file, self._crew)
-
-    def close(self) -> None:
-        """Nothing stays open."""
-
-
 def mark_of(destination: RemotePath) -> RemotePath:
     """What lies beside a destination that is not complete."""
     return destination.with_name(f".{destination.name}.distckpt-upload")
@@ -358,7 +344,7 @@ def _objects(path: RemotePath, name: str) -> Iterator[tuple[str, tuple[int, str]
 def _when(name: str) -> int:
     """0: contents; 1: what describes them, without which nothing is loaded; 2: what says that there is a checkpoint."""
     last = name.rpartition("/")[2]
-    if last == _TRACKER:
+    if last == TRACKER:
         return 2
     return int(last in _DESCRIBE or last.endswith(".index.json"))
 

@@ -11,8 +11,7 @@ import numpy as np
 from converters.box import run_starts, runs
 from converters.crc import crc32
 from converters.errors import RequestError
-from converters.execute.destination import os_trouble
-from converters.execute.disk import trouble_with, write_at
+from converters.execute.disk import os_trouble, trouble_with, write_at
 from converters.io.cast import Caster, lost_in_fp16, pinned
 from converters.io.gather import Gatherer, OpenFiles
 from converters.io.quantize import Loss, quantized

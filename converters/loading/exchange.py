@@ -21,6 +21,7 @@ an error; of NCCL's, whoever waits gives up after the timeout, or as soon as NCC
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from dataclasses import dataclass
@@ -268,18 +269,15 @@ def _reading_rate(plan: LoadPlan, reader: Reader) -> tuple[float, int]:
     """Bytes a second that this rank reads of what it shares, while all others do the same; and the bytes it has read."""
     fetches = [fetch for shared in plan.groups.values() for fetch in shared]
     wanted = min(_SAMPLE, sum(fetch.nbytes for fetch in fetches) // 100)
-    gatherer, nbytes = Gatherer(Sources(reader, plan.sources, drop=False)), 0
+    sources, nbytes = Sources(reader, plan.sources, drop=False), 0
     begin = time.monotonic()
-    try:
+    # an error: the load itself will meet it, and say so to all ranks; here they wait for an answer
+    with contextlib.suppress(DistckptError), contextlib.closing(Gatherer(sources)) as gatherer:
         for fetch in fetches[:: max(1, len(fetches) // 7)]:
             gatherer.gather(fetch.source, fetch.box)
             nbytes += fetch.nbytes
             if nbytes >= wanted:
                 break
-    except DistckptError:
-        pass  # the load itself will meet it, and say so to all ranks; here they wait for an answer
-    finally:
-        gatherer.close()
     return nbytes / max(time.monotonic() - begin, 1e-6), nbytes
 
 

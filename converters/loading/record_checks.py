@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from converters.errors import IntegrityError
@@ -25,11 +26,8 @@ def check_jointly(loading: Loading, ranks: JobRanks) -> tuple[int, list[int]]:
     Raises:
         IntegrityError: A record does not match its checksum; on all ranks.
     """
-    gatherer = Gatherer(loading.sources)
-    try:
+    with contextlib.closing(Gatherer(loading.sources)) as gatherer:
         located = [(record, gatherer.payload(record)) for record in sorted(loading.sums.joint)]
-    finally:
-        gatherer.close()
     rows = [(r, *loading.sums.joint[r], p.crc_nbytes, p.crc) for r, p in located if p.crc is not None]
     parts = ranks.collected((rows, loading.sums.whole_records))
     sums: dict[int, tuple[int, int, int, int | None]] = {}
@@ -53,8 +51,7 @@ def check_whole(loading: Loading, records: Sequence[int]) -> None:
     Raises:
         IntegrityError: A record does not match its checksum.
     """
-    gatherer = Gatherer(loading.sources)
-    try:
+    with contextlib.closing(Gatherer(loading.sources)) as gatherer:
         for record in records:
             payload = gatherer.payload(record)
             loading.sums.forget(record)
@@ -62,8 +59,6 @@ def check_whole(loading: Loading, records: Sequence[int]) -> None:
             if payload.crc is not None:
                 gatherer.read_through(record, payload, 0, payload.crc_nbytes)
                 loading.sources.check(record, payload)
-    finally:
-        gatherer.close()
 
 
 def _damaged(loading: Loading, records: list[int]) -> IntegrityError:

@@ -21,6 +21,7 @@ from converters.formats.dcp.moved_records import with_longer_record
 from converters.formats.file_bytes import byte_copies
 from converters.formats.folder import exists, open_source, read_small, walk
 from converters.formats.legacy.grid import MODEL
+from converters.formats.resolve import TRACKER
 from converters.formats.side_files import side_files
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
@@ -33,7 +34,7 @@ from converters.torchzip.records_out import with_pickle
 from converters.write.argument_values import argument_value
 from converters.write.job_arguments import LAYOUT_ARGUMENTS, shown_argument
 from converters.write.side_files import LEFT_OUT, copied_file, files_beside
-from converters.write.target_state import TRACKER, iteration_folder, open_common, tracker
+from converters.write.target_state import iteration_folder, open_common, tracker
 from converters.write.write_plan import Conversion, WriteOptions
 
 if TYPE_CHECKING:

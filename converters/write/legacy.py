@@ -30,6 +30,7 @@ from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
 from converters.formats.legacy.chains import Chains
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, rank_folder
 from converters.formats.legacy.output import flat_optimizer, model_state, plain_optimizer
+from converters.formats.resolve import TRACKER
 from converters.megatron.damage import refuse_damaged_object
 from converters.megatron.extra_states import with_extra_states
 from converters.megatron.rank_state_dict import LocalModel, likely_order
@@ -48,7 +49,6 @@ from converters.write.job_arguments import (
 )
 from converters.write.side_files import files_beside
 from converters.write.target_state import (
-    TRACKER,
     JobOptions,
     as_megatron_lm,
     check_request,

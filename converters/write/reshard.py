@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.formats.resolve import TRACKER
 from converters.formats.torch_dist.output import TorchDistOutput
 from converters.megatron.outline import Outline
 from converters.megatron.vocabulary import end_of_documents
@@ -23,7 +24,7 @@ from converters.write.job_arguments import job_flags, optimizer_flags
 from converters.write.reshard_state import ReshardOptions, State, TargetState
 from converters.write.reshard_targets import Targets
 from converters.write.side_files import files_beside
-from converters.write.target_state import TRACKER, check_request, chosen_optimizer, describe, tracker, unwanted_state
+from converters.write.target_state import check_request, chosen_optimizer, describe, tracker, unwanted_state
 from converters.write.write_plan import Conversion
 
 if TYPE_CHECKING:

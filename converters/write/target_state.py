@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.formats.common_state import Archive
 
-TRACKER = "latest_checkpointed_iteration.txt"
-"""The file that tells a job which iteration to load; Megatron writes it last."""
 _Options = TypeVar("_Options", bound="JobOptions")
 
 

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import DestinationError, FormatError, IntegrityError
 from converters.events import Moved, Note, Phase, PlanReady, ignore
-from converters.execute.destination import beside, free_bytes, os_trouble, replaced
+from converters.execute.destination import beside, free_bytes, replaced
+from converters.execute.disk import trouble_with
 from converters.execute.hub_upload import HubUpload
 from converters.execute.leftovers import about_run
 from converters.execute.publish import Staging, TeamStaging
 from converters.execute.ranks import Ranks
 from converters.execute.run import Run, Stats
+from converters.execute.threads import FunctionWorker
 from converters.execute.upload import FILES_AT_ONCE, Upload
 from converters.execute.work_sharing import Crew
 from converters.formats.base import fingerprint_of
@@ -38,9 +40,8 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.events import Listener, StopFlag
-    from converters.execute.threads import Worker
     from converters.formats.base import Reader
-    from converters.optimizer.proof import Masters
+    from converters.optimizer.proof import Masters, MasterTask
     from converters.planning.job import OutputFile
     from converters.planning.routes import Routes
     from converters.write.tied_head import TiedHead
@@ -305,21 +306,20 @@ def _prove(proof: Masters | TiedHead, notify: Listener, crew: Crew) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails, for the others wait for what comes next."""
     notify(Phase(f"checking {proof.claim}"))
     notify(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
-    results = crew.map(proof.tasks, lambda: _Prover(proof.worker(), crew), last=False)
+
+    def make_worker() -> FunctionWorker:
+        worker = proof.worker()
+
+        def do(task: MasterTask) -> bool:
+            answer = worker.do(task)
+            crew.moved(Moved(task.nbytes), task.nbytes)
+            return answer
+
+        return FunctionWorker(do, worker.close)
+
+    results = crew.map(proof.tasks, make_worker, last=False)
     if crew.leads:
         proof.judge(results)
-
-
-class _Prover:
-    """A worker of a proof that tells how far it is."""
-
-    def __init__(self, worker: Worker[Any], crew: Crew) -> None:
-        self._worker, self._crew, self.close = worker, crew, worker.close
-
-    def do(self, task: Any) -> Any:
-        result = self._worker.do(task)
-        self._crew.moved(Moved(task.nbytes), task.nbytes)
-        return result
 
 
 def _contents(content: ExtraFile, stats: Stats) -> bytes:
@@ -353,10 +353,8 @@ def _follow(job: Job, reader: Reader, destination: Path, crew: Crew, device: str
 
 def _lack_of_room(destination: Path, needed: int) -> str:
     """How many bytes are needed and free, if the result does not fit on its disk; else empty."""
-    try:
+    with trouble_with(destination, "checking"):
         staged = beside(destination, "partial")
         free = free_bytes(staged.parent)
         staged_bytes = sum(f.stat().st_blocks * 512 for f in staged.rglob("*") if f.is_file()) if staged.is_dir() else 0
-    except OSError as error:
-        raise os_trouble(error, destination, "checking") from error
     return f"{needed:,} bytes are needed, {free:,} are free" if needed > free + staged_bytes else ""
