@@ -208,8 +208,8 @@ def reshard(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
 
 
 def _refuse_no_change(options: Mapping[str, Any]) -> None:
-    carried = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(ExportOptions)} | {"vocab_size"}
-    if not any(options.get(name) is not None for name in (*LAYOUT_OPTIONS, *carried)):
+    changes = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(WriteOptions)}
+    if not any(options.get(name) is not None for name in (*LAYOUT_OPTIONS, *changes)):
         raise RequestError(
             "reshard needs at least one change", hint=f"give at least one of {', '.join(LAYOUT_OPTIONS)}"
         )

@@ -45,15 +45,15 @@ def seal(job: Job, folder: Path, written: RecordSums, *, whole_only: bool = Fals
         elif not whole_only:
             raise DistckptError(f"record {record} was not filled: {written.gaps(record, job.seals.nbytes(record))}")
     for record, number, at in () if whole_only else job.seals.rereads():
-        crc = _sum(folder / job.files[number].name, at, job.seals.nbytes(record))
+        crc = _crc_of_range(folder / job.files[number].name, at, job.seals.nbytes(record))
         by_file.setdefault(number, []).extend(job.seals.seal(record, crc)[1])
     for number, pieces in () if whole_only else job.seals.end():
         by_file.setdefault(number, []).extend(pieces)
     for number, pieces in by_file.items():
-        _write(folder / job.files[number].name, pieces)
+        _write_pieces(folder / job.files[number].name, pieces)
 
 
-def _sum(path: Path, start: int, nbytes: int) -> int:
+def _crc_of_range(path: Path, start: int, nbytes: int) -> int:
     """CRC-32 of a range of an output file."""
     crc, end = 0, start + nbytes
     with trouble_with(path, "reading back"), opened(path, os.O_RDONLY) as fd:
@@ -65,7 +65,7 @@ def _sum(path: Path, start: int, nbytes: int) -> int:
     return crc
 
 
-def _write(path: Path, pieces: list[tuple[int, bytes]]) -> None:
+def _write_pieces(path: Path, pieces: list[tuple[int, bytes]]) -> None:
     with trouble_with(path, "writing"), opened(path, os.O_WRONLY) as fd:
         for offset, data in pieces:
             write_at(fd, data, offset)

@@ -58,9 +58,9 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
             raise DestinationError(f"{shown} exists and is not a directory", hint="choose another name")
         elif not is_empty(destination):
             message = f"{shown} already exists and is not empty"
-            _refuse_existing(message, overwrite, _refusal(destination), "directory")
-        if real == (here := Path.cwd()) or real in here.parents:
-            what = "is" if real == here else "contains"
+            _refuse_existing(message, overwrite, _why_not_replaced(destination), "directory")
+        if real == (cwd := Path.cwd()) or real in cwd.parents:
+            what = "is" if real == cwd else "contains"
             raise DestinationError(
                 f"{shown} {what} the working directory, and a new directory would take its place",
                 hint=f"name one in it: {shown}/NAME",
@@ -110,7 +110,7 @@ def _check_store(source: Path, destination: RemotePath, overwrite: bool, file: b
             "an object, and the result is a folder" if destination.is_file() else "a folder, and the result is one file"
         )
         raise DestinationError(f"{shown} is {kind}", hint="choose another name")
-    refusal = None if file else _refusal(destination)
+    refusal = None if file else _why_not_replaced(destination)
     _refuse_existing(f"{shown} already exists", overwrite, refusal)
 
 
@@ -144,7 +144,7 @@ def _check_file(destination: Path, overwrite: bool) -> None:
     _refuse_existing(f"{shown} already exists", overwrite, refusal)
 
 
-def _refusal(folder: Path) -> DestinationError | None:
+def _why_not_replaced(folder: Path) -> DestinationError | None:
     """Why --overwrite would not delete what is in a folder."""
     shown, names = printable(str(folder)), sorted(entry.name for entry in folder.iterdir())
     several = [name for name in names if name.startswith("iter_")]

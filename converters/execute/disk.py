@@ -151,15 +151,15 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Swaps two folders in one step, so that both names exist at any time; False where that is not possible."""
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "renameat2"):
         return False
-    here = -100  # AT_FDCWD
-    if libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE) == 0:
+    at_cwd = -100  # AT_FDCWD
+    if libc.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))

@@ -16,7 +16,7 @@ class Stopped(Interrupted):
     """Another rank was stopped by a signal, as this one may be in a moment."""
 
 
-def packed(error: BaseException | None) -> dict[str, Any] | None:
+def pack_error(error: BaseException | None) -> dict[str, Any] | None:
     """An error as other ranks can be told of it, also one that is not ours."""
     if error is None:
         return None
@@ -40,7 +40,7 @@ def disk_trouble(error: BaseException) -> FormatError | None:
     return trouble
 
 
-def unpacked(document: dict[str, Any], who: str | None) -> DistckptError:
+def unpack_error(document: dict[str, Any], who: str | None) -> DistckptError:
     """The error another rank told of; its exit code is the same on all ranks."""
     error = from_json(document)
     if isinstance(error, Interrupted):

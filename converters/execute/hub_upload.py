@@ -35,8 +35,8 @@ class HubUpload(Upload):
 
     def _prepare_store(self) -> bool:
         """See `Upload`."""
-        here = self._hub.files()
-        full = [name for name in here if name not in _NOT_OURS]
+        existing = self._hub.files()
+        full = [name for name in existing if name not in _NOT_OURS]
         if full and not self._overwrite:
             raise DestinationError(
                 f"{printable(str(self.destination))} holds a model already",
@@ -50,13 +50,13 @@ class HubUpload(Upload):
             crew.agree(None)
             return
         crew.assemble()
-        files = self._files()
+        files = self._staged_files()
         notify(Phase("uploading"))
         notify(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
-        here = self._hub.files()
-        card = here and _CARD in here and not self._overwrite
+        existing = self._hub.files()
+        card = existing and _CARD in existing and not self._overwrite
         additions = [self._put(name, path, crew) for name, path in files.items() if name != _CARD or not card]
-        stale = [name for name in here if name not in files and name not in _NOT_OURS]
+        stale = [name for name in existing if name not in files and name not in _NOT_OURS]
         self._hub.commit(additions, stale, "Add the model that distckpt exported")
 
     def _put(self, name: str, path: Path, crew: Crew) -> object:

@@ -92,29 +92,29 @@ def leftovers(folder: Path) -> Iterator[Leftover]:
         FormatError: The folder cannot be listed.
     """
     if _kind(folder.resolve().name) is not None and not folder.is_symlink():
-        yield from _described(folder)
+        yield from _describe(folder)
         return
     try:
         paths = sorted(folder.iterdir())
     except OSError as error:
         raise FormatError(f"{printable(str(folder))} cannot be listed: {error.strerror or error}") from error
-    yield from _marks(paths) if isinstance(folder, RemotePath) else _below(paths)
+    yield from _find_marks(paths) if isinstance(folder, RemotePath) else _find_below(paths)
 
 
-def _below(paths: Sequence[Path]) -> Iterator[Leftover]:
+def _find_below(paths: Sequence[Path]) -> Iterator[Leftover]:
     for path in paths:
         if path.is_symlink() or not path.is_dir():
             continue
         if _kind(path.name) is not None:
-            yield from _described(path)
+            yield from _describe(path)
         elif not _INSIDE.fullmatch(path.name):
             inside: list[Path] = []
             with contextlib.suppress(OSError):  # a folder that may not be listed
                 inside = sorted(path.iterdir())
-            yield from _below(inside)
+            yield from _find_below(inside)
 
 
-def _marks(paths: Sequence[Path]) -> Iterator[Leftover]:
+def _find_marks(paths: Sequence[Path]) -> Iterator[Leftover]:
     """Marks of uploads that are not complete, directly in a folder of a store."""
     for path in paths:
         match = _MARK.fullmatch(path.name)
@@ -129,7 +129,7 @@ def _marks(paths: Sequence[Path]) -> Iterator[Leftover]:
         modified = state.mtime_ns / 1e9 if state else 0.0
         reason = "object stores have no locks: the same command continues it, another one with --overwrite discards it"
         beside = str(path.with_name(match[1]))
-        yield Leftover(path, "mark", "unknown", reason, 0, modified, beside, _continuation(about))
+        yield Leftover(path, "mark", "unknown", reason, 0, modified, beside, _continuing_command(about))
 
 
 def scratch_leftovers(scratch: Path) -> Iterator[Leftover]:
@@ -137,7 +137,7 @@ def scratch_leftovers(scratch: Path) -> Iterator[Leftover]:
     with contextlib.suppress(OSError):
         for path in sorted(scratch.iterdir()):
             if _kind(path.name) is not None and path.is_dir() and not path.is_symlink():
-                yield from _described(path)
+                yield from _describe(path)
 
 
 def clear_leftover(leftover: Leftover) -> str:
@@ -155,7 +155,7 @@ def clear_leftover(leftover: Leftover) -> str:
         raise DestinationError(f"{shown} is not removed: {leftover.reason}")
     try:
         with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
-            state, reason = _judged(path, leftover.kind, fd) if lock(fd) else _NO_LOCKS
+            state, reason = _judge_state(path, leftover.kind, fd) if lock(fd) else _NO_LOCKS
             if state != "unfinished" or not os.path.samestat(os.fstat(fd), path.lstat()):
                 raise DestinationError(f"{shown} is not removed: {reason or 'it has just been replaced'}")
             if leftover.kind == "upload":
@@ -215,10 +215,10 @@ def _journal_name(kind: str) -> str:
     return _UPLOADED if kind == "upload" else JOURNAL
 
 
-def _described(path: Path) -> Iterator[Leftover]:
+def _describe(path: Path) -> Iterator[Leftover]:
     kind = _kind(path.resolve().name) or ""
     try:
-        state, reason = _probed(path, kind)
+        state, reason = _probe_state(path, kind)
         record = path / _journal_name(kind)
         modified = (record if record.is_file() else path).lstat().st_mtime
         nbytes = _disk_bytes(path)
@@ -232,10 +232,10 @@ def _described(path: Path) -> Iterator[Leftover]:
     match = _NAMES[kind].fullmatch(path.resolve().name)
     beside = str(path.with_name(match[1])) if match and kind in ("staging", "replaced") else None
     destination = about.get("destination") if isinstance(about.get("destination"), str) else beside
-    yield Leftover(path, kind, state, reason, nbytes, modified, destination, _continuation(about))
+    yield Leftover(path, kind, state, reason, nbytes, modified, destination, _continuing_command(about))
 
 
-def _continuation(about: dict[str, Any]) -> str | None:
+def _continuing_command(about: dict[str, Any]) -> str | None:
     """The command that a journal names, quoted: whatever a journal says, it is words for distckpt."""
     typed, folder = about.get("typed"), about.get("folder")
     if not isinstance(typed, list) or not typed or not all(isinstance(word, str) for word in typed):
@@ -245,7 +245,7 @@ def _continuation(about: dict[str, Any]) -> str | None:
     return f"cd {quoted(folder)} && {words}" if elsewhere and isinstance(folder, str) else words
 
 
-def _probed(path: Path, kind: str) -> tuple[str, str]:
+def _probe_state(path: Path, kind: str) -> tuple[str, str]:
     """State and reason, by trying the lock."""
     with opened(path, os.O_RDONLY | os.O_DIRECTORY) as fd:
         try:
@@ -254,10 +254,10 @@ def _probed(path: Path, kind: str) -> tuple[str, str]:
         except BlockingIOError:
             return "running", "its run is still going"
         fcntl.flock(fd, fcntl.LOCK_UN)  # at once: a run that begins just now shall find it free
-        return _judged(path, kind, fd)
+        return _judge_state(path, kind, fd)
 
 
-def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:
+def _judge_state(path: Path, kind: str, fd: int) -> tuple[str, str]:
     """State and reason of a folder that no other process has locked."""
     if kind == "replaced":
         return (
@@ -277,7 +277,7 @@ def _judged(path: Path, kind: str, fd: int) -> tuple[str, str]:
         if any(map(is_locked, meeting.glob("lock-*"))):
             return "running", "ranks of its run are still going"
     for inner in path.glob(".*.distckpt-partial") if kind == "upload" else ():
-        if _probed(inner, "staging")[0] == "running":
+        if _probe_state(inner, "staging")[0] == "running":
             return "running", "its run is still going"
     return "unfinished", ""
 
@@ -286,7 +286,7 @@ def _meetings(path: Path, kind: str) -> Iterator[Path]:
     if kind == "upload":
         return path.glob(".*.distckpt-ranks-*")
     head = f"{path.name.removesuffix('partial')}ranks-"
-    return (other for other in path.parent.iterdir() if other.name.startswith(head))
+    return (sibling for sibling in path.parent.iterdir() if sibling.name.startswith(head))
 
 
 def _disk_bytes(path: Path) -> int:

@@ -66,15 +66,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     algorithm = document.get("algorithm", "sha256")
     if algorithm != "sha256":
         raise FormatError(f"{name} has checksums of the kind {printable(str(algorithm))[:40]!r}, not sha256")
-    kept, trouble = {}, []
+    digests_by_path, trouble = {}, []
     for path, digest in files.items():
         if not _stays_inside(path):
             trouble.append(f"{name} names {printable(path)[:200]!r}, which is not a file of this folder")
         elif not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             trouble.append(f"{name} has no SHA-256 for {printable(path)[:200]}")
         else:
-            kept[path] = digest
-    return Manifest(name, kept, tuple(trouble))
+            digests_by_path[path] = digest
+    return Manifest(name, digests_by_path, tuple(trouble))
 
 
 def _stays_inside(path: str) -> bool:

@@ -31,7 +31,7 @@ from converters.errors import DestinationError, DistckptError, Interrupted, Requ
 from converters.events import Moved, Note, ignore
 from converters.execute.destination import beside
 from converters.execute.disk import remove_folder
-from converters.execute.error_json import AGAIN, Stopped, packed, unpacked
+from converters.execute.error_json import AGAIN, Stopped, pack_error, unpack_error
 from converters.execute.rank_files import Board, is_locked, machine
 from converters.execute.ranks import listed, on_one_machine, shares, spans
 
@@ -151,7 +151,7 @@ class Team:
             return
         self._announced = True
         if self.leads:
-            self._insist(state="over" if error is None else "failed", error=packed(error))
+            self._insist(state="over" if error is None else "failed", error=pack_error(error))
             # who is still planning shall hear it, too, unless all were told to stop, or have been waited for already
             all_came = self._late or (self._stop is not None and self._stop.is_set())
             self._wait_quietly(_GRACE, lambda: all(self._has_left(r, p, all_came) for r, p in self._peers.items()))
@@ -164,7 +164,7 @@ class Team:
             lost = self._late or (error is self.trouble and not self._peers[0].status.get("error"))
             # what rank 0 knows, rank 0 shows; if it is lost, one of the others has to
             error.shown_here = self.ranks.rank == 1 if lost else (False if heard else None)  # type: ignore[attr-defined]
-            self._insist(state="failed", error=packed(error))
+            self._insist(state="failed", error=pack_error(error))
             if error is not self.trouble and heard:
                 # let rank 0 learn of it before a launcher sees this process end and stops all
                 self._wait_quietly(3.0, lambda: bool(self.trouble or self._peers[0].status.get("state") == "over"))
@@ -252,7 +252,7 @@ class Team:
             return None
         who = f"rank {rank} on {status['host']}"
         if status["error"] is not None:
-            return unpacked(status["error"], who if self.leads else None)
+            return unpack_error(status["error"], who if self.leads else None)
         if self.leads and status["fingerprint"] != self.fingerprint:
             return RequestError(
                 f"{who} made another plan: do all ranks see the same files?",
@@ -273,8 +273,8 @@ class Team:
 
     def _is_gone(self, rank: int, peer: _Peer) -> bool:
         """Whether its process has certainly ended; nothing can be said of other machines."""
-        here = peer.status["machine"] == self._status["machine"] and peer.status["locked"]
-        return here and not is_locked(self.folder / f"lock-{rank}")
+        same_machine = peer.status["machine"] == self._status["machine"] and peer.status["locked"]
+        return same_machine and not is_locked(self.folder / f"lock-{rank}")
 
     def should_stop(self) -> bool:
         """Whether this rank must not go on writing."""

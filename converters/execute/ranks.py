@@ -57,13 +57,13 @@ class Ranks:
         person may type a command. srun's variables count only within a step of several tasks, not in a batch script.
         """
         env = os.environ if env is None else env
-        torchrun = [_whole(env.get(name, "")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+        torchrun = [_parse_number(env.get(name, "")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
         launch = f"torchrun {env.get('TORCHELASTIC_RUN_ID', '')} {env.get('MASTER_PORT', '')}"
         numbers = torchrun
         if None in torchrun:
             tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", ""))
             local = env.get("SLURM_LOCALID", "0")
-            numbers = [_whole(text) for text in (env.get("SLURM_PROCID", ""), tasks, local)]
+            numbers = [_parse_number(text) for text in (env.get("SLURM_PROCID", ""), tasks, local)]
             launch = f"srun {env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"
             if "SLURM_STEP_ID" not in env:
                 numbers = [None]
@@ -80,7 +80,7 @@ def on_one_machine(env: Mapping[str, str] | None = None) -> bool:
     return local or env.get("SLURM_STEP_NUM_NODES", "") == "1"
 
 
-def _whole(text: str) -> int | None:
+def _parse_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 

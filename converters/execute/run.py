@@ -60,7 +60,7 @@ class Stats:
         self.losses: dict[str, dict[str, float]] = {}
 
 
-def _listed(losses: Losses) -> list[list[Any]]:
+def _losses_json(losses: Losses) -> list[list[Any]]:
     return [[name, *loss.to_json()] for name, loss in losses.items()]
 
 
@@ -109,7 +109,7 @@ class Run:
         self._complete: list[int] = []  # files for which there are none
 
     def run(self) -> Stats:
-        """Does it.
+        """Does the tasks that are left, and completes the checksums.
 
         Raises:
             Interrupted: The crew was stopped, or another rank is lost; what is done is in the journal.
@@ -118,13 +118,13 @@ class Run:
             DestinationError: Writing failed.
         """
         begin = time.monotonic()
-        self._same_source()
+        self._check_source()
         todo = self._resume()
         self.crew.progress, self.crew.on_files = self._progress, self._count_files
         self.crew.map(
             self.job.tasks,
             lambda: Worker(self),
-            self._leave,
+            self._hand_over,
             todo=todo,
             on_shares=self._count_left,
             meanwhile=self._safe_point_if_due,
@@ -135,7 +135,7 @@ class Run:
             self.listener(Phase("checking"))
             self._complete_sums()
             seal(self.job, self.staging.folder, self.written)
-            self._same_source()
+            self._check_source()
             self.stats.losses = {
                 name: {"max_abs": self.losses[name].largest, "relative": self.losses[name].relative}
                 for name in self.job.sources
@@ -146,9 +146,9 @@ class Run:
 
     def _count_left(self, parts: Sequence[Sequence[Task]]) -> None:
         """Notes what is left to do for each file: the own tasks, and one part for each other rank that has some."""
-        own, *others = parts
-        self._left.update(itertools.chain.from_iterable(task.files for task in own))
-        for part in others:
+        own_share, *other_shares = parts
+        self._left.update(itertools.chain.from_iterable(task.files for task in own_share))
+        for part in other_shares:
             self._left.update(set(itertools.chain.from_iterable(task.files for task in part)))
 
     def _progress(self) -> dict[str, Any]:
@@ -156,31 +156,31 @@ class Run:
             written = self.stats.bytes_written
             return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self._complete.copy()}
 
-    def _leave(self) -> dict[str, Any] | None:
+    def _hand_over(self) -> dict[str, Any] | None:
         """The share is done: to rank 0 the checksums of records that this rank has not read or written all of."""
-        self._same_source()
+        self._check_source()
         if self.crew.leads:
             return None
         seal(self.job, self.staging.folder, self.written, whole_only=True)
         self._count_reading()
         sums, written = self.sources.sums.listed(), self.written.listed()
-        return {"sums": sums, "written": written, "losses": _listed(self.losses), "stats": vars(self.stats)}
+        return {"sums": sums, "written": written, "losses": _losses_json(self.losses), "stats": vars(self.stats)}
 
-    def _take_over(self, others: Iterable[Mapping[str, Any]]) -> None:
+    def _take_over(self, documents: Iterable[Mapping[str, Any]]) -> None:
         """Goes on with what the other ranks have begun."""
-        for left in others:
-            self._take(left)
+        for left in documents:
+            self._take_over_line(left)
             for name in ("bytes_read", "bytes_written", "records_checked", "underflowed"):
                 setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
 
-    def _take(self, document: Mapping[str, Any]) -> None:
+    def _take_over_line(self, document: Mapping[str, Any]) -> None:
         """Takes over checksums and losses from a line of a journal, or from another rank."""
         add_losses(self.losses, {name: Loss.from_json(numbers) for name, *numbers in document["losses"]})
         for sums, name in ((self.sources.sums, "sums"), (self.written, "written")):
             for record, *segment in document[name]:
                 sums.add(record, tuple(segment))
 
-    def _same_source(self) -> None:
+    def _check_source(self) -> None:
         if fingerprint_of(self.reader) != self.job.source_fingerprint:
             raise IntegrityError(
                 "the source changed after it was opened; nothing was published",
@@ -192,15 +192,15 @@ class Run:
         done: set[int] = set()
         for line in self.staging.resumed:
             done.update(line["tasks"])
-            self._take(line)
+            self._take_over_line(line)
             self.stats.underflowed += line.get("underflowed", 0)
         todo = [task for task in self.job.tasks if task.number not in done]
-        kept = [task for task in self.job.tasks if task.number in done]
-        if kept:
+        earlier = [task for task in self.job.tasks if task.number in done]
+        if earlier:
             left = set(itertools.chain.from_iterable(task.files for task in todo))
-            self.stats.bytes_kept = sum(task.nbytes for task in kept)
-            whole = len(self.job.files) - len(left)
-            self.listener(Resumed(self.stats.bytes_kept, whole))
+            self.stats.bytes_kept = sum(task.nbytes for task in earlier)
+            complete = len(self.job.files) - len(left)
+            self.listener(Resumed(self.stats.bytes_kept, complete))
         return todo
 
     def _safe_point_if_due(self) -> None:
@@ -221,7 +221,7 @@ class Run:
                 os.fsync(fd)
         line = {"tasks": [task.number for task in fresh.tasks], "sums": fresh.sums, "written": fresh.written}
         more = {"underflowed": fresh.underflowed} if fresh.underflowed else {}
-        self.staging.log({**line, "losses": _listed(fresh.losses), **more})
+        self.staging.log({**line, "losses": _losses_json(fresh.losses), **more})
 
     def done(self, task: Task, outcome: Outcome) -> None:
         """Notes a finished task."""

@@ -154,15 +154,15 @@ class Upload:
             DestinationError: Another job's upload lies there.
         """
         refresh(self._marker.parent)
-        earlier = self._earlier()
-        mine, begun = earlier.get("fingerprint") == self._fingerprint, bool(earlier.get("uploading"))
-        if begun and not mine and not self._overwrite:
+        earlier = self._earlier_mark()
+        continued, begun = earlier.get("fingerprint") == self._fingerprint, bool(earlier.get("uploading"))
+        if begun and not continued and not self._overwrite:
             raise DestinationError(
                 f"{printable(str(self.destination))} is the unfinished upload of another command",
                 hint="run that command again, or add --overwrite to discard what it uploaded",
             )
-        if not (earlier and mine):
-            self._mark(uploading=begun, replace=begun)
+        if not (earlier and continued):
+            self._write_mark(uploading=begun, replace=begun)
         return begun
 
     def _begin_journal(self) -> None:
@@ -196,16 +196,19 @@ class Upload:
         try:
             self._run(crew, notify)
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._upload_error(error) from error
 
     def _run(self, crew: Crew, notify: Listener) -> None:
         if not crew.leads:
             good = journal.read(self._journal, self._fingerprint)[1]
             os.truncate(self._journal, good) if good else self._begin_journal()
-        files = self._files()
+        files = self._staged_files()
         stages = [
-            [_File(n, name, files[name].stat().st_size) for n, name in enumerate(x for x in files if _when(x) == when)]
-            for when in sorted({_when(name) for name in files})
+            [
+                _File(n, name, files[name].stat().st_size)
+                for n, name in enumerate(x for x in files if _stage_of(x) == when)
+            ]
+            for when in sorted({_stage_of(name) for name in files})
         ]
         done = self._prepare(files, crew, notify) if crew.leads else set()
         worker = FunctionWorker(lambda file: self._put_file(file, crew))
@@ -215,9 +218,9 @@ class Upload:
         if not crew.leads:
             crew.agree(None)
             return
-        self._check(files)
-        if self._overwrite or self._earlier().get("replace"):
-            self._writer.delete(self._object(name) for name in self._there() if name not in files)
+        self._check_uploaded(files)
+        if self._overwrite or self._earlier_mark().get("replace"):
+            self._writer.delete(self._object(name) for name in self._list_objects() if name not in files)
         self._writer.delete([self._marker])
         refresh(self._marker.parent)
 
@@ -226,14 +229,16 @@ class Upload:
         crew.assemble()
         notify(Phase("uploading"))
         notify(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
-        replace = self._overwrite or bool(self._earlier().get("replace"))
-        self._mark(uploading=True, replace=replace)
-        there = self._there()
-        done = {name for name, state in self._uploaded().items() if there.get(name) == state}  # nobody changed it since
+        replace = self._overwrite or bool(self._earlier_mark().get("replace"))
+        self._write_mark(uploading=True, replace=replace)
+        objects = self._list_objects()
+        done = {
+            name for name, state in self._list_uploaded().items() if objects.get(name) == state
+        }  # nobody changed it since
         if done:
             notify(Note(f"{len(done)} of {len(files)} files were uploaded before"))
         if replace:  # from here on it is neither the old nor the new
-            stale = [name for name in there if name not in done and _when(name) > 0]
+            stale = [name for name in objects if name not in done and _stage_of(name) > 0]
             self._writer.delete(self._object(name) for name in stale)
         return done
 
@@ -253,7 +258,7 @@ class Upload:
         try:
             tag = self._writer.put_file(path, self._object(file.name), moved)
         except OSError as error:
-            raise self._failure(error) from error
+            raise self._upload_error(error) from error
         line = json.dumps({"name": file.name, "size": file.nbytes, "tag": tag})
         with self._writing, trouble_with(self._journal, "writing"), self._journal.open("a") as lines:
             lines.write(f"{line}\n")
@@ -264,7 +269,7 @@ class Upload:
         self.close()
         _remove(self.folder)
 
-    def _failure(self, error: OSError) -> DestinationError:
+    def _upload_error(self, error: OSError) -> DestinationError:
         what = error.strerror or str(error)
         return DestinationError(
             f"uploading to {printable(str(error.filename or self.destination))} failed: {what}",
@@ -272,7 +277,7 @@ class Upload:
             hint="run the same command again: what is uploaded is not uploaded again",
         )
 
-    def _files(self) -> dict[str, Path]:
+    def _staged_files(self) -> dict[str, Path]:
         """The files of the result by name within the destination; the destination itself is named by nothing."""
         if self.staged.is_file():
             return {"": self.staged}
@@ -281,22 +286,22 @@ class Upload:
     def _object(self, name: str) -> RemotePath:
         return self.destination / name if name else self.destination
 
-    def _there(self) -> dict[str, tuple[int, str]]:
+    def _list_objects(self) -> dict[str, tuple[int, str]]:
         """Size and ETag of every object at the destination."""
         refresh(self._marker.parent)
         if not exists(self.destination):
             return {}
         return dict(_objects(self.destination, ""))
 
-    def _uploaded(self) -> dict[str, tuple[int, str]]:
+    def _list_uploaded(self) -> dict[str, tuple[int, str]]:
         """Size and ETag of what all ranks of this run, and of earlier ones of the same job, have uploaded."""
         paths = self.folder.glob(f"{_JOURNAL}*")
         lines = (line for path in paths for line in journal.read(path, self._fingerprint)[0])
         return {line["name"]: (line["size"], line["tag"]) for line in lines}
 
-    def _check(self, files: dict[str, Path]) -> None:
-        there, done = self._there(), self._uploaded()
-        wrong = [name for name in files if there.get(name) != done.get(name)]
+    def _check_uploaded(self, files: dict[str, Path]) -> None:
+        objects, done = self._list_objects(), self._list_uploaded()
+        wrong = [name for name in files if objects.get(name) != done.get(name)]
         if wrong:
             shown = printable(str(self._object(wrong[0])))
             raise DestinationError(
@@ -304,10 +309,10 @@ class Upload:
                 hint="run the same command again",
             )
 
-    def _earlier(self) -> dict[str, Any]:
+    def _earlier_mark(self) -> dict[str, Any]:
         return read_mark(self._marker)
 
-    def _mark(self, *, uploading: bool, replace: bool) -> None:
+    def _write_mark(self, *, uploading: bool, replace: bool) -> None:
         assert self._writer is not None
         document: dict[str, Any] = {"fingerprint": self._fingerprint, "uploading": uploading, "replace": replace}
         document |= {"about": dict(self._about)} if self._about else {}
@@ -341,7 +346,7 @@ def _objects(path: RemotePath, name: str) -> Iterator[tuple[str, tuple[int, str]
         yield from _objects(path / inner, f"{name}/{inner}" if name else inner)
 
 
-def _when(name: str) -> int:
+def _stage_of(name: str) -> int:
     """0: contents; 1: what describes them, without which nothing is loaded; 2: what says that there is a checkpoint."""
     last = name.rpartition("/")[2]
     if last == TRACKER:

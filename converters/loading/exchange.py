@@ -150,7 +150,7 @@ class Exchange:
 
     def owned(self) -> set[tuple[str, Any]]:
         """Keys of the shared fetches that this rank is to read."""
-        return {part.fetch.key for one in self._rounds for part in self._own(one)}
+        return {part.fetch.key for one in self._rounds for part in self._own_parts_of(one)}
 
     def shared(self) -> list[ReadItem]:
         """All shared fetches."""
@@ -173,7 +173,7 @@ class Exchange:
         if number >= len(self):
             return []
         send = self._send[number % 2]
-        parts = self._own(self._rounds[number])
+        parts = self._own_parts_of(self._rounds[number])
         return [Buffer(part.fetch, send[part.at : part.at + part.fetch.nbytes]) for part in parts]
 
     def gather(self) -> list[Buffer]:
@@ -191,8 +191,8 @@ class Exchange:
             raise Elsewhere("another rank of the job has failed")
         receive = self._receive[: one.length * len(one.group.members)]
         self._all_gather(receive, self._send[number % 2][: one.length], one.group)
-        own = sum(part.fetch.nbytes for part in self._own(one))
-        self.bytes_received += sum(part.fetch.nbytes for part in one.parts) - own
+        own_bytes = sum(part.fetch.nbytes for part in self._own_parts_of(one))
+        self.bytes_received += sum(part.fetch.nbytes for part in one.parts) - own_bytes
         return [
             Buffer(part.fetch, receive[begin : begin + part.fetch.nbytes])
             for part in one.parts
@@ -216,7 +216,7 @@ class Exchange:
             self._device.do(lambda: self._ranks.wait(group.data._allgather_base(receive, send), group.data))
             self._device.wait()
 
-    def _own(self, one: _Round) -> list[Part]:
+    def _own_parts_of(self, one: _Round) -> list[Part]:
         return [part for part in one.parts if one.group.members[part.owner] == self._ranks.rank]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:

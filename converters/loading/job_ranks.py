@@ -223,13 +223,13 @@ class JobRanks:
         """
         if self.left and error is not None:
             raise error
-        own = None
+        packed_error = None
         if error is not None and not isinstance(error, Elsewhere):
             ours = error if isinstance(error, DistckptError) else DistckptError(f"{type(error).__name__}: {error}")
-            own = ours.to_json()
-        documents = self.gathered(own)
+            packed_error = ours.to_json()
+        documents = self.gathered(packed_error)
         for rank, document in enumerate(documents):
-            if own is None and document is not None:
+            if packed_error is None and document is not None:
                 raise from_json(document, f"rank {rank} failed: ")
         if error is not None:
             raise error

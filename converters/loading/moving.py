@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from converters.dtypes import DType
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.io.device import Device, Lane
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Begun:
+class _Allocated:
     """A tensor with memory, in the shape that landings refer to.
 
     Attributes:
@@ -101,7 +100,7 @@ class Loading:
         self.failure: BaseException | None = None
         self._joint, self._ahead, self._listener, self._stop = joint, ahead, listener, stop
         self._left = Counter(landing.target for fetch in plan.fetches for landing in fetch.landings)
-        self._begun: dict[str, _Begun] = {}
+        self._allocated: dict[str, _Allocated] = {}
         # what nothing stored fills is ready from the beginning
         self._ready: deque[str] = deque(name for name in plan.pieces if name not in self._left)
         self._untaken, self._handed_over = 0, 0
@@ -157,9 +156,9 @@ class Loading:
                 if not self._ready:
                     return
                 name = self._ready.popleft()
-            begun = self._begin(name)
+            begun = self._allocate(name)
             with self._lock:
-                del self._begun[name]
+                del self._allocated[name]
                 self._untaken -= self.plan.pieces[name].nbytes
                 self._handed_over += 1
                 self._lock.notify_all()
@@ -206,8 +205,8 @@ class Loading:
         """Takes the bytes of filled buffers to the tensors that they are for; returns when all of it is done."""
         if on_device or self.device.unified:
             for fetch, memory in buffers:
-                tensors = [self._begin(landing.target).tensor for landing in fetch.landings]
-                self.device.do(functools.partial(self._put, fetch, memory, tensors))
+                tensors = [self._allocate(landing.target).tensor for landing in fetch.landings]
+                self.device.do(functools.partial(self._scatter_fetch, fetch, memory, tensors))
             self.device.wait()
             for fetch, _ in buffers:
                 self._landed(fetch)
@@ -215,7 +214,7 @@ class Loading:
         if self._lane is None:
             self._lane = self.device.lane(self.plan.largest)
         for fetch, memory in buffers:
-            self._run(self._lane, fetch, functools.partial(np.copyto, src=memory.numpy()))
+            self._move_fetch(self._lane, fetch, functools.partial(np.copyto, src=memory.numpy()))
         self._lane.flush()
 
     # ------------------------------------------------------------------ from bytes to tensors
@@ -224,7 +223,7 @@ class Loading:
         """Notes that a fetch is where it goes."""
         with self._lock:
             for landing in fetch.landings:
-                begun = self._begun[landing.target]
+                begun = self._allocated[landing.target]
                 begun.left -= 1
                 if not begun.left:
                     self._ready.append(landing.target)
@@ -242,11 +241,11 @@ class Loading:
 
         return read
 
-    def _run(self, lane: Lane, fetch: ReadItem, read: Callable[[NDArray[np.uint8]], None]) -> None:
+    def _move_fetch(self, lane: Lane, fetch: ReadItem, read: Callable[[NDArray[np.uint8]], None]) -> None:
         """Takes the bytes of a fetch from `read` to where they go."""
-        begun = [self._begin(landing.target) for landing in fetch.landings]
+        begun = [self._allocate(landing.target) for landing in fetch.landings]
         marks = [one.mark for one in begun if one.mark is not None]
-        straight = self._straight(fetch) if fetch.landings else None
+        straight = self._direct_memory(fetch) if fetch.landings else None
 
         def done() -> None:
             self._landed(fetch)
@@ -255,7 +254,13 @@ class Loading:
             lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)
         else:
             tensors = [one.tensor for one in begun]
-            lane.run(read, fetch.nbytes, put=lambda there: self._put(fetch, there, tensors), done=done, after=marks)
+            lane.run(
+                read,
+                fetch.nbytes,
+                put=lambda memory: self._scatter_fetch(fetch, memory, tensors),
+                done=done,
+                after=marks,
+            )
 
     def _fail(self, error: BaseException) -> None:
         """Notes that something went wrong; threads end after their fetch."""
@@ -272,7 +277,7 @@ class Loading:
             gatherer = Gatherer(self.sources)
             lane = self.device.lane(self.plan.largest)
             try:
-                while (task := self._take(lane)) is not None:
+                while (task := self._next_task(lane)) is not None:
                     task(gatherer, lane)
                 lane.flush()
             finally:
@@ -281,7 +286,7 @@ class Loading:
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             self._fail(error)
 
-    def _take(self, lane: Lane) -> Task | None:
+    def _next_task(self, lane: Lane) -> Task | None:
         """The next thing to do; waits while there may be one. None: there will be none."""
         for patient in (False, True):
             with self._lock:
@@ -293,8 +298,8 @@ class Loading:
                     if self._own and self._may_begin(self._own[0]):
                         fetch = self._own.popleft()
                         for landing in fetch.landings:  # now, so that the next thread sees how much is begun
-                            self._begin(landing.target)
-                        return lambda gatherer, lane: self._run(lane, fetch, self._reading(gatherer, fetch))
+                            self._allocate(landing.target)
+                        return lambda gatherer, lane: self._move_fetch(lane, fetch, self._reading(gatherer, fetch))
                     if not patient:
                         break
                     self._lock.wait(0.5)
@@ -304,27 +309,27 @@ class Loading:
     def _may_begin(self, fetch: ReadItem) -> bool:
         if self._ahead is None or not self._ready:  # no tensor can be taken: go on in any order of fetches
             return True
-        fresh = sum(self.plan.pieces[x.target].nbytes for x in fetch.landings if x.target not in self._begun)
+        fresh = sum(self.plan.pieces[x.target].nbytes for x in fetch.landings if x.target not in self._allocated)
         return not fresh or self._untaken + fresh <= self._ahead
 
     def _unfinished(self) -> bool:
         return self._handed_over < len(self.plan.pieces) or bool(self._silent)
 
-    def _begin(self, name: str) -> _Begun:
+    def _allocate(self, name: str) -> _Allocated:
         """The memory of a tensor; the first that asks allocates it."""
         with self._lock:
-            begun = self._begun.get(name)
+            begun = self._allocated.get(name)
             if begun is None:
                 piece = self.plan.pieces[name]
                 tensor = self.device.empty(piece.dtype.name, piece.laid)
                 fills = piece.fills if name in self._left else [Box.whole(piece.laid)]
                 if fills:
                     self.device.do(lambda: _zero(tensor, fills))
-                begun = self._begun[name] = _Begun(tensor, self.device.mark(), self._left[name])
+                begun = self._allocated[name] = _Allocated(tensor, self.device.mark(), self._left[name])
                 self._untaken += piece.nbytes
             return begun
 
-    def _straight(self, fetch: ReadItem) -> torch.Tensor | None:
+    def _direct_memory(self, fetch: ReadItem) -> torch.Tensor | None:
         """The bytes of the tensor that a fetch fills, if it fills them as they are read."""
         import torch
 
@@ -335,21 +340,17 @@ class Loading:
         first, length, outer = runs(landing.box, piece.laid)
         if outer:
             return None
-        flat = self._begun[landing.target].tensor.reshape(-1)[first : first + length]
+        flat = self._allocated[landing.target].tensor.reshape(-1)[first : first + length]
         return flat.view(torch.uint8)
 
-    def _put(self, fetch: ReadItem, there: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def _scatter_fetch(self, fetch: ReadItem, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Casts, transposes and scatters the bytes of a fetch into a tensor for each landing, on the device they are on."""
-        source = self.plan.sources[fetch.source].dtype
-        values = _typed(there[: fetch.nbytes], source, fetch.box.shape)
+        import torch
+
+        dtype = getattr(torch, self.plan.sources[fetch.source].dtype.name)
+        values = memory[: fetch.nbytes].view(dtype).view(fetch.box.shape)
         for landing, tensor in zip(fetch.landings, tensors, strict=True):
             _land(values, landing, tensor)
-
-
-def _typed(there: torch.Tensor, dtype: DType, shape: tuple[int, ...]) -> torch.Tensor:
-    import torch
-
-    return there.view(getattr(torch, dtype.name)).view(shape)
 
 
 def _zero(tensor: torch.Tensor, boxes: Sequence[Box]) -> None:

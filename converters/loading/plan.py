@@ -132,8 +132,8 @@ class LoadPlan:
 
 def whole_piece(name: str, kind: DType, shape: tuple[int, ...]) -> Piece:
     """A stored tensor under its own name."""
-    whole = Box.whole(shape)
-    return Piece(name, kind, shape, copies=(Copy(name, whole, name, whole),))
+    box = Box.whole(shape)
+    return Piece(name, kind, shape, copies=(Copy(name, box, name, box),))
 
 
 def plan_pieces(
@@ -172,7 +172,7 @@ def plan_pieces(
     refuse_damage(catalog, {source for source, _ in together})
     fetches: list[ReadItem] = []
     groups: dict[tuple[int, ...], list[ReadItem]] = defaultdict(list)
-    for (source, box), mine in together.items():
+    for (source, box), same_box in together.items():
         size = tensors[source].dtype.itemsize
         again = find_overlap([*boxes[source], box]) is not None if boxes[source] else False
         boxes[source].append(box)
@@ -183,7 +183,9 @@ def plan_pieces(
                 part,
                 part.volume * size,
                 tuple(
-                    CopyTo(c.target, c.target_box if part is box else landing(c, part), c.op) for c in mine if c.target
+                    CopyTo(c.target, c.target_box if part is box else landing(c, part), c.op)
+                    for c in same_box
+                    if c.target
                 ),
                 again,
             )

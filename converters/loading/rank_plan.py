@@ -82,7 +82,7 @@ def plan_load(
     state = _OptimizerState(reader) if options.optimizer else None
     pieces, beside = _rank_pieces(local, at, dtype, state, shapes)
     sources = dict(catalog.weights) | (state.tensors if state else {})
-    _account(catalog, local, state)
+    _prove_complete(catalog, local, state)
     peers = _Peers(local, at, shapes) if together else None
     plan = plan_pieces(sources, pieces, tile, catalog, beside=beside, peers=peers)
     empty = _extra_states(catalog, local, at, order, pieces)
@@ -141,7 +141,7 @@ def _refuse_foreign(catalog: Catalog) -> None:
         raise
 
 
-def _account(catalog: Catalog, local: LocalModel, state: _OptimizerState | None) -> None:
+def _prove_complete(catalog: Catalog, local: LocalModel, state: _OptimizerState | None) -> None:
     """Every stored tensor is on some rank of the job, and all of its elements are; this rank has its part of that.
 
     Raises:
@@ -241,12 +241,12 @@ class _Peers(dict[tuple[str, Box], list[int]]):
             stages |= shared if at.pp in shared else set()
         homes: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
         for rank in range(model.layout.world_size):
-            other = model.layout.coordinates(rank)
-            if other.pp in stages:
-                homes[other.pp, other.tp, other.etp, other.ep].append(rank)
+            coordinates = model.layout.coordinates(rank)
+            if coordinates.pp in stages:
+                homes[coordinates.pp, coordinates.tp, coordinates.etp, coordinates.ep].append(rank)
         for (pp, tp, etp, ep), ranks in homes.items():
-            here = (model.chunk(pp=pp, chunk=n, tp=tp, ep=ep, etp=etp) for n in range(model.layout.chunks))
-            for key in {key for tensors in here for tensor in tensors for key in _keys(model, tensor, shapes)}:
+            chunks = (model.chunk(pp=pp, chunk=n, tp=tp, ep=ep, etp=etp) for n in range(model.layout.chunks))
+            for key in {key for tensors in chunks for tensor in tensors for key in _copy_keys(model, tensor, shapes)}:
                 self.setdefault(key, []).extend(ranks)
 
     def __missing__(self, key: tuple[str, Box]) -> list[int]:
@@ -254,7 +254,9 @@ class _Peers(dict[tuple[str, Box], list[int]]):
         return [] if parts is None else self[parts.parameter, key[1]]
 
 
-def _keys(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, Box]]:
+def _copy_keys(
+    model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, Box]]:
     yield from ((copy.source, copy.source_box) for copy in (*tensor.copies, *_padding(model, tensor, shapes)))
 
 

@@ -35,8 +35,8 @@ def check_jointly(loading: Loading, ranks: JobRanks) -> tuple[int, list[int]]:
         for record, nbytes, value, total, crc in rank_rows:
             n, before, _, _ = sums.get(record, (0, 0, total, crc))
             sums[record] = n + nbytes, before ^ value, total, crc
-    for _, whole in parts:  # one rank has read all of it and compared
-        for record in whole:
+    for _, records in parts:  # one rank has read all of it and compared
+        for record in records:
             sums.pop(record, None)
     complete = {r: (shifted(value, total), crc) for r, (n, value, total, crc) in sums.items() if n == total}
     damaged = ranks.broadcast([record for record, (computed, crc) in complete.items() if computed != crc])

@@ -106,7 +106,7 @@ def merge_adapters(reader: Reader, path: str | Path, alpha: float | None) -> Mer
         name: replace(info, update=updates[name]) if name in updates else info for name, info in catalog.tensors.items()
     }
     seen = replace(catalog, tensors=tensors)
-    own = [name for name, info in tensors.items() if info.kind == "weight" and is_adapter(name)]
+    merged_names = [name for name, info in tensors.items() if info.kind == "weight" and is_adapter(name)]
     facts = {
         "checkpoint": source.catalog.path.name,
         "rank": adapters.rank,
@@ -116,8 +116,8 @@ def merge_adapters(reader: Reader, path: str | Path, alpha: float | None) -> Mer
     }
     return Merge(
         _AdaptedReader(reader, source, offset, seen, f"{adapters.alpha}"),
-        replace(seen, tensors={name: info for name, info in tensors.items() if name not in own}),
-        tuple(Drop(name, None, "merged into the weight") for name in own),
+        replace(seen, tensors={name: info for name, info in tensors.items() if name not in merged_names}),
+        tuple(Drop(name, None, "merged into the weight") for name in merged_names),
         facts,
         source.catalog.root,
     )

@@ -134,7 +134,7 @@ def plan_torch(reader: Reader, destination: Path, options: TorchOptions | None =
     )
 
 
-def _beside(folder: Path, notes: list[str]) -> dict[str, ExtraFile]:
+def _hf_files(folder: Path, notes: list[str]) -> dict[str, ExtraFile]:
     """`config.json`, tokenizer and the like of a Hugging Face folder."""
     if not (folder / "config.json").is_file():
         return {}
@@ -177,7 +177,7 @@ def plan_safetensors(reader: Reader, destination: Path, options: SafetensorsOpti
     strange: list[tuple[str, str]] = []
     notes = list(content.notes)
     if not catalog.megatron:
-        extra |= _beside(catalog.path, notes)
+        extra |= _hf_files(catalog.path, notes)
     if content.names == "megatron":
         job_state, strange = state_of_job(catalog, content)
         extra[SIDECAR] = json_bytes({"schema": "distckpt.container/1", **job_state})
@@ -208,11 +208,13 @@ def _archived_optimizer(file: ArchiveFile, reader: Reader, used: Mapping[str, Se
     chain = groups.chain(2 if any(part.experts for part in groups.parts) else 1)
     parts = [part.part for part in groups.parts]
     mixed = len({part.distributed for part in parts}) > 1  # only then their names tell which are in flat buckets
-    whole = frozenset[str]().union(*(part.names for part in parts if mixed and not part.distributed))
+    undistributed = frozenset[str]().union(*(part.names for part in parts if mixed and not part.distributed))
     state: dict[str, dict[str, Node]] = {}
     for kind, tensors in used.items():
         for tensor in tensors:
-            spelled = "fp32_param" if kind == "param" and _parameter(tensor) in whole else kind
+            spelled = (
+                "fp32_param" if kind == "param" and parameter_of(tensor.copies[0].source) in undistributed else kind
+            )
             state.setdefault(spelled, {})[tensor.name] = file.tensor(tensor)
     return {
         "state": state,
@@ -220,8 +222,3 @@ def _archived_optimizer(file: ArchiveFile, reader: Reader, used: Mapping[str, Se
         "chain": [{"groups": len(chained.groups), "distributed": chained.part.distributed} for chained in chain],
         **scaler,
     }
-
-
-def _parameter(tensor: Piece) -> str:
-    """Canonical name of the parameter that a tensor of the optimizer's state is of."""
-    return parameter_of(tensor.copies[0].source)

@@ -79,7 +79,7 @@ def plan_edit(reader: Reader, destination: Any, options: EditOptions) -> Convers
         )
     changed = _Changes(options)
     folder = iteration_folder(catalog)
-    rewritten = _rewritten(reader, changed)
+    rewritten = _rewrite_arguments(reader, changed)
     _refuse_contradictions(catalog, changed)
     files, dropped = [], []
     reasons = {file.name: LEFT_OUT[file.kind] for file in side_files(catalog) if file.kind in LEFT_OUT}
@@ -163,7 +163,7 @@ class _Changes:
             del args.state[name]
 
 
-def _rewritten(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
+def _rewrite_arguments(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
     """The files that hold arguments, by name, with others in them.
 
     Raises:
@@ -171,7 +171,7 @@ def _rewritten(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
     """
     catalog = reader.catalog
     if catalog.format == "legacy":
-        out = _legacy(catalog, changes)
+        out = _rewrite_rank_files(catalog, changes)
     elif catalog.format not in ("torch_dist", "zarr"):
         raise RequestError(
             f"edit-args keeps the format, and the arguments of {catalog.format} are not changed in place",
@@ -186,7 +186,7 @@ def _rewritten(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
         embedded = not exists(catalog.path / "common.pt")
         changes.apply(tree.get("args"), COMMON_OBJECT if embedded else "common.pt")
         if embedded:
-            out = _embedded(catalog, archive.record())
+            out = _rewrite_data_file(catalog, archive.record())
         else:
             content = archive.dump(archive.tree, "common")
             out = {"common.pt": OutputFile("common.pt", len(content), content)}
@@ -195,7 +195,7 @@ def _rewritten(reader: Reader, changes: _Changes) -> dict[str, OutputFile]:
     return out
 
 
-def _embedded(catalog: Catalog, record: bytes) -> dict[str, OutputFile]:
+def _rewrite_data_file(catalog: Catalog, record: bytes) -> dict[str, OutputFile]:
     """The data file with the common state, and the metadata that says where the records behind it lie."""
     info = catalog.objects[COMMON_OBJECT]
     path = catalog.path / info.file
@@ -212,7 +212,7 @@ def _embedded(catalog: Catalog, record: bytes) -> dict[str, OutputFile]:
     }
 
 
-def _legacy(catalog: Catalog, changes: _Changes) -> dict[str, OutputFile]:
+def _rewrite_rank_files(catalog: Catalog, changes: _Changes) -> dict[str, OutputFile]:
     """Every rank's file with its Namespace."""
     out = {}
     for file in catalog.files:

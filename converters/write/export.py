@@ -99,26 +99,26 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
     options = options or ExportOptions()
     check_destination(reader.catalog.root, destination, overwrite=options.overwrite, push=options.push)
     reference = read_reference(options.hf_config)
-    content = _content(reader, destination, options, reference)
+    content = _plan_content(reader, destination, options, reference)
     catalog, mapping, sources = content.reader.catalog, content.mapping, content.sources
     prove(mapping.pieces.values(), {name: t.shape for name, t in sources.items()}, mapping.drops)
     refuse_damage(catalog, {copy.source for copy in mapping.copies})
-    form = _quantization(content, options)
+    form = _plan_quantization(content, options)
     targets, scales = (form.targets, form.scales) if form else (mapping.targets, {})
     layout = plan_shards(targets, sys.maxsize if content.peft else options.max_shard_bytes, content.stem)
-    copies, whole = reassembled(catalog.weights, targets, mapping.copies, scales)
-    sources = {**sources, **whole}
+    copies, assembled = reassembled(catalog.weights, targets, mapping.copies, scales)
+    sources = {**sources, **assembled}
     pieces = pieces_of(targets, copies)
     routes = CopyRoutes.of((piece, layout.locations[name]) for name, piece in pieces.items())
     notes = [*mapping.notes]
     try:
         extra = _extra_files(content, layout, options, reference, notes, form.config if form else None)
-        own = {} if options.hf_config else own_tokenizer(catalog, notes)
+        tokenizer_files = {} if options.hf_config else own_tokenizer(catalog, notes)
     except OSError as error:
         what = printable(str(error.filename or options.hf_config))
         raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
-    extra = {**own, **extra}
-    carried = [] if options.hf_config else [name for name in own if name in extra]
+    extra = {**tokenizer_files, **extra}
+    carried = [] if options.hf_config else [name for name in tokenizer_files if name in extra]
     beside = files_beside(catalog, "hf").dropped
     beside = tuple(item for item in beside if item[0] != "tokenizer/" or not carried)
     if options.check and isinstance(config := extra["config.json"], bytes):
@@ -137,12 +137,12 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         destination=destination,
         job=options.job(content.reader, sources, routes, layout.files, drops=mapping.drops),
         extra_files={**extra, REPORT: completed_report(report) if form or narrow else json_bytes(report)},
-        dropped=(*_dropped(catalog, mapping), *beside),
+        dropped=(*_list_dropped(catalog, mapping), *beside),
         notes=tuple(notes),
         summary=(
-            ("model", _summary(content, report)),
+            ("model", _describe_model(content, report)),
             *((("adapters", merged),) if (merged := content.adapter.get("merged")) else ()),
-            *((("quantized", _share(form)),) if form else ()),
+            *((("quantized", _describe_quantization(form)),) if form else ()),
             *((("tokenizer", ", ".join(carried)),) if carried else ()),
         ),
         facts={**report, "config": mapping.config | ({"quantization_config": form.config} if form else {})},
@@ -180,11 +180,11 @@ class Content:
         return "adapter_model" if self.peft else "model"
 
 
-def _content(reader: Reader, destination: Path, options: ExportOptions, reference: Mapping[str, Any]) -> Content:
+def _plan_content(reader: Reader, destination: Path, options: ExportOptions, reference: Mapping[str, Any]) -> Content:
     """Chooses between the model, the model with adapters merged into it, and the adapters alone."""
     path, catalog = options.merge_adapter, reader.catalog
     if wants_peft(catalog, options.peft, path is not None):
-        return _adapters(reader, options, reference)
+        return _plan_adapters(reader, options, reference)
     if path is None:
         if options.lora_alpha is not None:
             raise RequestError("--lora-alpha needs adapters, and the checkpoint has none", hint="leave it out")
@@ -197,18 +197,18 @@ def _content(reader: Reader, destination: Path, options: ExportOptions, referenc
     return Content(merge.reader, model, mapping, sources, adapter=merge.facts)
 
 
-def _adapters(reader: Reader, options: ExportOptions, reference: Mapping[str, Any]) -> Content:
+def _plan_adapters(reader: Reader, options: ExportOptions, reference: Mapping[str, Any]) -> Content:
     """The adapters alone."""
     if options.check or options.vocab_size is not None:
         raise RequestError("--check and --vocab-size are of whole models, and only adapters are written here")
     catalog, args = reader.catalog, ModelArgs.from_catalog(reader.catalog)
     refuse_contradictions(args, catalog)
-    model = _choose(args, catalog, options, reference)
+    model = _choose_model(args, catalog, options, reference)
     adapters = read_adapters(catalog, options.lora_alpha)
     mapping = map_adapters(catalog, args, model, adapters, dtype=options.dtype)
     if options.hf_config is not None:
-        whole = model.config(args, vocab_size=reference.get("vocab_size", 0), dtype=args.dtype or "float32")
-        _check_reference(reference, replace(mapping, config=whole), options.hf_config)
+        base_config = model.config(args, vocab_size=reference.get("vocab_size", 0), dtype=args.dtype or "float32")
+        _check_reference(reference, replace(mapping, config=base_config), options.hf_config)
         mapping.config["base_model_name_or_path"] = str(options.hf_config)
     facts = {"rank": adapters.rank, "alpha": adapters.alpha, "weights": list(adapters.factors)}
     return Content(reader, model, mapping, _without_optimizer(catalog), True, facts)
@@ -229,7 +229,7 @@ def choose_mapping(
     args = ModelArgs.from_catalog(catalog)
     refuse_foreign_names(catalog)
     refuse_contradictions(args, catalog)
-    model = _choose(args, catalog, options, reference)
+    model = _choose_model(args, catalog, options, reference)
     vocab = options.vocab_size if options.vocab_size is not None else reference.get("vocab_size")
     mapping = map_to_hf(catalog, args, model, dtype=options.dtype, vocab_size=vocab, mtp=options.mtp)
     return model, mapping, _without_optimizer(catalog)
@@ -239,7 +239,7 @@ def _without_optimizer(catalog: Catalog) -> dict[str, TensorInfo]:
     return {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
 
 
-def _quantization(content: Content, options: ExportOptions) -> Quantization | None:
+def _plan_quantization(content: Content, options: ExportOptions) -> Quantization | None:
     """What is quantized, and how.
 
     Raises:
@@ -261,7 +261,7 @@ def _quantization(content: Content, options: ExportOptions) -> Quantization | No
     return quantization(content.model.name, content.mapping.targets)
 
 
-def _share(form: Quantization) -> str:
+def _describe_quantization(form: Quantization) -> str:
     count, every = len(form.scales), len(form.targets) - len(form.scales)
     return (
         f"{count} of {counted(every, 'tensor')} to FP8 (E4M3), a scale for each block of {SCALE_BLOCK} x {SCALE_BLOCK}"
@@ -280,7 +280,7 @@ def _check_model(config: Mapping[str, Any], mapping: HfMapping) -> None:
         )
 
 
-def _summary(content: Content, report: Mapping[str, Any]) -> str:
+def _describe_model(content: Content, report: Mapping[str, Any]) -> str:
     parameters, tensors = report["parameters"], report["source_tensors"]["weights"]
     model = content.model
     if content.peft:
@@ -289,14 +289,14 @@ def _summary(content: Content, report: Mapping[str, Any]) -> str:
     return f"{model.name} ({model.architecture}), {parameters:,} parameters, {counted(tensors, 'tensor')} accounted for"
 
 
-def _dropped(catalog: Catalog, mapping: HfMapping) -> tuple[tuple[str, str], ...]:
+def _list_dropped(catalog: Catalog, mapping: HfMapping) -> tuple[tuple[str, str], ...]:
     dropped = [(drop.source, drop.reason) for drop in mapping.drops]
     dropped += [(name, "optimizer state") for name, tensor in catalog.tensors.items() if tensor.kind == "optimizer"]
     kinds = sorted({o.name.rpartition(".")[2] for o in catalog.objects.values()})
     return *dropped, *((kind, counted(len(catalog.objects), "stored object")) for kind in kinds)
 
 
-def _choose(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any]) -> Model:
+def _choose_model(args: ModelArgs, catalog: Catalog, options: ExportOptions, reference: Mapping[str, Any]) -> Model:
     if options.arch:
         return by_name(options.arch)
     kind = reference.get("model_type")
@@ -318,9 +318,9 @@ def _extra_files(
         return {"adapter_config.json": json_bytes(config)}
     if options.hf_config is not None:
         _check_reference(reference, mapping, options.hf_config)
-        own = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
-        config = {key: value for key, value in reference.items() if key not in _QUANTIZED} | own
-        if config.keys() != reference.keys() | own.keys():
+        types = {key: config[key] for key in ("dtype", "torch_dtype") if key in reference and key in config}
+        config = {key: value for key, value in reference.items() if key not in _QUANTIZED} | types
+        if config.keys() != reference.keys() | types.keys():
             notes.append("config.json of --hf-config is of quantized weights; what it says about that is left out")
         files |= hf_companions(options.hf_config, options.copy_code, config, notes)
     if quantized is not None:

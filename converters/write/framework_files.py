@@ -112,53 +112,53 @@ def companions(
         saved = {("checkpoint", "save_rng"): rng, ("checkpoint", "save_optim"): optimizer}
         saved |= _PLAIN_MASTERS if completed else {}
         advice = f"load it in Megatron-Bridge as checkpoint.load, with {sizes_text}" if framework == "keep" else ""
-        result = _bridge(inner, iteration_folder(catalog), {("model", n): v for n, v in sizes.items()} | saved)
+        result = _bridge_files(inner, iteration_folder(catalog), {("model", n): v for n, v in sizes.items()} | saved)
         return replace(result, advice=advice)
     if framework == "keep" and catalog.framework == "NeMo 2":
         advice = f"resume from its folder in NeMo 2, with {sizes_text} in the trainer's MegatronStrategy"
-        files, notes = _nemo2(outer / "context", sizes)
+        files, notes = _nemo2_files(outer / "context", sizes)
         return Companions(inner.name, files, tracker=False, notes=notes, advice=advice)
     if framework == "keep" and catalog.framework == "NeMo 1":
         advice = f"restore its folder in NeMo 1, or pack it with `tar -C DST -cf model.nemo .`, with {sizes_text}"
-        files, notes = _nemo1(outer, sizes)
+        files, notes = _nemo1_files(outer, sizes)
         return Companions(inner.name, files, tracker=False, notes=notes, advice=advice)
     silent = "the source holds no training arguments: the job that loads the result has to be told the model's"
     return Companions(iteration_folder(catalog), notes=() if catalog.options else (silent,))
 
 
-def _bridge(source: Path, folder: str, wanted: Settings) -> Companions:
-    files, notes = _changed(f"{folder}/{_CONFIG}", source / _CONFIG, wanted)
+def _bridge_files(source: Path, folder: str, wanted: Settings) -> Companions:
+    files, notes = _with_settings(f"{folder}/{_CONFIG}", source / _CONFIG, wanted)
     if is_file(source / _PROGRESS):
         files |= {f"{folder}/{_PROGRESS}": source / _PROGRESS, f"latest_{_PROGRESS}": source / _PROGRESS}
     return Companions(folder, files, notes=notes)
 
 
-def _nemo2(context: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
+def _nemo2_files(context: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
     if not is_folder(context):  # left out by `ModelCheckpoint(always_save_context=False)`
         return {}, ("the source has no context folder: give the job that loads the result the model's arguments",)
-    files: dict[str, ExtraFile] = {f"context/{name}": path for name, path in _below(context)}
+    files: dict[str, ExtraFile] = {f"context/{name}": path for name, path in _files_below(context)}
     notes: tuple[str, ...] = ()
     if files.pop("context/model.yaml", None) is not None:
         settings = {("config", name): size for name, size in sizes.items()}
-        model_files, notes = _changed("context/model.yaml", context / "model.yaml", settings)
+        model_files, notes = _with_settings("context/model.yaml", context / "model.yaml", settings)
         files |= model_files
     if "context/io.json" in files:
-        files["context/io.json"] = _graph(context / "io.json", sizes)
+        files["context/io.json"] = _edited_fiddle_json(context / "io.json", sizes)
     return files, notes
 
 
-def _nemo1(outer: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
+def _nemo1_files(outer: Path, sizes: Mapping[str, Any]) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
     with scan(outer) as entries:
         names = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
     files: dict[str, ExtraFile] = {name: outer / name for name in names if name != "model_config.yaml"}
     if len(names) == len(files):
         return files, ()
     settings = {("", name): size for name, size in sizes.items()}
-    model_files, notes = _changed("model_config.yaml", outer / "model_config.yaml", settings)
+    model_files, notes = _with_settings("model_config.yaml", outer / "model_config.yaml", settings)
     return files | model_files, notes
 
 
-def _below(folder: Path) -> Iterator[tuple[str, Path]]:
+def _files_below(folder: Path) -> Iterator[tuple[str, Path]]:
     """The files below a folder; links are left out."""
     for number, (name, entry) in enumerate(walk(folder)):
         if number >= _MOST_FILES or entry.size > _LIMIT:
@@ -170,14 +170,14 @@ def _below(folder: Path) -> Iterator[tuple[str, Path]]:
 # ---------------------------------------------------------------------- settings are changed where they stand
 
 
-def _changed(name: str, path: Path, wanted: Settings) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
-    text = _edited(path, wanted)
+def _with_settings(name: str, path: Path, wanted: Settings) -> tuple[dict[str, ExtraFile], tuple[str, ...]]:
+    text = _edited_yaml(path, wanted)
     if text is None:
         return {}, (f"{path.name} could not be changed for the new sizes and is not carried over",)
     return {name: text.encode("utf-8", "surrogateescape")}, ()
 
 
-def _edited(path: Path, wanted: Settings) -> str | None:
+def _edited_yaml(path: Path, wanted: Settings) -> str | None:
     """The text of a YAML file with some values of its sections changed; None if it is not written in a plain way."""
     import yaml
 
@@ -192,7 +192,7 @@ def _edited(path: Path, wanted: Settings) -> str | None:
     edits: list[tuple[int, int, str]] = []
     for (part, key), value in wanted.items():
         holder = goal.get(part) if part and isinstance(goal, dict) else goal
-        present = _pairs(_pairs(root)[part][1] if part in _pairs(root) else None if part else root)
+        present = _yaml_entries(_yaml_entries(root)[part][1] if part in _yaml_entries(root) else None if part else root)
         if not isinstance(holder, dict) or not present:
             continue
         spelled = json.dumps(value)  # which YAML reads alike
@@ -216,7 +216,7 @@ def _edited(path: Path, wanted: Settings) -> str | None:
         return None
 
 
-def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
+def _yaml_entries(node: Any) -> dict[str, tuple[Any, Any]]:
     """Entries of a YAML mapping: name -> (its node, the value's node)."""
     import yaml
 
@@ -228,7 +228,7 @@ def _pairs(node: Any) -> dict[str, tuple[Any, Any]]:
 _ATTRIBUTE = re.compile(r"Attr\(name='(\w+)'\)")
 
 
-def _graph(path: Path, values: Mapping[str, Any]) -> bytes:
+def _edited_fiddle_json(path: Path, values: Mapping[str, Any]) -> bytes:
     """fiddle's JSON: objects with `items`, pairs of `Attr(name='...')` and `{"type": "leaf", "value": ...}`."""
     raw = read_small(path, _LIMIT)
     try:

@@ -74,8 +74,8 @@ class ImportedReader(ReaderView):
             if rows is not None and is_vocabulary(name) and rows > info.shape[0]:
                 more = rows - info.shape[0]
                 tensors[name] = replace(info, shape=(rows, *info.shape[1:]), mean_rows=more)
-        kept = dtype("float32")
-        types = {name: (cast or info.dtype) if trainable(name) else kept for name, info in tensors.items()}
+        fp32 = dtype("float32")
+        types = {name: (cast or info.dtype) if trainable(name) else fp32 for name, info in tensors.items()}
         catalog = Catalog(
             path=folder.catalog.path,
             format=folder.catalog.format,
@@ -120,31 +120,31 @@ def seen(
         for copy in copies[name]:
             for part in stored[copy.source].parts:
                 array_pieces = pieces.setdefault(id(part.array), (part.array, []))[1]
-                kept = part.array.scales is not None
-                array_pieces += [piece for chunk in part.chunks() for piece in _seen(chunk, copy, kept)]
+                scaled = part.array.scales is not None
+                array_pieces += [piece for chunk in part.chunks() for piece in _view_chunk(chunk, copy, scaled)]
         parts = tuple(ViewPart(array, tuple(array_pieces)) for array, array_pieces in pieces.values())
         shift = -1 if any(copy.op is Op.SUBTRACT_ONE for copy in copies[name]) else 0
         yield TensorInfo(name, target.dtype, target.laid, "weight", parts, shift=shift)
 
 
-def _seen(chunk: Chunk, copy: Copy, kept: bool) -> Iterator[Chunk]:
+def _view_chunk(chunk: Chunk, copy: Copy, scaled: bool) -> Iterator[Chunk]:
     """A stored piece of a copy's source, as a piece of its target.
 
     Args:
-        kept: The piece keeps its place in the stored array, for its elements have scales there.
+        scaled: The piece keeps its place in the stored array, for its elements have scales there.
     """
     part: Box | None = chunk.box.intersect(copy.source_box)
     if part is None:
         return
     inside, shape = chunk.stored(part)
     box, base = landing(copy, part), chunk.base
-    while len(shape) > len(box.shape) and inside.shape[0] == 1 and not kept:  # one expert of all
+    while len(shape) > len(box.shape) and inside.shape[0] == 1 and not scaled:  # one expert of all
         base += inside.start[0] * math.prod(shape[1:])
         inside, shape = Box(inside.start[1:], inside.shape[1:]), shape[1:]
     chunk = replace(chunk, base=base)
     first, _, outer = runs(inside, shape)
     transposed = chunk.transposed != (copy.op is Op.TRANSPOSE)
-    if outer or transposed or kept:
+    if outer or transposed or scaled:
         yield replace(chunk, box=box, window=(inside.start, shape), transposed=transposed)
     else:
         yield Chunk(box, chunk.record, chunk.base + first)

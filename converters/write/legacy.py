@@ -115,7 +115,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     catalog = reader.catalog
     _, notes = check_request(catalog, destination, layout, options)
     _refuse_layout(catalog, layout)
-    state, options = chosen_optimizer(reader, options, functools.partial(_kept, catalog))
+    state, options = chosen_optimizer(reader, options, functools.partial(_default_form, catalog))
     writer = _Writer(reader, layout, options, state)
     sources = dict(catalog.weights) | state.tensors
     output = ArchiveOutput(list(writer.files()))
@@ -140,7 +140,7 @@ def plan_legacy(reader: Reader, destination: Path, layout: Layout, options: Lega
     )
 
 
-def _kept(catalog: Catalog, state: OptimizerState, _: str) -> str:
+def _default_form(catalog: Catalog, state: OptimizerState, _: str) -> str:
     """The form that the job would have written: as its arguments say."""
     if state.recognised.layer_wise:
         raise RequestError(
@@ -171,8 +171,8 @@ class _Writer:
         self._layer_wise = state.recognised.layer_wise
         self._named = str(catalog.args.get("optimizer")).removeprefix("dist_")
         self.changed: dict[str, tuple[Any, Any]] = {}
-        self._order = _order(reader, options, state)
-        self._model = LocalModel.of(catalog, layout, order=self._order, vocab_size=options.vocab_size)
+        self._module_order = _module_order(reader, options, state)
+        self._model = LocalModel.of(catalog, layout, order=self._module_order, vocab_size=options.vocab_size)
         self._keep_rng = rng_fits(catalog, layout, options.rng, self.dropped)
         self._archive, tree = open_common(reader)
         self._tree, lost, self._notes = as_megatron_lm(catalog, tree, optimizer=bool(state.tensors))
@@ -195,7 +195,7 @@ class _Writer:
         args = self._tree.get("args")
         if isinstance(args, Obj):
             values = layout_arguments(fields(args), self._layout, self._padded_vocab())
-            self.changed = change_arguments(args, values | dict(self._own_arguments(fields(args))))
+            self.changed = change_arguments(args, values | dict(self._format_arguments(fields(args))))
             self._args = fields(args)
         carried = [key for key in self._tree if key in _COMMON]
         if isinstance(args, Obj):  # Megatron-LM's own
@@ -206,8 +206,8 @@ class _Writer:
             self.dropped.append(("rerun_state_machine", "belongs to the ranks of the job that saved"))
         return {key: self._tree[key] for key in carried}
 
-    def _own_arguments(self, args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        distributed, order = self._options.optimizer == "distributed", self._order
+    def _format_arguments(self, args: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        distributed, order = self._options.optimizer == "distributed", self._module_order
         values = {"ckpt_format": "torch", "use_dist_ckpt": False}
         if distributed or self._options.optimizer == "plain":
             values["use_distributed_optimizer"] = distributed
@@ -259,12 +259,12 @@ class _Writer:
         folder = f"{self.folder}/{rank_folder(tp, pp, ep, self._layout.pp, self._layout.ep)}"
         chunks = [self._model.chunk(pp=pp, chunk=c, tp=tp, ep=ep) for c in range(self._layout.chunks)]
         file = ArchiveFile(f"{folder}/{MODEL}")
-        file.tree = self._tree_of(file, tp, pp, ep, chunks)
+        file.tree = self._rank_tree(file, tp, pp, ep, chunks)
         yield file
         if self._chains and self._options.optimizer == "distributed":
             yield self._chains.flat_file(f"{folder}/{OPTIMIZER}", pp, ep, chunks)
 
-    def _tree_of(
+    def _rank_tree(
         self, file: ArchiveFile, tp: int, pp: int, ep: int, chunks: list[list[LocalTensor]]
     ) -> dict[str, Node]:
         rank = self._layout.expert_rank(tp, ep, 0, pp)
@@ -276,7 +276,7 @@ class _Writer:
         tree["checkpoint_version"] = 3.0
         tree["iteration"] = self._catalog.iteration or 0
         for number, chunk in enumerate(chunks):
-            entries = self._entries(file, chunk, pp, number)
+            entries = self._model_entries(file, chunk, pp, number)
             tree["model" if len(chunks) == 1 else f"model{number}"] = model_state(file, entries)
         if self._chains:
             distributed = self._options.optimizer == "distributed"
@@ -288,31 +288,31 @@ class _Writer:
         common = file.adopt(copy.deepcopy(self._common), self._archive.members)
         tree |= {key: common[key] for key in _SCHEDULE if key in common}
         if self._keep_rng:
-            tree["rng_state"] = self._rng(file, rank)
+            tree["rng_state"] = self._rng_state(file, rank)
         tree |= common
         return tree
 
-    def _entries(
+    def _model_entries(
         self, file: ArchiveFile, chunk: list[LocalTensor], pp: int, number: int
     ) -> Iterator[tuple[str, LocalTensor | Node]]:
-        for name, value in with_extra_states(chunk, self._order, output=self._model.has_output(pp, number)):
+        for name, value in with_extra_states(chunk, self._module_order, output=self._model.has_output(pp, number)):
             if not isinstance(value, str):
                 yield name, value
             elif self._options.extra_state != "drop" and value in self._objects:
-                yield name, self._adopted(file, self._objects[value])
+                yield name, self._adopt_object(file, self._objects[value])
             elif self._options.extra_state == "fill" and (self._norm_states or not _NORM.search(value)):
                 yield name, file.literal(dtype("uint8"), (0,), b"")
 
-    def _adopted(self, file: ArchiveFile, info: ObjectInfo) -> Node:
+    def _adopt_object(self, file: ArchiveFile, info: ObjectInfo) -> Node:
         """The value of a stored object, with its tensors in the file."""
         refuse_damaged_object(self._catalog, info.key)
         stored = self._reader.stored_object(info.key)
         return file.adopt(stored.tree, stored.members)
 
-    def _rng(self, file: ArchiveFile, rank: int) -> Node:
+    def _rng_state(self, file: ArchiveFile, rank: int) -> Node:
         at = self._layout.coordinates(rank)
         grid = next(info.grid for name, info in self._objects.items() if name.startswith("rng_state"))
-        value = self._adopted(file, self._objects[f"rng_state {(at.pp, at.tp, at.dp_cp)[: len(grid)]}"])
+        value = self._adopt_object(file, self._objects[f"rng_state {(at.pp, at.tp, at.dp_cp)[: len(grid)]}"])
         return value if isinstance(value, list) else [value]
 
     # ------------------------------------------------------------------ what is left out, and what is reported
@@ -348,7 +348,7 @@ class _Writer:
             out.append(f"distrib_optim.pt fits only a job that cuts the same buckets: {cut}")
         if (
             self._options.extra_state != "drop"
-            and self._order.experts != "sequential"
+            and self._module_order.experts != "sequential"
             and self._catalog.args.get("fp8")
             and any(".experts." in name for name in self._objects)
         ):
@@ -364,7 +364,7 @@ class _Writer:
         return job_flags(root, self._layout, *words)
 
 
-def _order(reader: Reader, options: LegacyOptions, state: OptimizerState) -> Order:
+def _module_order(reader: Reader, options: LegacyOptions, state: OptimizerState) -> Order:
     """How the job's modules are made: as asked, as flat buckets or names of modules show, or as the arguments say."""
     order = state.candidate.order if state.candidate else reader.modules or likely_order(reader.catalog)
     if order.fused_down:

@@ -43,16 +43,16 @@ def reassembled(
     into = [copy for copy in copies if copy.target in turned]
     kinds = {copy.target: stored[copy.source].dtype for copy in into}
     assert not any(stored[copy.source].update for copy in into)  # refused: those of experts, and beside quantization
-    whole = {
+    assembled = {
         info.name: replace(info, dtype=kinds[info.name], unit=SCALE_BLOCK if info.name in scales else 1)
         for info in seen(stored, turned, into)
     }
     out = [copy for copy in copies if copy.target not in turned]
-    for name, info in whole.items():
+    for name, info in assembled.items():
         box = Box.whole(info.shape)
         if name not in scales:
             out.append(Copy(name, box, name, box))
             continue
         grid = Box.whole(targets[scales[name]].shape)
         out += [Copy(name, box, name, box, Op.QUANTIZE), Copy(name, box, scales[name], grid, Op.SCALES)]
-    return out, whole
+    return out, assembled

@@ -73,7 +73,7 @@ def plan_reshard(
     if not keeps_framework(catalog):
         options = replace(options, framework="megatron-lm")
     args, notes = check_request(catalog, destination, layout, options)
-    draft = _draw(reader, layout, args, options)
+    draft = _plan_tensors(reader, layout, args, options)
     targets, options, groups = draft.targets, draft.targets.options, draft.targets.groups
     masters = {n: draft.sources[n] for n, parts in state_names(draft.sources) if parts.state == MASTER}
     model = reader, layout, targets.outline, options, groups, targets.stacked, targets.padded_vocab()
@@ -151,7 +151,7 @@ def _loader_notes(groups: ParamGroups | None) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _TensorPlan:
     """The tensors of the target, and what they are filled from.
 
     Attributes:
@@ -175,12 +175,12 @@ _REMAINDERS = (
 )
 
 
-def _draw(reader: Reader, layout: Layout, args: ModelArgs, options: ReshardOptions) -> _Draft:
+def _plan_tensors(reader: Reader, layout: Layout, args: ModelArgs, options: ReshardOptions) -> _TensorPlan:
     """Works everything out from the catalog."""
     catalog, notes = reader.catalog, list[str]()
     outline = Outline.of(args, {name: info.shape for name, info in catalog.weights.items()})
     sources = dict(catalog.weights)
-    state, options = chosen_optimizer(reader, options, _kept)
+    state, options = chosen_optimizer(reader, options, _default_form)
     if options.masters == "remainders" and state.tensors:
         state = replace(state, tensors=as_remainders(catalog, state.tensors, options.optimizer))
         notes.append(_REMAINDERS)
@@ -194,7 +194,7 @@ def _draw(reader: Reader, layout: Layout, args: ModelArgs, options: ReshardOptio
     if options.optimizer == "dp_reshardable":
         buckets, objects = targets.flatten(state)
         states = state.tensors
-    return _Draft(targets, sources | states, buckets, objects, (*notes, *state.notes))
+    return _TensorPlan(targets, sources | states, buckets, objects, (*notes, *state.notes))
 
 
 def _extra_files(
@@ -213,7 +213,7 @@ def _extra_files(
     return files | ({TRACKER: tracker(folder)} if around.tracker else {})
 
 
-def _kept(state: OptimizerState, form: str) -> str:
+def _default_form(state: OptimizerState, form: str) -> str:
     """The form that "keep" means (flat buckets stay flat buckets), or "auto"."""
     if not any(part.distributed for part in state.recognised.parts):
         return "plain"

@@ -129,7 +129,7 @@ class TargetState:
 
     def make(self) -> State:
         """What goes along beside the tensors, each by its rule."""
-        objects = list(self._carried())
+        objects = list(self._carried_objects())
         if self.options.extra_state == "fill":
             objects += self._missing_extra_state({o.key for o in objects})
         archive, tree = open_common(self.reader)
@@ -137,7 +137,7 @@ class TargetState:
         if self.options.framework == "megatron-lm":
             tree, lost, notes = as_megatron_lm(self._catalog, tree, optimizer=self.options.optimizer != "none")
             self._dropped += lost
-        changed = self._adapt(archive, tree)
+        changed = self._adapt_common(archive, tree)
         common = None
         if self.options.mcore == "0.19":
             # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
@@ -146,7 +146,7 @@ class TargetState:
             common = archive.dump(tree, "common")
         return State(objects, common, changed, tuple(self._dropped), tuple(notes), self._keep_rng)
 
-    def _carried(self) -> Iterator[ObjectOut]:
+    def _carried_objects(self) -> Iterator[ObjectOut]:
         """The source's objects, each by its rule."""
         for info in self._catalog.objects.values():
             base = info.name.rpartition("/")[2]
@@ -155,7 +155,7 @@ class TargetState:
             if base == "rng_state":
                 if self._keep_rng:
                     rank = self.layout.rank(pp=info.offset[0], tp=info.offset[1])
-                    yield ObjectOut(info.key, rank, _record(self.reader, info))
+                    yield ObjectOut(info.key, rank, _object_record(self.reader, info))
             elif base == "rerun_state_machine_state":
                 self._dropped.append((info.key, "belongs to one rank of the job that saved"))
             elif base.endswith("._extra_state"):
@@ -163,11 +163,13 @@ class TargetState:
                     self._dropped.append((info.key, "extra state is left out by option"))
                 else:
                     key, layer = self._extra_state_key(info)
-                    yield ObjectOut(key, self._home(layer or "output_layer.weight"), _record(self.reader, info))
+                    yield ObjectOut(
+                        key, self._saving_rank(layer or "output_layer.weight"), _object_record(self.reader, info)
+                    )
             else:
-                yield ObjectOut(info.key, 0, _record(self.reader, info))
+                yield ObjectOut(info.key, 0, _object_record(self.reader, info))
 
-    def _home(self, name: str) -> int:
+    def _saving_rank(self, name: str) -> int:
         """The rank that saves what belongs to a tensor's module."""
         return self.layout.rank(pp=self._pipeline.homes(name, tied=self.outline.tied)[0].pp)
 
@@ -191,8 +193,8 @@ class TargetState:
         wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self.options), empty_object()
         # the projection of a mixer is stored part by part
         weights = (n for n in self._catalog.weights if n.endswith(".weight") or ".in_proj.weight." in n)
-        kept = (n for n in weights if not _NO_EXTRA_STATE.match(n))
-        modules = dict.fromkeys(n.rpartition(".")[0].removesuffix(".weight") for n in kept)
+        with_state = (n for n in weights if not _NO_EXTRA_STATE.match(n))
+        modules = dict.fromkeys(n.rpartition(".")[0].removesuffix(".weight") for n in with_state)
         attention = [n.replace(".linear_proj", ".core_attention") for n in modules if n.endswith(_PROJECTION)]
         # a GPTModel leaves its own out, a MambaModel does not (sharded_state_dict, core_v0.16.1)
         output = ["output_layer"] if "decoder.final_norm.weight" in self._catalog.weights else []
@@ -200,7 +202,7 @@ class TargetState:
             key = self._object_key(f"{module}._extra_state")
             wrapped = key if key in have else f"{wrapper}{key}"
             if wrapped not in have:
-                yield ObjectOut(wrapped, self._home(f"{module}.weight"), empty)
+                yield ObjectOut(wrapped, self._saving_rank(f"{module}.weight"), empty)
 
     def _object_key(self, name: str) -> str:
         """The key of an object of a canonical module, with its place in the grid of layers and experts."""
@@ -210,13 +212,13 @@ class TargetState:
         grid = tuple(count[axis] for axis in stored.axes) or (1,)
         return f"{stored.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
 
-    def _adapt(self, archive: Archive, tree: dict[Any, Any]) -> dict[str, tuple[Any, Any]]:
+    def _adapt_common(self, archive: Archive, tree: dict[Any, Any]) -> dict[str, tuple[Any, Any]]:
         """Changes the common state for the target; returns the training arguments that differ."""
         changed: dict[str, tuple[Any, Any]] = {}
         options, args = self.options, tree.get("args")
         if isinstance(args, Obj):
             stored = fields(args)
-            values = layout_arguments(stored, self.layout, self.padded_vocab) | _own_arguments(
+            values = layout_arguments(stored, self.layout, self.padded_vocab) | _format_arguments(
                 stored, options, self.groups
             )
             values |= plain_master_arguments(stored) if self.completed else {}
@@ -251,7 +253,7 @@ def _describe_optimizer(content: dict[str, Any], form: str) -> None:
         content["distrib_optim_fully_reshardable_mem_efficient"] = False
 
 
-def _record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
+def _object_record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int, int]:
     """An object's record as torch_dist has it: a list of one."""
     refuse_damaged_object(reader.catalog, info.key)
     if info.wrapped:
@@ -264,7 +266,7 @@ def target_wrapper(wrapper: str, options: ReshardOptions) -> str:
     return re.sub(r"^(?:module|model)\.", "", wrapper) if options.framework == "megatron-lm" else wrapper
 
 
-def _own_arguments(args: Mapping[str, Any], options: ReshardOptions, groups: ParamGroups | None) -> dict[str, Any]:
+def _format_arguments(args: Mapping[str, Any], options: ReshardOptions, groups: ParamGroups | None) -> dict[str, Any]:
     """The arguments that say what this format holds of the optimizer."""
     values: dict[str, Any] = {}
     if args.get("ckpt_format") not in (None, "torch_dist"):

@@ -102,7 +102,7 @@ class Targets:
         """Takes one entry for each source tensor, in the order that fills the files one after the other."""
         experts = _expert_counts(sources)
         for source, tensor in sources.items():
-            self._one(source, tensor, experts)
+            self._add_tensor(source, tensor, experts)
 
     def columns(self) -> Columns:
         """All that was taken, put into files.
@@ -131,7 +131,7 @@ class Targets:
         """Rows of the vocabulary that the source has and the target does not."""
         return padding_rows(sources, lambda name, tensor: self._target_shape(name, tensor.shape)[0])
 
-    def _one(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> None:
+    def _add_tensor(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> None:
         state, name = StateName.parse(source) or ("", source)
         pattern, numbers = _NUMBER.sub("*", name), _NUMBER.findall(name)
         kind = (pattern, state, tensor.dtype.name, tensor.shape)
@@ -141,15 +141,15 @@ class Targets:
         layer = numbers[0] if family.layered else ""
         array = family.arrays.get(layer)
         if array is None:
-            array = family.arrays[layer] = self._array_of(name, state, family)
+            array = family.arrays[layer] = self._array_number(name, state, family)
         expert = int(numbers[-1]) if family.share else 0
-        owners = self._ranks(family, name, layer, expert)
+        owners = self._saving_ranks(family, name, layer, expert)
         self._names.append(source)
         self._array.append(array)
         self._prefix.append(tuple([int(layer) if axis == "layer" else expert for axis in family.axes]))
         self._saver.append(self._owners.setdefault(owners, len(self._owners)))
 
-    def _array_of(self, name: str, state: str, family: _Family) -> int:
+    def _array_number(self, name: str, state: str, family: _Family) -> int:
         key = self._wrapper + stored_key(name, stacked=split_part(name)[0] in self.stacked).key
         if state:
             chained = next(chained for chained in self._chain if chained.has(name))
@@ -183,7 +183,7 @@ class Targets:
             max(1, (self.outline.num_experts or 0) // self.layout.ep) if experts else 0,
         )
 
-    def _ranks(self, family: _Family, name: str, layer: str, expert: int) -> tuple[int, ...]:
+    def _saving_ranks(self, family: _Family, name: str, layer: str, expert: int) -> tuple[int, ...]:
         """The rank that saves each piece."""
         where = f"{name.partition('.layers.')[0]} {layer}" if family.layered else name
         if where not in self._stages:
@@ -191,11 +191,11 @@ class Targets:
         ep = expert // family.share if family.share else 0
         owners = family.owners.get((self._stages[where], ep))
         if owners is None or self.options.fully_parallel:
-            owners = tuple(self._owner(name, piece, ep) for piece in family.pieces)
+            owners = tuple(self._saving_rank(name, piece, ep) for piece in family.pieces)
             family.owners[self._stages[where], ep] = owners
         return owners
 
-    def _owner(self, name: str, piece: Shard, ep: int) -> int:
+    def _saving_rank(self, name: str, piece: Shard, ep: int) -> int:
         piece = piece if piece.ep is None else replace(piece, ep=ep)
         holding = holders(name, piece, self.layout, self.outline, self._pipeline)
         if not self.options.fully_parallel:
@@ -282,8 +282,8 @@ def _alike(catalog: Catalog, part: str) -> bool:
     """Whether all layers of a part have the same parameters."""
     suffixes: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in catalog.weights:
-        mine, inner = split_part(name)
-        if mine == part and (match := re.match(r"(decoder|encoder)\.layers\.(\d+)\.(.*)", inner)) is not None:
+        prefix, inner = split_part(name)
+        if prefix == part and (match := re.match(r"(decoder|encoder)\.layers\.(\d+)\.(.*)", inner)) is not None:
             suffixes[match[1], int(match[2])].add(match[3])
     return len({(stack, frozenset(v)) for (stack, _), v in suffixes.items()}) == len({stack for stack, _ in suffixes})
 

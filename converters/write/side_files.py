@@ -91,13 +91,13 @@ def files_beside(
         name = prefix + file.name
         if name in written:
             continue
-        reason = _reason(file, catalog, target, layout)
+        reason = _why_left_out(file, catalog, target, layout)
         if reason:
             top, inner, _ = file.name.partition("/")
             dropped[top + inner, reason] = None
         else:
             files.append(copied_file(name, catalog.path / file.name, file.size, file.mtime_ns))
-    for file_name, path, size, mtime in _around(catalog):
+    for file_name, path, size, mtime in _files_of_run(catalog):
         if target in _JOBS and file_name in _RUNS:
             files.append(copied_file(file_name, path, size, mtime))
         elif file_name not in written:
@@ -110,7 +110,7 @@ def copied_file(name: str, path: Path, size: int, mtime_ns: int) -> OutputFile:
     return OutputFile(name, size, slices=(Slice(0, (path, 0, size), plain=mtime_ns),) if size else ())
 
 
-def _around(catalog: Catalog) -> Iterator[tuple[str, Path, int, int]]:
+def _files_of_run(catalog: Catalog) -> Iterator[tuple[str, Path, int, int]]:
     """Files of a training root that was named, beside its iterations: name, path, size, time."""
     root = catalog.path.parent
     if catalog.opened != root or not iterations(root):
@@ -123,7 +123,7 @@ def _around(catalog: Catalog) -> Iterator[tuple[str, Path, int, int]]:
                 yield entry.name, root / entry.name, status.st_size, status.st_mtime_ns
 
 
-def _reason(file: SideFile, catalog: Catalog, target: str, layout: Layout | None) -> str:
+def _why_left_out(file: SideFile, catalog: Catalog, target: str, layout: Layout | None) -> str:
     """Why a file is left out; empty if it is carried."""
     kind, nowhere = file.kind, "the target's format cannot hold it"
     if kind in LEFT_OUT:
@@ -134,7 +134,7 @@ def _reason(file: SideFile, catalog: Catalog, target: str, layout: Layout | None
         legacy = "Megatron's legacy format keeps ModelOpt's state in model_optim_rng.pt"
         return "" if target == "torch_dist" else legacy if target == "legacy" else nowhere
     if kind == "dataloader":
-        return _loaders(catalog, target, layout)
+        return _why_loaders_left_out(catalog, target, layout)
     if kind == "configuration":
         return f"configuration of {catalog.framework}, which the target cannot hold"
     if target not in _JOBS:
@@ -144,7 +144,7 @@ def _reason(file: SideFile, catalog: Catalog, target: str, layout: Layout | None
     return ""
 
 
-def _loaders(catalog: Catalog, target: str, layout: Layout | None) -> str:
+def _why_loaders_left_out(catalog: Catalog, target: str, layout: Layout | None) -> str:
     if target not in _JOBS or layout is None:
         return "the state of a job's data loaders, which the target's format cannot hold"
     try:

@@ -79,12 +79,12 @@ def check_request(
 
 
 def chosen_optimizer(
-    reader: Reader, options: _Options, kept: Callable[[OptimizerState, str], str]
+    reader: Reader, options: _Options, choose_form: Callable[[OptimizerState, str], str]
 ) -> tuple[OptimizerState, _Options]:
     """The optimizer's tensors, and the options with "keep" and "there is none" resolved.
 
     Args:
-        kept: The form that "keep", or "auto", means for what was found.
+        choose_form: The form that "keep", or "auto", means for what was found.
 
     Raises:
         RequestError: The target's format has no such form.
@@ -100,7 +100,7 @@ def chosen_optimizer(
         return OptimizerState({}, notes=notes if named else ()), replace(options, optimizer="none")
     state = optimizer_state(reader)
     open_choice = options.optimizer in ("keep", "auto")
-    return state, replace(options, optimizer=kept(state, options.optimizer)) if open_choice else options
+    return state, replace(options, optimizer=choose_form(state, options.optimizer)) if open_choice else options
 
 
 def unwanted_state(catalog: Catalog) -> list[tuple[str, str]]:
@@ -153,15 +153,15 @@ def as_megatron_lm(
         tree = {**tree, "opt_param_scheduler": scheduler}
         notes = [*notes, _SCHEDULER_NOTE.format(**scheduler)]
     # Lightning's part of it holds classes that Megatron-LM does not let a common state hold
-    kept = {key: value for key, value in tree.items() if key in _KEPT}
+    carried = {key: value for key, value in tree.items() if key in _CARRIED}
     dropped = [
         (str(key), f"of {catalog.framework}; Megatron-LM cannot hold it")
         for key in tree
-        if key not in (*kept, *_OWN_ENTRIES)
+        if key not in (*carried, *_OWN_ENTRIES)
     ]
     items = (Obj(Global("argparse", "Namespace"), kind="newobj", state=values), 3.0, catalog.iteration or 0)
     return (
-        {"num_floating_point_operations_so_far": 0, **kept, **dict(zip(_OWN_ENTRIES, items, strict=True))},
+        {"num_floating_point_operations_so_far": 0, **carried, **dict(zip(_OWN_ENTRIES, items, strict=True))},
         dropped,
         notes,
     )
@@ -176,7 +176,7 @@ _SCHEDULER_NOTE = (
 
 
 _OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
-_KEPT = ("optimizer", "opt_param_scheduler", "content_metadata", "num_floating_point_operations_so_far")
+_CARRIED = ("optimizer", "opt_param_scheduler", "content_metadata", "num_floating_point_operations_so_far")
 
 
 def _samples_seen(tree: Mapping[Any, Any]) -> int | None:

@@ -87,7 +87,8 @@ def choose_content(catalog: Catalog, names: str | None, vocab_size: int | None) 
     if not catalog.megatron:
         content = _own_names(catalog, names, vocab_size)
     elif names == "hf":
-        content = _hf_names(catalog, vocab_size)
+        _, mapping, sources = choose_mapping(catalog, ExportOptions(vocab_size=vocab_size))
+        content = Content("hf", list(mapping.pieces.values()), sources, mapping.drops, tuple(mapping.notes))
     else:
         content = _megatron_names(catalog, vocab_size)
     used = {source for tensor in content.tensors for source in tensor.sources}
@@ -115,11 +116,6 @@ def _same(tensor: TensorInfo) -> Piece:
     box = Box.whole(tensor.shape)
     copies = (Copy(tensor.name, box, tensor.name, box),) if box.volume else ()
     return Piece(tensor.name, tensor.dtype, tensor.shape, copies=copies)
-
-
-def _hf_names(catalog: Catalog, vocab_size: int | None) -> Content:
-    _, mapping, sources = choose_mapping(catalog, ExportOptions(vocab_size=vocab_size))
-    return Content("hf", list(mapping.pieces.values()), sources, mapping.drops, tuple(mapping.notes))
 
 
 def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:

@@ -167,7 +167,7 @@ class Conversion:
     @property
     def bytes_needed(self) -> int:
         """Bytes that the result takes on its disk."""
-        return self.job.bytes_written + _bytes_of(self.extra_files)
+        return self.job.bytes_written + _extra_bytes(self.extra_files)
 
     @property
     def lack_of_room(self) -> str:
@@ -223,7 +223,7 @@ def run_conversion(
             plan.options.device, computes=job.computes, local_rank=ranks.local, buffers=job.peak_memory
         )
         if not crew.leads:
-            return _follow(job, plan.reader, destination, crew, device)
+            return _run_as_follower(job, plan.reader, destination, crew, device)
         if lack := plan.lack_of_room:
             raise DestinationError(
                 f"not enough room for {printable(str(destination))}",
@@ -249,7 +249,7 @@ def run_conversion(
             stats = Run(job, plan.reader, staging, listener=notify, crew=crew, device=device).run()
             notify(Phase("publishing"))
             for name, content in plan.extra_files.items():
-                staging.add(name, _contents(content, stats))
+                staging.add(name, _extra_contents(content, stats))
             for file in job.files:
                 if file.name.endswith(".safetensors"):
                     check_readable(staging.folder / file.name)
@@ -259,8 +259,8 @@ def run_conversion(
                 crew.end(error)  # the others write into it until they know
                 staging.discard()
             elif staging.folder.exists():
-                kept = printable(str(staging.folder))
-                error.details.append(f"what is written so far is kept in {kept}; the same command continues it")
+                staged_at = printable(str(staging.folder))
+                error.details.append(f"what is written so far is kept in {staged_at}; the same command continues it")
             raise
         finally:
             staging.close()
@@ -322,13 +322,13 @@ def _prove(proof: Masters | TiedHead, notify: Listener, crew: Crew) -> None:
         proof.judge(results)
 
 
-def _contents(content: ExtraFile, stats: Stats) -> bytes:
+def _extra_contents(content: ExtraFile, stats: Stats) -> bytes:
     if isinstance(content, bytes):
         return content
     return read_small(content) if isinstance(content, Path) else content(stats)
 
 
-def _bytes_of(files: Mapping[str, ExtraFile]) -> int:
+def _extra_bytes(files: Mapping[str, ExtraFile]) -> int:
     try:
         return sum(
             len(content) if isinstance(content, bytes) else (status(content) or _NOTHING).size
@@ -339,7 +339,7 @@ def _bytes_of(files: Mapping[str, ExtraFile]) -> int:
         raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
 
 
-def _follow(job: Job, reader: Reader, destination: Path, crew: Crew, device: str) -> Stats:
+def _run_as_follower(job: Job, reader: Reader, destination: Path, crew: Crew, device: str) -> Stats:
     """What ranks other than 0 do."""
     crew.await_share()
     staging = TeamStaging(destination, job.fingerprint, crew.ranks.rank)

@@ -92,9 +92,9 @@ class WriteReport:
         yield from self.plan.summary
         for number, text in enumerate(self._left_out()):
             yield "" if number else "left out", text
-        yield from self._planned() if self.stats is None else self._done(self.stats)
+        yield from self._planned_lines() if self.stats is None else self._result_lines(self.stats)
 
-    def _planned(self) -> Iterator[tuple[str, str]]:
+    def _planned_lines(self) -> Iterator[tuple[str, str]]:
         plan, job = self.plan, self.plan.job
         # what the real run would refuse
         choose_device(plan.options.device, computes=job.computes, buffers=job.peak_memory)
@@ -104,11 +104,11 @@ class WriteReport:
         yield "write", f"{size}  (free: {format_size(free)})"
         yield "workers", f"{job.threads}, {format_size(job.peak_memory)} of buffers"
 
-    def _done(self, stats: Stats) -> Iterator[tuple[str, str]]:
+    def _result_lines(self, stats: Stats) -> Iterator[tuple[str, str]]:
         plan, job = self.plan, self.plan.job
         rate = format_size(stats.bytes_written / stats.seconds) if stats.seconds > 0 else "-"
-        kept = f" ({format_size(stats.bytes_kept)} kept from before)" if stats.bytes_kept else ""
-        size = f"{format_size(job.bytes_written)} in {counted(len(job.files), 'file')}{kept}"
+        resumed = f" ({format_size(stats.bytes_kept)} kept from before)" if stats.bytes_kept else ""
+        size = f"{format_size(job.bytes_written)} in {counted(len(job.files), 'file')}{resumed}"
         yield "wrote", f"{self.path}  {size}, {stats.seconds:.1f} s, {rate}/s"
         if stats.losses:
             worst = max(stats.losses, key=lambda name: stats.losses[name]["relative"])

@@ -26,7 +26,7 @@ from converters.errors import (
 from converters.events import FileDone, Moved, StopFlag
 from converters.execute import journal
 from converters.execute.destination import beside
-from converters.execute.error_json import Stopped, packed, unpacked
+from converters.execute.error_json import Stopped, pack_error, unpack_error
 from converters.execute.publish import Staging
 from converters.execute.rank_files import Board, claim, dismiss_earlier, is_locked
 from converters.execute.ranks import Ranks, listed, shares, spans
@@ -199,7 +199,7 @@ def test_journals_of_all_ranks_become_one(tmp_path):
     ],
 )
 def test_errors_arrive_with_the_same_exit_code(error):
-    there = unpacked(json.loads(json.dumps(packed(error))), "rank 3 on node7")
+    there = unpack_error(json.loads(json.dumps(pack_error(error))), "rank 3 on node7")
     text = f"{there.message} {there.details}"
     assert there.exit_code == getattr(error, "exit_code", 70)
     assert "rank 3 on node7" in text
@@ -211,7 +211,7 @@ def test_errors_arrive_with_the_same_exit_code(error):
 def test_passing_trouble_stays_passing():
     error = IntegrityError("a")
     error.__cause__ = OSError("stale handle")
-    assert isinstance(unpacked(packed(error), None).__cause__, OSError)
+    assert isinstance(unpack_error(pack_error(error), None).__cause__, OSError)
 
 
 # ---------------------------------------------------------------------- the ranks of a run, as threads of this process
@@ -363,7 +363,7 @@ def test_what_an_earlier_run_left_fools_nobody(llama, tmp_path):
     old = {"nonce": "0", "fingerprint": "old", "host": "h", "machine": "m", "locked": True, "beat": 9, "error": None}
     heard = {"heard": {"1": "1", "2": "2"}}
     board.write("rank-0", old | heard | {"state": "over"})
-    board.write("rank-1", old | {"nonce": "1", "state": "done", "error": packed(IntegrityError("old"))})
+    board.write("rank-1", old | {"nonce": "1", "state": "done", "error": pack_error(IntegrityError("old"))})
     board.write("rank-2", old | {"nonce": "2", "state": "done"})
     board.write("left-1", {"sums": [["x", 0, 0, 1, 2]], "written": [], "stats": {}})
     board.write("round", {"nonce": "0", "shares": [[], [], []]})
