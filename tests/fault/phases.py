@@ -20,11 +20,11 @@ import converters.execute.run as engine
 import converters.execute.work_sharing as crew
 import converters.execute.worker as worker
 import converters.formats as formats
-import converters.write.write_plan as conversion
+import converters.optimizer.proof as proof
 
 PLACES = {
     "planning": ((formats, "open_checkpoint"), (commands, "open_checkpoint")),
-    "proof": ((conversion._Prover, "do"),),
+    "proof": ((proof.MasterWorker, "do"),),
     "looking": ((crew.Crew, "moved"),),
     "answering": ((crew.Crew, "agree"),),
     "working": ((worker.Worker, "do"),),

@@ -138,14 +138,14 @@ def test_a_disk_that_fills_up_meanwhile(small_disk, tmp_path, monkeypatch):
 
     write_llama(tmp_path / "src", layers=2, hidden=64, ffn=256, vocab=2048)
     plan = export.plan_export(open_checkpoint(tmp_path / "src"), small_disk / "out")
-    write_plan._need_room(plan.destination, plan.job.bytes_written)
+    assert not write_plan._lack_of_room(plan.destination, plan.job.bytes_written)
     ballast = small_disk / "ballast"
     ballast.write_bytes(b"x" * (700 << 10))
-    monkeypatch.setattr(write_plan, "_need_room", lambda *_: None)
+    monkeypatch.setattr(write_plan, "_lack_of_room", lambda *_: "")
     with pytest.raises(DestinationError, match="disk is full") as caught:
-        export.run_conversion(plan)
+        write_plan.run_conversion(plan)
     assert "free some space" in caught.value.hint
     assert not (small_disk / "out").exists()
     ballast.unlink()
-    export.run_conversion(plan)
+    write_plan.run_conversion(plan)
     assert (small_disk / "out" / "model.safetensors").exists()

@@ -384,16 +384,16 @@ def test_what_lies_beside_the_weights_of_a_hugging_face_folder_comes_along(tmp_p
 def test_what_the_safetensors_library_does_not_open_is_not_published(command, tmp_path, monkeypatch, capsys):
     from converters.write import write_plan
 
-    real = write_plan.run
+    real = write_plan.Run.run
 
-    def spoiled(job, reader, staging, **more):
-        stats = real(job, reader, staging, **more)
-        with (staging.folder / job.files[0].name).open("r+b") as file:
+    def spoiled(run):
+        stats = real(run)
+        with (run.staging.folder / run.job.files[0].name).open("r+b") as file:
             file.seek(8)
             file.write(b"[")
         return stats
 
-    monkeypatch.setattr(write_plan, "run", spoiled)
+    monkeypatch.setattr(write_plan.Run, "run", spoiled)
     source, out = str(golden("llama_adam_tp2pp2")), tmp_path / "out"
     assert main([command[0], source, str(out), *command[1:]]) == 1
     assert "model.safetensors was written, but the safetensors library does not open it" in capsys.readouterr().err
