@@ -19,13 +19,14 @@ from converters.formats import open_checkpoint
 from converters.keywords import keyword, with_keywords
 from converters.megatron.identity import identify
 from converters.megatron.layout import Layout
-from converters.names import printable
 from converters.remote.address import named_path
+from converters.write.container import TorchOptions
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.edit_args import EditOptions, plan_edit
-from converters.write.export import QUANTIZATIONS, ExportOptions, plan_export
+from converters.write.export import ExportOptions, plan_export
 from converters.write.import_hf import plan_import
-from converters.write.import_start import PADDINGS, PARTS, ImportOptions
+from converters.write.import_start import ImportOptions
+from converters.write.legacy import LegacyOptions
 from converters.write.reshard import plan_reshard
 from converters.write.reshard_state import ReshardOptions
 from converters.write.write_plan import WriteOptions, run_conversion
@@ -44,17 +45,12 @@ LAYOUT_OPTIONS = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp", "first_layers", "l
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": ("bf16", "fp16", "fp32"),
-    "experts": ("grouped", "sequential", "stacked"),
-    "extra_state": ("keep", "drop", "fill"),
-    "layers": ("stacked", "per-layer", "keep"),
-    "masters": ("fp32", "remainders"),
-    "mtp": ("keep", "drop", "auto"),
-    "names": ("megatron", "hf"),
-    "pad": PADDINGS,
-    "part": PARTS,
-    "quantize": QUANTIZATIONS,
-    "rng": ("keep", "drop", "auto"),
-    "spec": ("te", "local"),
+    **{
+        name: words
+        for options in (ReshardOptions, LegacyOptions, TorchOptions, ExportOptions, ImportOptions)
+        for name, words in options.CHOICES.items()
+        if name != "optimizer"  # what it takes is a matter of the format
+    },
 }
 """The words that options of several commands take."""
 
@@ -164,10 +160,6 @@ def _carry_out(command: str, source: str | Path, destination: str | Path, option
             options[name] = from_option(value)
         elif name in ("hf_config", "scratch") and isinstance(value, str):
             options[name] = named_path(value)
-        elif isinstance(value, str) and value not in CHOICES.get(name, (value,)):
-            raise RequestError(
-                f"{name}={printable(value)!r} is not a choice", hint=f"choose {', '.join(CHOICES[name])}"
-            )
     plan = plan_command(command, source, destination, options, layout=layout, **opening)
     return WriteReport(plan, None if dry else run_conversion(plan, **watched))
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from converters.execute.destination import check_destination
 from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
@@ -69,6 +69,8 @@ class TorchOptions(WriteOptions):
         weights_only: No optimizer state.
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
     """
+
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {"names": ("megatron", "hf")}
 
     names: str | None = None
     weights_only: bool = False

@@ -45,7 +45,7 @@ class Writer:
 
     def optimizers(self) -> tuple[str, ...]:
         """Forms of the optimizer's state that may be asked for."""
-        return tuple(getattr(self.options, "OPTIMIZERS", ()))
+        return self.options.CHOICES.get("optimizer", ())
 
 
 WRITERS: dict[str, Writer] = {

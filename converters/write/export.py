@@ -11,7 +11,7 @@ import json
 import shlex
 import sys
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.errors import FormatError, RequestError
 from converters.execute.destination import check_destination
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from converters.models.quantizing import Quantization
 
 REPORT = "distckpt-report.json"
-QUANTIZATIONS = ("fp8-block",)
 _QUANTIZED = ("quantization_config", "compression_config")
 
 
@@ -72,6 +71,8 @@ class ExportOptions(WriteOptions):
             128 x 128; None quantizes nothing.
         push: The destination is a repository of the hub, `hf://org/name` or `hf://org/name@branch`; it gets a model card.
     """
+
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {"mtp": ("keep", "drop", "auto"), "quantize": ("fp8-block",)}
 
     arch: str | None = None
     dtype: DType | None = None
@@ -247,10 +248,6 @@ def _plan_quantization(content: Content, options: ExportOptions) -> Quantization
     """
     if options.quantize is None:
         return None
-    if options.quantize not in QUANTIZATIONS:
-        raise RequestError(
-            f"--quantize {printable(options.quantize)} is not known", hint=f"it takes {', '.join(QUANTIZATIONS)}"
-        )
     if content.adapter:
         raise RequestError(
             "adapters are neither quantized nor merged into quantized weights",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
 from converters.formats.folder import is_file, is_folder, read_small, scan, walk
+from converters.megatron.layout import Layout
 from converters.names import printable
 from converters.write.job_arguments import provider_values
 from converters.write.target_state import iteration_folder
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.catalog import Catalog
-    from converters.megatron.layout import Layout
     from converters.write.write_plan import ExtraFile
 
 _CONFIG, _PROGRESS = "run_config.yaml", "train_state.pt"
@@ -40,21 +40,7 @@ _FOLDERS = {"NeMo 1": "model_weights", "NeMo 2": "weights"}
 _LIMIT = 64 << 20
 _MOST_FILES = 10_000
 # settings of a model, and what is meant where one is absent (TransformerConfig, the model providers)
-_ABSENT: dict[str, Any] = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
-    "num_layers_in_first_pipeline_stage": None,
-    "num_layers_in_last_pipeline_stage": None,
-    "pipeline_model_parallel_layout": None,
-    "account_for_embedding_in_pipeline_split": False,
-    "account_for_loss_in_pipeline_split": False,
-    "save_rng": True,
-    "save_optim": True,
-}
+_ABSENT = provider_values(Layout()) | {"expert_tensor_parallel_size": None, "save_rng": True, "save_optim": True}
 
 _FP32 = {"_call_": False, "_target_": "torch.float32"}
 # where the optimizer is not precision-aware, no type may be another (core, optimizer/optimizer_config.py)

@@ -42,8 +42,6 @@ from converters.write.import_start import (
     BRIDGE,
     FLAGS,
     FORMATS,
-    PADDINGS,
-    PARTS,
     TOKENIZER,
     ImportOptions,
     for_bridge,
@@ -116,8 +114,6 @@ def plan_import(
     notes += [unbuilt] if unbuilt else []
     tokenizer = _tokenizer_files(catalog, options, notes)
     kept = options.dtype or _common_type(mapping)
-    if options.pad not in PADDINGS:
-        raise RequestError(f"--pad {printable(options.pad)} is not known", hint=f"it takes {', '.join(PADDINGS)}")
     begin = for_bridge if options.to == BRIDGE else for_megatron_lm
     start = begin(replace(mapping.args, dtype=kept.name), catalog, destination, layout, options, len(tokenizer) > 1)
     view = ImportedReader(
@@ -214,8 +210,6 @@ def _part(reader: Reader, options: ImportOptions) -> tuple[Reader, list[str]]:
                 hint="--part text imports its language model, and leaves out the rest",
             )
         return reader, []
-    if options.part not in PARTS:
-        raise RequestError(f"--part {printable(options.part)} is not known", hint=f"it takes {', '.join(PARTS)}")
     if not several:
         raise RequestError("config.json describes no model of text and images", hint="leave out --part")
     view, part = text_folder(reader)

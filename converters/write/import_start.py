@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.megatron.bridge_section import provider_section
 from converters.megatron.layout import Layout
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 FLAGS, TOKENIZER, BRIDGE = "megatron_args.txt", "tokenizer", "megatron-bridge"
 FORMATS = ("torch_dist", "legacy", BRIDGE)
 """What a model is imported to."""
-PADDINGS = ("zero", "mean")
-PARTS = ("text",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +46,12 @@ class ImportOptions(WriteOptions):
         part: "text" takes the language model of a model of text and images; None is for models of text.
         pad: What the rows are that pad it: "zero", or the "mean" of the others, in fp32, rounded once.
     """
+
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "mtp": ("keep", "drop", "auto"),
+        "part": ("text",),
+        "pad": ("zero", "mean"),
+    }
 
     to: str = "torch_dist"
     mcore: str = "0.16"

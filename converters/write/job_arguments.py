@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.layer_pattern import LayerPattern
+from converters.megatron.layout import Layout
 from converters.megatron.pipeline import parse_pp_layout
 from converters.names import quoted
 from converters.pickles import Global, Obj, fields, set_field
@@ -13,21 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.megatron.layout import Layout
     from converters.optimizer.groups import ParamGroups
-
-LAYOUT_ARGUMENTS = frozenset(
-    (
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-        *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-        *("data_parallel_size", "world_size", "transformer_pipeline_model_parallel_size"),
-        *("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout"),
-        *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
-        *("hybrid_layer_pattern", "padded_vocab_size", "use_tp_pp_dp_mapping"),
-    )
-)
-"""Training arguments that describe how a checkpoint is divided; `layout_arguments` gives their values."""
 
 
 def job_flags(root: Path, layout: Layout, *more: str) -> str:
@@ -106,6 +93,11 @@ def layout_values(layout: Layout) -> dict[str, Any]:
         "num_virtual_stages_per_pipeline_rank": layout.vpp,
     }
 
+
+LAYOUT_ARGUMENTS = frozenset(
+    (*layout_values(Layout()), "hybrid_layer_pattern", "padded_vocab_size", "use_tp_pp_dp_mapping")
+)
+"""Training arguments that describe how a checkpoint is divided; `layout_arguments` gives their values."""
 
 _PROVIDER_NAMES = {
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",

@@ -93,7 +93,12 @@ class LegacyOptions(JobOptions):
         experts: How it keeps experts: "grouped", "sequential", "stacked" (GroupedMLP); None as the arguments say.
     """
 
-    OPTIMIZERS: ClassVar[tuple[str, ...]] = ("distributed", "plain", "keep", "none")
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **JobOptions.CHOICES,
+        "optimizer": ("distributed", "plain", "keep", "none"),
+        "spec": ("te", "local"),
+        "experts": ("grouped", "sequential", "stacked"),
+    }
 
     spec: str | None = None
     experts: str | None = None
@@ -371,11 +376,6 @@ def _module_order(reader: Reader, options: LegacyOptions, state: OptimizerState)
         raise RequestError(
             "legacy checkpoints of jobs with --mla-down-proj-fusion are not written",
             hint="--to torch_dist: such a job loads it",
-        )
-    if options.spec not in (None, "te", "local") or options.experts not in (None, "grouped", "sequential", "stacked"):
-        raise RequestError(
-            f"--spec {options.spec} --experts {options.experts} is not known",
-            hint="--spec te or local, --experts grouped, sequential or stacked",
         )
     if options.spec:
         order = replace(order, fused_norms=options.spec == "te")

@@ -10,12 +10,11 @@ import json
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import RequestError
 from converters.formats.resolve import TRACKER
 from converters.formats.torch_dist.output import TorchDistOutput
 from converters.megatron.outline import Outline
 from converters.megatron.vocabulary import end_of_documents
-from converters.names import MASTER, printable, quoted, state_names
+from converters.names import MASTER, quoted, state_names
 from converters.optimizer.proof import Masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.storage import as_remainders, keeps_remainders
@@ -67,8 +66,6 @@ def plan_reshard(
         DestinationError: The destination cannot be written.
     """
     options = (options or ReshardOptions()).resolved()
-    if options.masters not in ("fp32", "remainders"):
-        raise RequestError(f"--masters {printable(options.masters)} is not known", hint="fp32 or remainders")
     catalog = reader.catalog
     if not keeps_framework(catalog):
         options = replace(options, framework="megatron-lm")

@@ -63,7 +63,12 @@ class ReshardOptions(JobOptions):
         framework: "keep", or "megatron-lm": what NeMo or Megatron-Bridge wrote becomes a checkpoint of Megatron-LM.
     """
 
-    OPTIMIZERS: ClassVar[tuple[str, ...]] = ("auto", "plain", "fully_reshardable", "dp_reshardable", "keep", "none")
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **JobOptions.CHOICES,
+        "optimizer": ("auto", "plain", "fully_reshardable", "dp_reshardable", "keep", "none"),
+        "layers": ("stacked", "per-layer", "keep"),
+        "masters": ("fp32", "remainders"),
+    }
 
     optimizer: str = "auto"
     layers: str = "keep"

@@ -37,14 +37,17 @@ class JobOptions(WriteOptions):
     """What a person may ask of a checkpoint that a training job loads.
 
     Attributes:
-        optimizer: Form of the optimizer's state, one of `OPTIMIZERS`; "keep" is what comes nearest to the source's.
+        optimizer: Form of the optimizer's state; "keep" is what comes nearest to the source's.
         rng: "keep", "drop", or "auto": keep where the grid of ranks allows it.
         extra_state: "keep", "drop", or "fill": keep, and make the missing ones.
         vocab_size: True rows of the vocabulary; None takes the checkpoint's word.
         weights_only: Leave out optimizer and random states.
     """
 
-    OPTIMIZERS: ClassVar[tuple[str, ...]]
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "rng": ("keep", "drop", "auto"),
+        "extra_state": ("keep", "drop", "fill"),
+    }
 
     optimizer: str = "keep"
     rng: str = "auto"
@@ -85,15 +88,7 @@ def chosen_optimizer(
 
     Args:
         choose_form: The form that "keep", or "auto", means for what was found.
-
-    Raises:
-        RequestError: The target's format has no such form.
     """
-    if options.optimizer not in options.OPTIMIZERS:
-        raise RequestError(
-            f"--optimizer {options.optimizer} has no effect in this format",
-            hint=f"it takes {', '.join(options.OPTIMIZERS)}",
-        )
     if options.optimizer == "none" or not has_optimizer(reader.catalog):
         named = options.optimizer not in ("none", "keep", "auto")
         notes = (f"the source holds no optimizer state: there is none to be written as {options.optimizer}",)

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from converters.errors import DestinationError, FormatError, IntegrityError
+from converters.errors import DestinationError, FormatError, IntegrityError, RequestError
 from converters.events import Moved, Note, Phase, PlanReady, ignore
 from converters.execute.destination import beside, free_bytes, replaced
 from converters.execute.disk import trouble_with
@@ -62,13 +62,27 @@ class WriteOptions:
         overwrite: Replace an existing destination after success.
         scratch: For a destination in an object store: where the result is made before it is uploaded.
         device: Where elements are cast: `cpu`, `cuda`, `cuda:N`, or `auto`, a GPU if there is one and it has work.
+
+    Raises:
+        RequestError: An option has a value that is none of its `CHOICES`.
     """
+
+    CHOICES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """The words that an option takes, where it takes no others."""
 
     max_memory: int | None = None
     threads: int | None = None
     overwrite: bool = False
     scratch: Path | None = None
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name, words in self.CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in words:
+                raise RequestError(
+                    f"{name}={printable(str(value))!r} is not a choice", hint=f"choose {', '.join(words)}"
+                )
 
     @property
     def resources(self) -> dict[str, Any]:

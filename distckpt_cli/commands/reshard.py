@@ -21,7 +21,7 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     """
     from converters.write.reshard_state import ReshardOptions
 
-    check_choice("--optimizer", carried.optimizer, ReshardOptions.OPTIMIZERS)
+    check_choice("--optimizer", carried.optimizer, ReshardOptions.CHOICES["optimizer"])
     layout, options = options_set(target), options_set(carried)
     if not layout and not options:
         changes = [*fields(TargetLayout), *fields(Carried)]
