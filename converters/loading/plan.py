@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from converters.box import Box, contiguous_tiles, find_overlap
 from converters.megatron.damage import refuse_damage
-from converters.planning.plan import Copy, Piece, prove
+from converters.planning.plan import prove
 from converters.planning.routes import landing
 
 if TYPE_CHECKING:
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     import torch
 
     from converters.catalog import Catalog, TensorInfo
-    from converters.dtypes import DType
     from converters.events import Listener, StopFlag
     from converters.param_order import Order
-    from converters.planning.plan import Drop, Op
+    from converters.planning.plan import Copy, Drop, Op, Piece
 
 TILE = 8 << 20
 """The largest fetch, in bytes."""
@@ -128,12 +127,6 @@ class LoadPlan:
     def bytes_needed(self) -> int:
         """Bytes of stored elements that this rank needs."""
         return sum(fetch.nbytes for fetch in self.fetches if fetch.landings)
-
-
-def whole_piece(name: str, kind: DType, shape: tuple[int, ...]) -> Piece:
-    """A stored tensor under its own name."""
-    box = Box.whole(shape)
-    return Piece(name, kind, shape, copies=(Copy(name, box, name, box),))
 
 
 def plan_pieces(

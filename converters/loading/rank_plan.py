@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from converters.box import Box
 from converters.dtypes import from_option
 from converters.errors import RequestError
-from converters.loading.plan import TILE, LoadOptions, LoadPlan, plan_pieces, whole_piece
+from converters.loading.plan import TILE, LoadOptions, LoadPlan, plan_pieces
 from converters.megatron.damage import refuse_contradictions, refuse_foreign_names
 from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
@@ -22,7 +22,7 @@ from converters.names import StateName, listed, parameter_of, parse_key, state_n
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.param_order import trainable
-from converters.planning.plan import Copy, account
+from converters.planning.plan import Copy, Piece, account
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from converters.megatron.layout import Coordinates, Layout
     from converters.megatron.rank_state_dict import LocalTensor
     from converters.param_order import Order
-    from converters.planning.plan import Piece
 
 MIB = 1 << 20
 _SMALLEST = MIB
@@ -101,7 +100,7 @@ def _plan_hf(catalog: Catalog, layout: Layout, dtype: DType | None, options: Loa
     notes, drops, tensors = list[str](), None, catalog.weights
     if not catalog.megatron and catalog.framework == "Hugging Face":
         kinds = {n: dtype if dtype and t.dtype.floating else t.dtype for n, t in catalog.weights.items()}
-        pieces = {n: whole_piece(n, kinds[n], t.shape) for n, t in catalog.weights.items()}
+        pieces = {n: Piece.stored(n, kinds[n], t.shape) for n, t in catalog.weights.items()}
     else:
         _refuse_foreign(catalog)
         args = ModelArgs.from_catalog(catalog)

@@ -13,12 +13,13 @@ from converters.errors import FormatError, RequestError
 from converters.execute.ranks import Ranks
 from converters.formats import open_checkpoint
 from converters.io.platforms import find_device
-from converters.loading.plan import TILE, LoadOptions, plan_pieces, whole_piece
+from converters.loading.plan import TILE, LoadOptions, plan_pieces
 from converters.loading.run import LoadRequest, PreparedLoad
 from converters.names import match_glob, printable
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.pickles import Global, Obj, describe, fields
+from converters.planning.plan import Piece
 from converters.torchzip.records import tensor_ref
 from converters.write.target_state import open_common
 
@@ -174,7 +175,7 @@ def iter_tensors(
             if not optimizer and any(p.startswith("optimizer") for p in patterns)
             else "load_metadata lists them",
         )
-    pieces = {name: whole_piece(name, info.dtype, info.shape) for name, info in chosen.items()}
+    pieces = {name: Piece.stored(name, info.dtype, info.shape) for name, info in chosen.items()}
     plan, target = (
         plan_pieces(chosen, pieces, TILE, reader.catalog),
         find_device(device, Ranks.from_environment().local),

@@ -111,6 +111,12 @@ class Piece(Target):
     copies: Sequence[Copy] = ()
     fills: Sequence[Box] = ()
 
+    @classmethod
+    def stored(cls, name: str, dtype: DType, shape: tuple[int, ...]) -> Piece:
+        """A source tensor as it is, all of it, under its own name."""
+        box = Box.whole(shape)
+        return cls(name, dtype, shape, copies=(Copy(name, box, name, box),) if box.volume else ())
+
     @property
     def sources(self) -> list[str]:
         """Names of the tensors that fill it."""

@@ -22,7 +22,7 @@ from converters.megatron.vocabulary import end_of_documents, is_embedding, is_vo
 from converters.names import StateName, printable, state_names
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
 from converters.pickles import Global
-from converters.planning.plan import Copy, Drop, Piece
+from converters.planning.plan import Drop, Piece
 from converters.words import counted
 from converters.write.export import ExportOptions, choose_mapping
 from converters.write.job_arguments import layout_arguments, plain_master_arguments
@@ -108,14 +108,8 @@ def _own_names(catalog: Catalog, names: str | None, vocab_size: int | None) -> C
             hint="leave the option out to keep the names",
         )
     sources = dict(catalog.weights) or {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
-    tensors = [_same(t) for name, t in sources.items()]
+    tensors = [Piece.stored(name, t.dtype, t.shape) for name, t in sources.items()]
     return Content("hf" if hugging else "own", tensors, sources)
-
-
-def _same(tensor: TensorInfo) -> Piece:
-    box = Box.whole(tensor.shape)
-    copies = (Copy(tensor.name, box, tensor.name, box),) if box.volume else ()
-    return Piece(tensor.name, tensor.dtype, tensor.shape, copies=copies)
 
 
 def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
@@ -126,7 +120,7 @@ def _megatron_names(catalog: Catalog, vocab_size: int | None) -> Content:
     tensors: list[Piece] = [replace(t, dtype=catalog.weights[t.sources[0]].dtype) for t in model]
     # what no rule knows has no place on a rank of a job, but it is a whole tensor with a name
     unknown = {name: t for name, t in catalog.weights.items() if name not in recognised}
-    tensors += [_same(t) for name, t in unknown.items()]
+    tensors += [Piece.stored(name, t.dtype, t.shape) for name, t in unknown.items()]
     drops = []
     for copy in (copy for tensor in tensors for copy in tensor.copies):
         shape = catalog.weights[copy.source].shape
