@@ -14,7 +14,6 @@ from converters.remote.hub_writing import HubWriter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.events import Listener
     from converters.execute.work_sharing import Crew
 
 _CARD = "README.md"
@@ -45,14 +44,14 @@ class HubUpload(Upload):
         self._hub.create()
         return False
 
-    def _run(self, crew: Crew, notify: Listener) -> None:
+    def _run(self, crew: Crew) -> None:
         if not crew.leads:
             crew.agree(None)
             return
         crew.assemble()
         files = self._staged_files()
-        notify(Phase("uploading"))
-        notify(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        crew.listener(Phase("uploading"))
+        crew.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
         existing = self._hub.files()
         card = existing and _CARD in existing and not self._overwrite
         additions = [self._put(name, path, crew) for name, path in files.items() if name != _CARD or not card]

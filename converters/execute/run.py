@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import RecordSums
 from converters.errors import IntegrityError
-from converters.events import FileDone, Moved, Phase, Resumed, ignore
+from converters.events import FileDone, Moved, Phase, Resumed
 from converters.execute.checksums import seal
 from converters.execute.disk import opened, trouble_with
 from converters.execute.work_sharing import Crew
@@ -29,7 +29,6 @@ from converters.io.sources import Sources
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from converters.events import Listener
     from converters.execute.publish import Staging, TeamStaging
     from converters.execute.worker import Losses
     from converters.formats.base import Reader
@@ -73,7 +72,6 @@ class Run:
         job: The work.
         reader: The source.
         staging: Where to write; its journal says what an earlier run has done.
-        listener: Told about progress, from any thread.
         crew: The threads and ranks that do the job; by default those of this process.
         device: Where elements are cast: `cpu` or `cuda:N`.
 
@@ -89,11 +87,10 @@ class Run:
         reader: Reader,
         staging: Staging | TeamStaging,
         *,
-        listener: Listener = ignore,
         crew: Crew | None = None,
         device: str = "cpu",
     ) -> None:
-        self.job, self.reader, self.staging, self.listener = job, reader, staging, listener
+        self.job, self.reader, self.staging = job, reader, staging
         self.crew = crew or Crew("write", job.fingerprint, threads=job.threads, destination=staging.folder)
         self.device, self.unsure = device, False
         self.stats = Stats()
@@ -132,7 +129,7 @@ class Run:
         )
         if self.crew.leads:
             self._take_over(self.crew.left[1:])
-            self.listener(Phase("checking"))
+            self.crew.listener(Phase("checking"))
             self._complete_sums()
             seal(self.job, self.staging.folder, self.written)
             self._check_source()
@@ -200,7 +197,7 @@ class Run:
             left = set(itertools.chain.from_iterable(task.files for task in todo))
             self.stats.bytes_kept = sum(task.nbytes for task in earlier)
             complete = len(self.job.files) - len(left)
-            self.listener(Resumed(self.stats.bytes_kept, complete))
+            self.crew.listener(Resumed(self.stats.bytes_kept, complete))
         return todo
 
     def _safe_point_if_due(self) -> None:
@@ -230,7 +227,7 @@ class Run:
             add_losses(self.losses, outcome.losses)
             self.stats.bytes_written += task.nbytes
             self.stats.underflowed += outcome.underflowed
-        self.listener(Moved(task.nbytes))
+        self.crew.listener(Moved(task.nbytes))
         self._count_files(task.files)
 
     def _count_files(self, numbers: Iterable[int]) -> None:
@@ -241,7 +238,7 @@ class Run:
             complete = [number for number in numbers if not self._left[number]]
             self._complete += complete
         for number in complete:
-            self.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
+            self.crew.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
 
     def _complete_sums(self) -> None:
         with contextlib.closing(Gatherer(self.sources)) as gatherer:

@@ -44,7 +44,6 @@ from converters.remote.writing import StoreWriter
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.events import Listener
     from converters.execute.ranks import Ranks
     from converters.execute.work_sharing import Crew
     from converters.remote.address import RemotePath
@@ -186,7 +185,7 @@ class Upload:
             os.close(self._lock)
             self._lock = -1
 
-    def run(self, crew: Crew, notify: Listener) -> None:
+    def run(self, crew: Crew) -> None:
         """Uploads the result that was made, each rank its share.
 
         Raises:
@@ -194,11 +193,11 @@ class Upload:
             DestinationError: The store cannot be written to any more.
         """
         try:
-            self._run(crew, notify)
+            self._run(crew)
         except OSError as error:
             raise self._upload_error(error) from error
 
-    def _run(self, crew: Crew, notify: Listener) -> None:
+    def _run(self, crew: Crew) -> None:
         if not crew.leads:
             good = journal.read(self._journal, self._fingerprint)[1]
             os.truncate(self._journal, good) if good else self._begin_journal()
@@ -210,7 +209,7 @@ class Upload:
             ]
             for when in sorted({_stage_of(name) for name in files})
         ]
-        done = self._prepare(files, crew, notify) if crew.leads else set()
+        done = self._prepare(files, crew) if crew.leads else set()
         worker = FunctionWorker(lambda file: self._put_file(file, crew))
         for number, stage in enumerate(stages):
             todo = [file for file in stage if file.name not in done]
@@ -224,11 +223,11 @@ class Upload:
         self._writer.delete([self._marker])
         refresh(self._marker.parent)
 
-    def _prepare(self, files: dict[str, Path], crew: Crew, notify: Listener) -> set[str]:
+    def _prepare(self, files: dict[str, Path], crew: Crew) -> set[str]:
         """Rank 0: names of the files that an earlier run has uploaded."""
         crew.assemble()
-        notify(Phase("uploading"))
-        notify(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        crew.listener(Phase("uploading"))
+        crew.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
         replace = self._overwrite or bool(self._earlier_mark().get("replace"))
         self._write_mark(uploading=True, replace=replace)
         objects = self._list_objects()
@@ -236,7 +235,7 @@ class Upload:
             name for name, state in self._list_uploaded().items() if objects.get(name) == state
         }  # nobody changed it since
         if done:
-            notify(Note(f"{len(done)} of {len(files)} files were uploaded before"))
+            crew.listener(Note(f"{len(done)} of {len(files)} files were uploaded before"))
         if replace:  # from here on it is neither the old nor the new
             stale = [name for name in objects if name not in done and _stage_of(name) > 0]
             self._writer.delete(self._object(name) for name in stale)

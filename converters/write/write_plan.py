@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from converters.errors import DestinationError, FormatError, IntegrityError, RequestError
-from converters.events import Moved, Note, Phase, PlanReady, ignore
+from converters.events import Moved, Note, Phase, PlanReady
 from converters.execute.destination import beside, free_bytes, replaced
 from converters.execute.disk import trouble_with
 from converters.execute.hub_upload import HubUpload
@@ -24,7 +24,7 @@ from converters.execute.ranks import Ranks
 from converters.execute.run import Run, Stats
 from converters.execute.threads import FunctionWorker
 from converters.execute.upload import FILES_AT_ONCE, Upload
-from converters.execute.work_sharing import Crew
+from converters.execute.work_sharing import Crew, Sharing
 from converters.formats.base import fingerprint_of
 from converters.formats.containers.safetensors_out import check_readable
 from converters.formats.folder import Status, read_small, status
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from converters.catalog import TensorInfo
-    from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.optimizer.proof import Masters, MasterTask
     from converters.planning.job import OutputFile
@@ -196,45 +195,29 @@ class Conversion:
         return tuple(dict.fromkeys((*self.notes, *doubts, *([gone] if gone else []))))
 
 
-def run_conversion(
-    plan: Conversion,
-    *,
-    listener: Listener | None = None,
-    stop: StopFlag | None = None,
-    ranks: Ranks | None = None,
-    typed: Sequence[str] = (),
-) -> Stats:
+def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Unpack[Sharing]) -> Stats:
     """Carries out a conversion; the destination appears complete, or not at all.
 
     Args:
         plan: What to do; with several ranks, every one of them has made the same plan.
-        listener: Told about progress, of all ranks, on rank 0.
-        stop: Polled between tiles.
-        ranks: The processes that do this together; by default this one alone.
         typed: The words of the command line, named where an interrupted run left files.
+        sharing: `listener`, told about progress of all ranks, on rank 0; `stop`, polled between tiles; `ranks`, the
+            processes that do this together, by default this one alone.
 
     Raises:
         DistckptError: See `converters.execute.run.Run`; also when the disk has not enough room, before anything is written.
             Every rank raises an error of the same exit code.
     """
-    ranks, job, destination = ranks or Ranks(), plan.job, plan.destination
+    job, destination = plan.job, plan.destination
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     if isinstance(destination, RemotePath):
-        return _run_into_store(plan, destination, listener, stop, ranks, typed)
-    notify = listener if listener is not None and ranks.rank == 0 else ignore
-    with Crew(
-        plan.command,
-        job.fingerprint,
-        threads=job.threads,
-        ranks=ranks,
-        destination=destination,
-        listener=notify,
-        stop=stop,
-    ) as crew:
+        return _run_into_store(plan, destination, about, typed, sharing)
+    with Crew(plan.command, job.fingerprint, threads=job.threads, destination=destination, **sharing) as crew:
+        notify = crew.listener
         if plan.proof is not None:
-            _prove(plan.proof, notify, crew)
+            _prove(plan.proof, crew)
         device, device_note = choose_device(
-            plan.options.device, computes=job.computes, local_rank=ranks.local, buffers=job.peak_memory
+            plan.options.device, computes=job.computes, local_rank=crew.ranks.local, buffers=job.peak_memory
         )
         if not crew.leads:
             return _run_as_follower(job, plan.reader, destination, crew, device)
@@ -260,7 +243,7 @@ def run_conversion(
         for text in staging.notes:
             notify(Note(text))
         try:
-            stats = Run(job, plan.reader, staging, listener=notify, crew=crew, device=device).run()
+            stats = Run(job, plan.reader, staging, crew=crew, device=device).run()
             notify(Phase("publishing"))
             for name, content in plan.extra_files.items():
                 staging.add(name, _extra_contents(content, stats))
@@ -282,44 +265,37 @@ def run_conversion(
 
 
 def _run_into_store(
-    plan: Conversion,
-    destination: RemotePath,
-    listener: Listener | None,
-    stop: StopFlag | None,
-    ranks: Ranks,
-    typed: Sequence[str],
+    plan: Conversion, destination: RemotePath, about: Mapping[str, Any], typed: Sequence[str], sharing: Sharing
 ) -> Stats:
     """Makes the result on a disk, as any other, and uploads it."""
-    notify, job, options = listener or ignore, plan.job, plan.options
-    about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
+    job, options, ranks = plan.job, plan.options, sharing.get("ranks") or Ranks()
     kind = HubUpload if destination.parts[0] == "hf:" else Upload
     upload = kind(destination, job.fingerprint, options.scratch, overwrite=options.overwrite, ranks=ranks, about=about)
-    watched: dict[str, Any] = {"ranks": ranks, "listener": listener, "stop": stop}
     with contextlib.closing(upload):
-        with Crew("upload", job.fingerprint, destination=upload.folder, **watched) as crew:
+        with Crew("upload", job.fingerprint, destination=upload.folder, **sharing) as crew:
             if crew.leads:
                 crew.assemble()
                 for text in upload.begin():
-                    notify(Note(text))
+                    crew.listener(Note(text))
             is_staged = crew.agree(crew.leads and upload.is_staged)
         if is_staged:
             stats = Stats()
             stats.bytes_kept = job.bytes_written
         else:
             staged = replace(plan, destination=upload.staged, options=replace(options, overwrite=False))
-            stats = run_conversion(staged, listener=listener, stop=stop, ranks=ranks, typed=typed)
+            stats = run_conversion(staged, typed=typed, **sharing)
         meeting = upload.folder / "upload"
-        with Crew("upload", job.fingerprint, threads=FILES_AT_ONCE, destination=meeting, **watched) as crew:
-            upload.run(crew, notify)
+        with Crew("upload", job.fingerprint, threads=FILES_AT_ONCE, destination=meeting, **sharing) as crew:
+            upload.run(crew)
         if ranks.rank == 0:
             upload.tidy_up()
     return stats
 
 
-def _prove(proof: Masters | TiedHead, notify: Listener, crew: Crew) -> None:
+def _prove(proof: Masters | TiedHead, crew: Crew) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails, for the others wait for what comes next."""
-    notify(Phase(f"checking {proof.claim}"))
-    notify(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
+    crew.listener(Phase(f"checking {proof.claim}"))
+    crew.listener(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
 
     def make_worker() -> FunctionWorker:
         worker = proof.worker()
