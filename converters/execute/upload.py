@@ -312,7 +312,6 @@ class Upload:
         return read_mark(self._marker)
 
     def _write_mark(self, *, uploading: bool, replace: bool) -> None:
-        assert self._writer is not None
         document: dict[str, Any] = {"fingerprint": self._fingerprint, "uploading": uploading, "replace": replace}
         document |= {"about": dict(self._about)} if self._about else {}
         self._writer.put_bytes(json.dumps(document).encode() + b"\n", self._marker)

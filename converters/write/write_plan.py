@@ -220,7 +220,7 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Un
             plan.options.device, computes=job.computes, local_rank=crew.ranks.local, buffers=job.peak_memory
         )
         if not crew.leads:
-            return _run_as_follower(job, plan.reader, destination, crew, device)
+            return _run_as_follower(plan, crew, device)
         if lack := plan.lack_of_room:
             raise DestinationError(
                 f"not enough room for {printable(str(destination))}",
@@ -329,12 +329,12 @@ def _extra_bytes(files: Mapping[str, ExtraFile]) -> int:
         raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
 
 
-def _run_as_follower(job: Job, reader: Reader, destination: Path, crew: Crew, device: str) -> Stats:
+def _run_as_follower(plan: Conversion, crew: Crew, device: str) -> Stats:
     """What ranks other than 0 do."""
     crew.await_share()
-    staging = TeamStaging(destination, job.fingerprint, crew.ranks.rank)
+    staging = TeamStaging(plan.destination, plan.job.fingerprint, crew.ranks.rank)
     try:
-        stats = Run(job, reader, staging, crew=crew, device=device).run()
+        stats = Run(plan.job, plan.reader, staging, crew=crew, device=device).run()
     finally:
         staging.close()
     crew.agree(None)
