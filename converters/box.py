@@ -75,6 +75,20 @@ class Box:
             shape.append(high - low)
         return Box(tuple(start), tuple(shape))
 
+    def without(self, other: Box) -> Iterator[Box]:
+        """Boxes that tile the elements which are not in the other one, in their common coordinates."""
+        common = self.intersect(other)
+        if common is None:
+            yield self
+            return
+        start, shape = self.start, self.shape
+        for axis, (low, n) in enumerate(zip(common.start, common.shape, strict=True)):
+            for first, stop in ((start[axis], low), (low + n, start[axis] + shape[axis])):
+                if first < stop:
+                    before, behind = (*start[:axis], first), start[axis + 1 :]
+                    yield Box((*before, *behind), (*shape[:axis], stop - first, *shape[axis + 1 :]))
+            start, shape = (*start[:axis], low, *start[axis + 1 :]), (*shape[:axis], n, *shape[axis + 1 :])
+
     def relative_to(self, origin: Sequence[int]) -> Box:
         """The same elements in coordinates whose zero is `origin`."""
         return Box(tuple(a - o for a, o in zip(self.start, origin, strict=True)), self.shape)
@@ -313,36 +327,12 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
     The boxes must lie inside the array; they may overlap.
     """
     whole = Box.whole(shape)
-    if whole.volume == 0:
-        return None
     live = [box for box in boxes if box.volume > 0]
-    if _weighed(live, shape):
+    if whole.volume == 0 or _weighed(live, shape):
         return None
-    if sum(box.volume for box in live) < whole.volume or find_overlap(live) is not None:
-        return _gap(whole, live, 0)
-    return None
-
-
-def _gap(within: Box, boxes: list[Box], axis: int) -> Box | None:
-    if axis == len(within.start):
-        return None if boxes else within
-    start, stop = within.start[axis], within.start[axis] + within.shape[axis]
-    edges = {edge for box in boxes for edge in (box.start[axis], box.start[axis] + box.shape[axis])}
-    cuts = sorted({start, stop, *(edge for edge in edges if start < edge < stop)})
-    seen: set[tuple[int, ...]] = set()
-    for low, high in itertools.pairwise(cuts):
-        slab = Box(
-            (*within.start[:axis], low, *within.start[axis + 1 :]),
-            (*within.shape[:axis], high - low, *within.shape[axis + 1 :]),
-        )
-        inside = [b for b in boxes if b.start[axis] <= low and b.start[axis] + b.shape[axis] >= high]
-        if not inside:
-            return slab
-        key = tuple(sorted({id(b) for b in inside}))
-        if key in seen:
-            continue
-        seen.add(key)
-        gap = _gap(slab, inside, axis + 1)
-        if gap is not None:
-            return gap
-    return None
+    if sum(box.volume for box in live) >= whole.volume and find_overlap(live) is None:
+        return None
+    left = [whole]
+    for box in live:
+        left = [rest for part in left for rest in part.without(box)]
+    return left[0] if left else None

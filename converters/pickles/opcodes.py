@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from converters.pickles.nodes import Global, Node, Obj, PersId, Run, Slot, UnsafePickle
+from converters.pickles.nodes import Global, Kind, Node, Obj, PersId, Run, Slot, UnsafePickle
 from converters.pickles.policy import hostile
 from converters.pickles.stack import Stack
 
@@ -180,36 +180,27 @@ class Opcodes(Stack):
         self._global(module, name, pos)
         return pos + 1
 
-    def _callee(self, func: Node, pos: int) -> Global:
-        if type(func) is not Global:
-            self.unsafe(pos, f"a call of something that is not a plain name ({type(func).__name__})")
-        return func
-
-    def _arguments(self, args: Node, pos: int) -> tuple[Node, ...]:
+    def _construct(self, pos: int, kind: Kind, kwargs: dict[str, Node] | None = None) -> int:
+        args, func = self.stack.pop(), self.stack[-1]
         if type(args) is not tuple:
             self.fail(pos, f"a call whose arguments are a {type(args).__name__}")
-        return args
+        if type(func) is not Global:
+            self.unsafe(pos, f"a call of something that is not a plain name ({type(func).__name__})")
+        self.stack[-1] = Obj(func, args, kwargs, kind)
+        self.room -= 104
+        return pos + 1
 
     def _op_reduce(self, pos: int) -> int:
-        args = self._arguments(self.stack.pop(), pos)
-        self.stack[-1] = Obj(self._callee(self.stack[-1], pos), args)
-        self.room -= 104
-        return pos + 1
+        return self._construct(pos, "reduce")
 
     def _op_newobj(self, pos: int) -> int:
-        args = self._arguments(self.stack.pop(), pos)
-        self.stack[-1] = Obj(self._callee(self.stack[-1], pos), args, None, "newobj")
-        self.room -= 104
-        return pos + 1
+        return self._construct(pos, "newobj")
 
     def _op_newobj_ex(self, pos: int) -> int:
         kwargs = self.stack.pop()
-        args = self._arguments(self.stack.pop(), pos)
         if type(kwargs) is not dict:
             self.fail(pos, f"a call whose keyword arguments are a {type(kwargs).__name__}")
-        self.stack[-1] = Obj(self._callee(self.stack[-1], pos), args, kwargs, "newobj_ex")
-        self.room -= 104
-        return pos + 1
+        return self._construct(pos, "newobj_ex", kwargs)
 
     def _op_build(self, pos: int) -> int:
         state = self.stack.pop()
