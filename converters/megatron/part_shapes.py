@@ -31,44 +31,34 @@ _LAYER = re.compile(r"((?:decoder|encoder)\.layers|mtp\.layers)\.(\d{1,5})\.(?:t
 _EXPERT = re.compile(r"mlp\.experts\.\d{1,5}\.")
 # sizes of a tensor's axes; a number is itself
 _SIZES: dict[str, str] = {
-    "input_layernorm": "H",
-    "pre_mlp_layernorm": "H",
+    **dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm"), "H"),
     "norm": "H",  # of a Mamba mixer and attention beside it
-    "pre_cross_attn_layernorm": "H",
+    **dict.fromkeys(("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm"), "H"),
+    **dict.fromkeys(
+        ("self_attention.linear_proj.bias", "cross_attention.linear_proj.bias", "mlp.linear_fc2.bias"), "H"
+    ),
     "self_attention.linear_qkv.weight": "qkv H",
     "self_attention.linear_qkv.bias": "qkv",
-    "self_attention.linear_qkv.layer_norm": "H",
     "self_attention.linear_proj.weight": "H heads",
-    "self_attention.linear_proj.bias": "H",
-    "self_attention.q_layernorm": "head",
-    "self_attention.k_layernorm": "head",
+    **dict.fromkeys(("self_attention.q_layernorm", "self_attention.k_layernorm"), "head"),
     "cross_attention.linear_q.weight": "cross H",
     "cross_attention.linear_q.bias": "cross",
     "cross_attention.linear_kv.weight": "cross_kv H",
     "cross_attention.linear_kv.bias": "cross_kv",
     "cross_attention.linear_proj.weight": "H cross",
-    "cross_attention.linear_proj.bias": "H",
     "mlp.linear_fc1.weight": "fc1 H",
     "mlp.linear_fc1.bias": "fc1",
-    "mlp.linear_fc1.layer_norm": "H",
     "mlp.linear_fc2.weight": "H ffn",
-    "mlp.linear_fc2.bias": "H",
     "mlp.router.weight": "experts H",
     "mlp.router.expert_bias": "experts",
 }
 _OUTER: dict[str, str] = {
-    "embedding.word_embeddings.weight": "V H",
-    "embedding.position_embeddings.weight": "positions H",
-    "position_embeddings.weight": "positions H",
+    **dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), "V H"),
+    **dict.fromkeys(("output_layer.bias", "lm_head.output_layer.bias"), "V"),
+    **dict.fromkeys(("embedding.position_embeddings.weight", "position_embeddings.weight"), "positions H"),
     "embedding.tokentype_embeddings.weight": "2 H",  # sentence A and B
-    "output_layer.weight": "V H",
-    "output_layer.bias": "V",
-    "lm_head.output_layer.bias": "V",
-    "lm_head.dense.weight": "H H",
-    "lm_head.dense.bias": "H",
-    "lm_head.layer_norm": "H",
-    "pooler.dense.weight": "H H",
-    "pooler.dense.bias": "H",
+    **dict.fromkeys(("lm_head.dense.weight", "pooler.dense.weight"), "H H"),
+    **dict.fromkeys(("lm_head.dense.bias", "lm_head.layer_norm", "pooler.dense.bias"), "H"),
     "binary_head.weight": "2 H",
     "binary_head.bias": "2",
     **{f"{stack}.{norm}": "H" for stack in ("decoder", "encoder") for norm in ("final_layernorm", "final_norm")},
@@ -76,11 +66,8 @@ _OUTER: dict[str, str] = {
 _VISION: dict[str, str] = {
     "class_token": "1 tokens H",
     "conv1.weight": "H 3 patch patch",
-    "conv1.bias": "H",
     "position_embeddings.weight": "positions H",
-    "ln_pre": "H",
-    "ln_post": "H",
-    "decoder.final_layernorm": "H",
+    **dict.fromkeys(("conv1.bias", "ln_pre", "ln_post", "decoder.final_layernorm"), "H"),
 }
 _NORM_LEAF = re.compile(r"(.*(?:norm|ln_pre|ln_post))[._](?:weight|bias)", re.DOTALL)
 

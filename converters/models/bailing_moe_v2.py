@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def _settings(args: ModelArgs) -> dict[str, Any]:
-    own = {**config.llama(args), **partial_rope(args), **routed_settings(args)}
-    own |= {"num_experts": own.pop("n_routed_experts"), "num_shared_experts": own.pop("n_shared_experts")}
+    keys = {**config.llama(args), **partial_rope(args), **routed_settings(args)}
+    keys |= {"num_experts": keys.pop("n_routed_experts"), "num_shared_experts": keys.pop("n_shared_experts")}
     return {
-        **own,
+        **keys,
         "rms_norm_eps": args.norm_epsilon,
         "use_qkv_bias": bool(args.add_qkv_bias),
         "use_bias": False,
@@ -41,8 +41,8 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 
 def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     width, shared = settings.get("moe_intermediate_size"), settings.get("num_shared_experts")
-    both = isinstance(width, int) and isinstance(shared, int)
-    return {"moe_shared_expert_size": (width or 0) * (shared or 0) if both else None}
+    stated = isinstance(width, int) and isinstance(shared, int)
+    return {"moe_shared_expert_size": (width or 0) * (shared or 0) if stated else None}
 
 
 MODEL = LlamaModel(
@@ -54,8 +54,7 @@ MODEL = LlamaModel(
         "qk_layernorm": (True,),
         "rotary_percent": (SET,),
         "rope_scaling": (UNSET,),
-        "add_bias_linear": (False,),
-        "add_qkv_bias": (True, False),
+        **config.QKV_BIAS,
     },
     settings=_settings,
     before=(Vocab("model.word_embeddings.weight", "embedding.word_embeddings.weight"),),
