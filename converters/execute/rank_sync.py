@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="Numbered")
 
 _INTERVAL = 1.0
-_GRACE = 10.0  # seconds that rank 0 waits at the end for the others to leave; torchrun kills after 30
+_GRACE = 10.0  # seconds that rank 0 waits at the end for the others to leave, and they for it; torchrun kills after 30
 _ARRIVAL = 5  # times the timeout: ranks plan at different speeds
 _STANDSTILL = 10  # times the timeout: alive, but nothing moves; a sync of a gigabyte may take its time
 
@@ -159,12 +159,16 @@ class Team:
             self._thread.join()
             remove_folder(self.folder)
             return
-        heard = bool(self._peers[0].status)
         if error is not None:
+            self._insist(state="failed", error=pack_error(error))
+            if not self._late:
+                # to a rank 0 that comes later, what a rank said whose process has ended would be of an earlier run
+                with contextlib.suppress(DestinationError):  # the folder is gone, and with it rank 0
+                    self._wait_quietly(_GRACE, self._leader_is_here)
+            heard = bool(self._peers[0].status)
             lost = self._late or (error is self.trouble and not self._peers[0].status.get("error"))
             # what rank 0 knows, rank 0 shows; if it is lost, one of the others has to
             error.shown_here = self.ranks.rank == 1 if lost else (False if heard else None)  # type: ignore[attr-defined]
-            self._insist(state="failed", error=pack_error(error))
             if error is not self.trouble and heard:
                 # let rank 0 learn of it before a launcher sees this process end and stops all
                 self._wait_quietly(3.0, lambda: bool(self.trouble or self._peers[0].status.get("state") == "over"))
@@ -183,6 +187,13 @@ class Team:
         while not ready() and time.monotonic() < deadline:
             time.sleep(0.05)
             self.look()
+
+    def _leader_is_here(self) -> bool:
+        """Whether rank 0 has heard this rank; says again what rank 0 took for something old when it came."""
+        heard = bool(self._peers[0].status)
+        if not heard and not self._board.read(f"rank-{self.ranks.rank}"):
+            self.say()
+        return heard
 
     def _has_left(self, rank: int, peer: _Peer, came: bool) -> bool:
         if not peer.status:
@@ -346,12 +357,10 @@ class Team:
 
         def has_dealt() -> bool:
             leader = self._peers[0].status
-            if not leader:
+            if not self._leader_is_here():
                 if time.monotonic() - begin > limit:
                     self._late = True
                     raise Interrupted(signal.SIGTERM, f"rank 0 did not start within {limit:g} s", hint=AGAIN)
-                if not self._board.read(f"rank-{self.ranks.rank}"):
-                    self.say()  # rank 0 came after us and took it for something old
                 return False
             dealt = self._board.read("round")
             if dealt and (dealt["nonce"], dealt["number"]) == (leader["nonce"], self._round):

@@ -334,6 +334,26 @@ def test_a_signal_to_one_rank_stops_all(llama, tmp_path):
     assert tree(tmp_path / "out") == llama[3]
 
 
+def test_rank_0_learns_of_a_failure_before_it_came(llama, tmp_path):
+    """It takes the word of a process that has ended for an earlier run's, and would wait for rank 1 until its time is up."""
+    stops = [StopFlag() for _ in range(3)]
+    stops[1].set(15)
+    meeting = tmp_path / f".out.distckpt-ranks-{crc32(b'threads'):08x}"
+
+    def rank_1_has_failed():
+        wait_until(lambda: (Board(meeting, 0).read("rank-1") or {}).get("error"))
+        time.sleep(0.5)  # in which a rank that does not wait is gone
+
+    outcome = together(
+        llama[0], tmp_path / "out", 3, stops=stops, late=rank_1_has_failed, timeouts=dict.fromkeys(range(3), 3.0)
+    )
+    assert sorted(outcome.errors) == [0, 1, 2]
+    assert {error.signum for error in outcome.errors.values()} == {15}
+    assert "did not start" not in str(outcome.errors[0])
+    assert outcome.errors[1].shown_here is False  # rank 0 shows it
+    assert left_beside(tmp_path / "out") == []
+
+
 @pytest.mark.parametrize("state", ["over", "left"])
 def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state):
     """Nor with tidying up: the work is done, and all ranks say so."""
