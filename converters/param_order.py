@@ -55,6 +55,7 @@ _LAYER = (
     "mlp.shared_experts",  # its own gate_weight
     "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.linear_fc2",
+    "mlp",  # one matrix in the place of all, as `self_attention` may be
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )

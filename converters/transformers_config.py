@@ -69,12 +69,30 @@ CLASSLESS: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "num_nextn_predict_layers": 0,
         "output_router_logits": False,
-    }
+    },
+    "nemotron-nas": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-06,
+        "use_cache": True,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "block_configs": [],
+    },
 }
 """`model_type`s without a class in transformers -> what a key that the file leaves out stands for.
 
 Source: configuration_bailing_moe_v2.py beside inclusionAI/Ling-mini-2.0, and what modeling_bailing_moe_v2.py computes for
-keys that it does not look at.
+keys that it does not look at; configuration_decilm.py beside nvidia/Llama-3_3-Nemotron-Super-49B-v1, a Llama's.
 """
 
 _FLOATS = ("Infinity", "-Infinity", "NaN")

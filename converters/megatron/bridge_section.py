@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.bridge_families import FAMILIES, MODELS
+from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.megatron_args import megatron_arguments
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ def beyond_provider(model: ModelArgs) -> list[str]:
     if model.moe_layers is not None and any(model.moe_layers) and not all(model.moe_layers):
         # gpt_provider.py, default_layer_spec: one kind of layer, whatever moe_layer_freq says
         out.append("Megatron-Bridge's GPTModelProvider builds experts in all layers or in none")
+    if ENCODED in model.extras:
+        out.append("layers of different sizes are not written for Megatron-Bridge, which imports them itself")
     if model.mtp_num_layers:
         out.append("prediction layers are not written for Megatron-Bridge (--mtp drop leaves them out)")
     if model.activation not in _FUNCTIONS:

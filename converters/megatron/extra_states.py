@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from converters.param_order import Order
 
 _LINEAR = re.compile(r"(?:.*\.)?(?:linear_\w+|eh_proj|in_proj|out_proj|fc[12]_latent_proj)")
+_ONE_MATRIX = re.compile(r".*\.layers\.\d+\.(?:self_attention|mlp)\.weight")  # in the place of attention or MLP
 _TE_NORM = re.compile(r".*\.(?:\w+_layernorm|final_norm|[eh]norm|core_attention|out_norm|k_norm|ln_pre|ln_post)")
 
 
@@ -47,10 +48,11 @@ def with_extra_states(
         yield tensor.name, tensor
         if number + 1 < len(tensors) and tensors[number + 1].name.rpartition(".")[0] == module:
             continue
-        if order.fused_norms and (_LINEAR.fullmatch(module) or _TE_NORM.fullmatch(module)):
+        linear = _LINEAR.fullmatch(module) or _ONE_MATRIX.fullmatch(tensor.name)
+        if order.fused_norms and (linear or _TE_NORM.fullmatch(module)):
             core = module if module.endswith("core_attention") else core
             yield f"{module}._extra_state", f"{source}._extra_state"
-        elif _LINEAR.fullmatch(module):
+        elif linear:
             yield f"{module}._extra_state", None
     if output:
         part = LANGUAGE if any(tensor.name.startswith(LANGUAGE) for tensor in tensors) else ""

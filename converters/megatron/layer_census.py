@@ -82,6 +82,8 @@ _NORM_BEFORE = (  # of attention and MLP; a model may have it behind them instea
         "self_attention.linear_qkv.layer_norm_weight|input_layernorm.weight|norm.weight",  # the last: Falcon-H1's
     ),
     ("self_attention.linear_kv_", "input_layernorm.weight|self_attention.linear_qkv_down_proj.layer_norm_weight"),
+    ("self_attention.weight", "self_attention.layer_norm_weight|input_layernorm.weight"),
+    ("mlp.weight", "mlp.layer_norm_weight|pre_mlp_layernorm.weight"),
     ("mlp.linear_fc", "mlp.linear_fc1.layer_norm_weight|pre_mlp_layernorm.weight"),
     ("mlp.experts.", "pre_mlp_layernorm.weight"),
 )

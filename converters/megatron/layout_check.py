@@ -118,11 +118,22 @@ def check_layout(args: ModelArgs, layout: Layout, shapes: Mapping[str, Sequence[
 def _heads(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Limit]:
     """Attention heads and query groups; fewer groups than ranks must divide them (core 0.16)."""
     tensor = _first(shapes, ".self_attention.linear_qkv.weight", ".linear_q_up_proj.weight", ".linear_q_proj.weight")
-    heads, groups = args.num_attention_heads, args.num_query_groups
+    heads = args.num_attention_heads
     if heads and tensor:
         yield _Limit(heads, "attention heads", tensor)
-    if groups and tensor and groups != heads and not args.mla:
-        yield _Limit(groups, "query groups", tensor, or_multiple=True)
+    for groups, name in _query_groups(args, tensor).items():
+        if name and groups != heads and not args.mla:
+            yield _Limit(groups, "query groups", name, or_multiple=True)
+
+
+def _query_groups(args: ModelArgs, tensor: str) -> dict[int, str]:
+    """Numbers of query groups, each with a tensor of that many: `tensor`, unless the layers have different numbers."""
+    if not args.blocks:
+        return {args.num_query_groups: tensor} if args.num_query_groups else {}
+    numbered = ((block.query_groups, number) for number, block in enumerate(args.blocks))
+    return {
+        groups: f"decoder.layers.{number}.self_attention.linear_qkv.weight" for groups, number in numbered if groups
+    }
 
 
 def _sections(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Limit]:
@@ -201,7 +212,7 @@ def _refuse(option: str, size: int, limits: Sequence[_Limit], shapes: Mapping[st
 
 
 def _notes(args: ModelArgs, layout: Layout, outline: Outline) -> Iterator[str]:
-    groups = args.num_query_groups
+    groups = min(_query_groups(args, ""), default=None)
     if groups and not args.mla and groups < layout.tp:
         yield f"--tp {layout.tp} with {counted(groups, 'query group')} needs Megatron-Core 0.16 or later"
     if outline.tied and outline.mtp_layers and layout.pp > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.layer_pattern import LayerPattern
 from converters.megatron.megatron_args import megatron_arguments
 from converters.megatron.model_options import read_options
@@ -110,6 +111,8 @@ def model_arguments(model: ModelArgs, mcore: str = "0.16") -> dict[str, Any]:
             values["moe_router_dtype"] = "fp32"
     if model.mla and (model.hidden_size or 0) % (model.num_attention_heads or 1):
         values["kv_channels"] = model.v_head_dim  # read nowhere, but else worked out from these two
+    if ENCODED in model.extras:  # its parser wants both, whatever follows from others
+        values |= {"group_query_attention": True, "use_rotary_position_embeddings": True}
     return {"transformer_impl": "transformer_engine", **values, **_hybrid_arguments(model, mcore)}
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from converters.catalog import model_section
+from converters.megatron.heterogeneous import ENCODED, block_departures, read_blocks
 from converters.megatron.layer_census import missing_tensors
 from converters.megatron.layer_pattern import describe_layers
 from converters.megatron.model_fields import DEFAULTS, ModelFields
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.catalog import Catalog
+    from converters.megatron.heterogeneous import Block
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,18 @@ class ModelArgs(ModelFields):
         if not catalog.megatron:
             return out
         options = {**model_section(catalog.config), **catalog.args, **self.extras}
+        if self.blocks and self.num_attention_heads and self.head_dim:
+            sizes = {"heads": self.num_attention_heads, "dim": self.head_dim, "hidden": self.hidden_size or 0}
+            out += list(block_departures(self.blocks, catalog.language, **sizes))[:8]
         return [*out, *missing_tensors(catalog.weights), *odd_shapes(catalog.weights, options)]
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """What each layer is, where each has its own sizes; empty if they are alike, or if that is not understood."""
+        text = self.extras.get(ENCODED)
+        if text is None or any(ENCODED in sentence for sentence in self.unknown):
+            return ()
+        return read_blocks(str(text), self.num_attention_heads or 0, self.hidden_size or 0)
 
 
 _NONE_IF_ZERO = ("num_experts", "mtp_num_layers", "vpp", "consumed_train_samples")

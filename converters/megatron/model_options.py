@@ -9,6 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.bridge_families import read_provider
+from converters.megatron.heterogeneous import ENCODED, first_sizes, read_blocks
 from converters.megatron.layer_pattern import LayerPattern, all_but_every_nth, moe_layers, read_pattern
 from converters.megatron.model_fields import DEFAULTS, FIELD_TYPES, OPTIONS
 from converters.megatron.option_values import Facts, as_bool, as_float, as_int, as_str
@@ -26,7 +27,7 @@ _EXTRAS = (
     *("activation_func_clamp_value", "apply_residual_connection_post_layernorm", "attention_output_gate"),
     *("attn_logit_softcapping", "bridge_family", "enable_hyper_connections", "experimental_attention_variant"),
     *("final_logit_softcapping", "glu_linear_offset", "headscale", "heterogeneous_block_specs"),
-    *("heterogeneous_layers_config_encoded_json", "hybrid_layer_pattern", "hybrid_override_pattern"),
+    *(ENCODED, "hybrid_layer_pattern", "hybrid_override_pattern"),
     *("interleaved_attn_pattern", "is_hybrid_model", "linear_attention_freq", "moe_apply_probs_on_input"),
     *("moe_latent_size", "moe_mlp_glu_interleave_size", "moe_router_force_biased", "moe_router_force_load_balancing"),
     *("moe_router_topk_limited_devices", "moe_shared_expert_glu_interleave_size", "mtp_use_repeated_layer"),
@@ -63,6 +64,7 @@ def read_options(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     read_rope(facts, label, options)
     _read_window(facts, label, options)
     _read_spec(facts, options)
+    _read_blocks(facts, label, options)
     hybrid = _read_pattern(facts, label, options)
     layers = facts.values.get("num_layers")
     if facts.values.get("num_experts") and layers:
@@ -113,6 +115,25 @@ def _read_pattern(facts: Facts, label: str, options: Mapping[str, Any]) -> bool:
     if facts.values.get("num_experts") and "E" in pattern.layers:
         facts.put("moe_layers", tuple(symbol == "E" for symbol in pattern.layers), f"{label}.{option}")
     return True
+
+
+def _read_blocks(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
+    """Takes the sizes of the first layer that has them, where each layer has its own."""
+    text, heads, hidden = options.get(ENCODED), facts.values.get("num_attention_heads"), facts.values.get("hidden_size")
+    if not text:
+        if path := options.get("heterogeneous_layers_config_path"):
+            facts.unknown.append(
+                f"{label}.heterogeneous_layers_config_path is {path!r:.80}, and {ENCODED} is not stated"
+            )
+        return
+    try:
+        blocks = read_blocks(str(text), heads or 0, hidden or 0)
+    except ValueError as error:
+        facts.unknown.append(f"{label}.{ENCODED} {error}")
+        return
+    for name, size in zip(("num_query_groups", "ffn_hidden_size"), first_sizes(blocks), strict=True):
+        if size is not None:
+            facts.override(name, size, f"{label}.{ENCODED}")
 
 
 def _read_negated(facts: Facts, label: str, options: Mapping[str, Any]) -> None:

@@ -102,6 +102,10 @@ _RULES: list[tuple[re.Pattern[str], int | None]] = [
         (r"(?:mamba_)?mixer\.norm\.weight", 0),
         (r"((?:mamba_)?mixer|self_attention)\.out_proj\.weight", 1),
         (r"self_attention\.out_norm\.weight", None),
+        (
+            r"(self_attention|mlp)\.(weight|bias)",
+            0,
+        ),  # one matrix in the place of all (heterogeneous/linear_replacements.py)
         (r"eh_proj\.(weight|bias)", 0),
         (r"([eh]norm|final_(layer)?norm)\.(weight|bias)", None),
         (r"(.*\.)?\w*_?(linear_proj|linear_fc2|out_proj)\.bias", None),

@@ -40,6 +40,7 @@ from converters.models import (
     mixtral,
     nemotron,
     nemotron_h,
+    nemotron_nas,
     olmoe,
     phi3,
     qwen2,
@@ -78,7 +79,7 @@ _TABLES = (
         qwen3_5_moe_text,
         nemotron_h,
     ),
-    *(bamba, gpt_oss, gemma, gemma2, gemma3_text, olmoe, minimax_m2, exaone4, falcon_h1),
+    *(bamba, gpt_oss, gemma, gemma2, gemma3_text, olmoe, minimax_m2, exaone4, falcon_h1, nemotron_nas),
 )
 ARCHITECTURES: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
 

@@ -7,13 +7,14 @@ Megatron's tensors that would be there, if config.json is right.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.catalog import TensorInfo
 from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.megatron.bridge_families import WIDE_NORMS
+from converters.megatron.heterogeneous import ENCODED, read_blocks
 from converters.megatron.mixer_shapes import delta_net_shapes, mamba_shapes
 from converters.megatron.model_args import ModelArgs
 from converters.models.config import KEYS
@@ -102,6 +103,8 @@ def _table_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     extras = {name: stated[name] for name in _SHAPING_EXTRAS if stated.get(name)}
     fields = (
         "num_layers",
+        "num_query_groups",
+        "ffn_hidden_size",
         "linear_layers",
         "qk_layernorm",
         "layer_pattern",
@@ -112,7 +115,7 @@ def _table_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**facts, **({"extras": extras} if extras else {})}
 
 
-_SHAPING_EXTRAS = ("attention_output_gate", "bridge_family", "mamba_rms_norm", "moe_latent_size")
+_SHAPING_EXTRAS = ("attention_output_gate", "bridge_family", "mamba_rms_norm", "moe_latent_size", ENCODED)
 # sizes without which the shapes do not follow
 _NEEDED = ("num_experts", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_shared_expert_size")
 
@@ -204,6 +207,7 @@ class Described(Emit):
 
     def __post_init__(self) -> None:
         self._shapes = _shapes(self.args)
+        self._uneven = _uneven_shapes(self.args)
 
     def source(self, prefix: str, *names: str) -> TensorInfo:
         """The tensor that Megatron would have; what has no shape of its own is a norm or a bias."""
@@ -211,7 +215,7 @@ class Described(Emit):
         apart = fused is not None and (self.args.mla if fused[1] == "self_attention" else self._mixed(prefix))
         name = prefix + names[1 if apart and len(names) > 1 else 0]
         key = re.sub(r"experts\.\d+\.", "experts.", _STACK_LAYER.sub("", name))
-        shape = self.canonical[name] = self._shapes.get(key, (self.args.hidden_size or 0,))
+        shape = self.canonical[name] = self._uneven.get(prefix, self._shapes).get(key, (self.args.hidden_size or 0,))
         return TensorInfo(name, dtype("float32"), shape, "weight", ())
 
     def _mixed(self, prefix: str) -> bool:
@@ -269,6 +273,20 @@ def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
     out["self_attention.linear_qkv.weight"], out["self_attention.linear_qkv.bias"] = (rows, hidden), (rows,)
     out["self_attention.linear_proj.weight"] = (hidden, inner)
     return out | _mixer_shapes(args, hidden)
+
+
+def _uneven_shapes(args: ModelArgs) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The same for each layer, by the prefix of its names, where the layers have different sizes."""
+    text, hidden = args.extras.get(ENCODED), args.hidden_size or 0
+    if text is None:
+        return {}
+    square = {"self_attention.weight": (hidden, hidden), "mlp.weight": (hidden, hidden)}
+    blocks = read_blocks(text, args.num_attention_heads or 0, hidden)
+    return {
+        f"decoder.layers.{number}.": square
+        | _shapes(replace(args, num_query_groups=block.query_groups, ffn_hidden_size=block.ffn_hidden_size))
+        for number, block in enumerate(blocks)
+    }
 
 
 def _mixer_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -121,6 +121,7 @@ def emit_all(out: Emit, model: Model, mtp_layers: int) -> None:
 def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterator[tuple[Rule, str, str]]:
     """The rules of a model's table, once for each place: with the prefix of Megatron's names and of Hugging Face's."""
     experts = args.moe_layers or (False,) * (args.num_layers or 0)
+    uneven = model.uneven(args) if model.uneven is not None else None
     for rule in model.before:
         yield rule, "", ""
     for layer, has_experts in enumerate(experts):
@@ -130,7 +131,8 @@ def applied_rules(args: ModelArgs, model: Model, mtp_layers: int = 0) -> Iterato
                 yield rule, source, target
             continue
         mixing = model.linear if args.linear_layers and args.linear_layers[layer] else model.layer
-        for rule in (*mixing, *(model.moe if has_experts else model.dense)):
+        even = (*mixing, *(model.moe if has_experts else model.dense))
+        for rule in even if uneven is None else uneven[layer]:
             yield rule, source, target
     for rule in model.after:
         yield rule, "", ""

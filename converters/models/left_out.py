@@ -10,10 +10,6 @@ _AFTER = "Megatron-LM has no argument for norms behind attention and MLP"
 _WIDE = "norms over all heads of queries and keys"
 _BESIDE = "Megatron-LM has no argument for attention beside the MLP and for scaled logits"
 _NO_BRIDGE = "Megatron-Bridge does not build it"
-_UNEVEN = (
-    "its layers have different sizes, or lack a part; Megatron-LM (--heterogeneous-layers-config-path) and Megatron-Bridge "
-    "(llama_nemotron_bridge.py) build it, but such layers are not mapped here, nor has transformers a class for them"
-)
 _CODE = "transformers has no class for its config.json, and code beside a model is never run"
 
 LEFT_OUT: dict[str, str] = {
@@ -37,7 +33,5 @@ LEFT_OUT: dict[str, str] = {
         "Megatron-Bridge builds it with layers of its own (modeling_mimo_v2_flash.py), which are not mapped here"
     ),
     "bailing_moe": f"{_CODE}; its second generation is imported (bailing_moe_v2)",
-    "nemotron-nas": _UNEVEN,
-    "deci": _UNEVEN,
 }
 """`model_type` -> why it is not imported, as the end of a sentence."""

@@ -54,6 +54,7 @@ class Model:
         after: Rules for what follows the layers.
         mtp: Rules for a multi-token prediction layer, beside those of a layer; empty if there is no place for one.
         mtp_last: Of those, the rules for what a hybrid has in the last layer of a depth, not in the first.
+        uneven: Rules for each layer one by one, in place of all others for layers, where the layers have different sizes.
         layers: Prefix of a layer's names.
         predictions: Prefixes of what surrounds a prediction layer, and of the layer; None if those follow `layers`. A
             hybrid numbers the layers of all depths one by one.
@@ -79,6 +80,7 @@ class Model:
     linear: tuple[Rule, ...] = ()
     hybrid: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)
     blocks: int = 1
+    uneven: Callable[[ModelArgs], Sequence[tuple[Rule, ...]]] | None = None
     layers: str = "model.layers.{}."
     predictions: tuple[str, str] | None = None
     misfits: Callable[[ModelArgs], list[str]] = field(default=lambda args: [])

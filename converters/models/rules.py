@@ -7,7 +7,7 @@ applies if that field of `ModelArgs` is set, and then its source must exist; a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from converters.box import Box
@@ -225,17 +225,25 @@ def _qkv_rows(args: ModelArgs) -> Iterator[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class QKV:
-    """A fused QKV projection as three, weight and (with `add_qkv_bias`) bias."""
+    """A fused QKV projection as three, weight and (with `add_qkv_bias`) bias.
+
+    Attributes:
+        targets: Hugging Face's names of query, key and value.
+        source: Megatron's name.
+        groups: Query groups of this layer, where the layers have different numbers; None for those of the model.
+    """
 
     targets: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     source: str = "self_attention.linear_qkv"
+    groups: int | None = None
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
         for leaf in (".weight", ".bias") if out.args.add_qkv_bias else (".weight",):
             tensor = out.source(source, self.source + leaf)
             pieces: tuple[list[tuple[int, int, int]], ...] = ([], [], [])
-            for part, at, to, rows in _qkv_rows(out.args):
+            args = out.args if self.groups is None else replace(out.args, num_query_groups=self.groups)
+            for part, at, to, rows in _qkv_rows(args):
                 pieces[part].append((at, to, rows))
             for name, piece in zip(self.targets, pieces, strict=True):
                 out.rows(target + name + leaf, tensor, piece)

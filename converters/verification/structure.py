@@ -8,10 +8,12 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from converters.catalog import model_section
 from converters.chunks import Part
 from converters.errors import DistckptError, IntegrityError, RequestError
 from converters.formats.links import escape
 from converters.megatron.damage import check_stored
+from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import optimizer_parts
 from converters.names import StateName, fold, folded, listed, printable, state_names
@@ -144,7 +146,7 @@ def _check_census(check: Check, catalog: Catalog) -> None:
         if missing_numbers:
             text = f"{printable(prefix)}: {_numbered(missing_numbers)} of {max(by_layer) + 1} are missing"
             check.error(text, needed=counted(max(by_layer) + 1, "layer"), found=counted(len(by_layer), "layer"))
-        for number, less, lacking in _incomplete(by_layer):
+        for number, less, lacking in () if _states_layers(catalog) else _incomplete(by_layer):
             names = tuple(f"{prefix}.{number}.{suffix}" for suffix in sorted(lacking))
             check.error(f"{listed(names, 1)} is missing; layer {less} has it", tensors=names)
     count = {max(numbers) + 1 for numbers in experts.values()}
@@ -154,6 +156,12 @@ def _check_census(check: Check, catalog: Catalog) -> None:
         if missing_numbers:
             text = f"{printable(name)}: {_numbered(missing_numbers)} of {most} are missing"
             check.error(text, needed=counted(most, "expert"), found=counted(len(numbers), "expert"))
+
+
+def _states_layers(catalog: Catalog) -> bool:
+    """Whether arguments or config.json say of each layer what it lacks, with which its tensors are compared."""
+    options = {**model_section(catalog.config), **catalog.args}
+    return any(options.get(name) for name in (ENCODED, "block_configs"))
 
 
 def _numbered(numbers: list[int]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.megatron.bridge_section import provider_section
+from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.layout import Layout
 from converters.megatron.megatron_flags import command_line, model_arguments
 from converters.megatron.split import padded_vocab
@@ -105,6 +106,8 @@ def for_megatron_lm(
         **_vocabulary(args, layout, options.divisible or 128),
         **(_tokenizer_arguments(destination) if tokenized else {}),
     }
+    if ENCODED in args.extras:  # without a path, which nothing reads beside the text, layers are all alike
+        arguments["heterogeneous_layers_config_path"] = str(destination.absolute() / TOKENIZER / "config.json")
     text = shlex.join(command_line(arguments))
     return Start(
         job=f"Megatron-LM {options.mcore}",

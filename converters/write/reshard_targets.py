@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.formats.torch_dist.columns import Columns
 from converters.formats.torch_dist.parts import ArrayOut, Cut
+from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.split import holders, shards
 from converters.megatron.vocabulary import embedding_name, is_vocabulary, padding_rows, vocabulary_rows
 from converters.model_parts import language_name, split_part, untrained
@@ -278,8 +279,13 @@ def _key_style(catalog: Catalog, layers: str) -> tuple[str, tuple[str, ...]]:
     return wrapper, tuple(part for part in parts if part in stacked)
 
 
+_UNEVEN = ("heterogeneous_layers_config_path", ENCODED, "heterogeneous_block_specs")
+
+
 def _alike(catalog: Catalog, part: str) -> bool:
-    """Whether all layers of a part have the same parameters."""
+    """Whether all layers of a part have the same parameters, of the same sizes."""
+    if language_name(part) is not None and any(catalog.args.get(name) for name in _UNEVEN):
+        return False
     suffixes: dict[tuple[str, int], set[str]] = defaultdict(set)
     for name in catalog.weights:
         prefix, inner = split_part(name)
@@ -307,8 +313,7 @@ def _homogeneous(catalog: Catalog, part: str) -> bool:
         frequency = args.get(name)
         if isinstance(frequency, list | str) or (isinstance(frequency, int) and frequency > 1):
             return False
-    mixed = args.get("heterogeneous_layers_config_path") or args.get("heterogeneous_layers_config_encoded_json")
-    return _alike(catalog, part) and not mixed
+    return _alike(catalog, part)
 
 
 def _expert_counts(sources: Mapping[str, TensorInfo]) -> Counter[str]:

@@ -39,6 +39,8 @@ def expected(config: str, family: str, truth: Mapping[str, np.ndarray]) -> dict[
         return _hybrid(t, layers, family, heads, groups)
     if family == "gpt_neox":
         return _gpt_neox(t, layers)
+    if family == "nemotron-nas":
+        return _uneven(t, layers, heads)
     out = {"model.embed_tokens.weight": t["embedding.word_embeddings.weight"]}
     for i in range(layers):
         _layer(out, t, f"decoder.layers.{i}.", f"model.layers.{i}.", family, heads, groups)
@@ -229,6 +231,35 @@ def _dense(out, t, m, to, family):
         if m + f"linear_fc1.{leaf}" in t:
             out[to + f"{first}.{leaf}"] = t[m + f"linear_fc1.{leaf}"]
             out[to + f"{second}.{leaf}"] = t[m + f"linear_fc2.{leaf}"]
+
+
+def _uneven(t, layers, heads):
+    """Each layer by the tensors that it has; the number of its query groups by the rows of its projection."""
+    out = {
+        "model.embed_tokens.weight": t["embedding.word_embeddings.weight"],
+        "model.norm.weight": t["decoder.final_layernorm.weight"],
+    }
+    if "output_layer.weight" in t:
+        out["lm_head.weight"] = t["output_layer.weight"]
+    for i in range(layers):
+        a, m, q = f"decoder.layers.{i}.self_attention.", f"decoder.layers.{i}.mlp.", f"model.layers.{i}."
+        if a + "linear_qkv.weight" in t:
+            fused, proj = t[a + "linear_qkv.weight"], t[a + "linear_proj.weight"]
+            groups = (len(fused) * heads // proj.shape[1] - heads) // 2
+            for letter, part in zip("qkv", split_qkv(fused, heads, groups), strict=True):
+                out[q + f"self_attn.{letter}_proj.weight"] = part
+            out[q + "self_attn.o_proj.weight"] = proj
+            out[q + "input_layernorm.weight"] = t[a + "linear_qkv.layer_norm_weight"]
+        elif a + "weight" in t:
+            out[q + "self_attn.linear_attn.weight"] = t[a + "weight"]
+            out[q + "input_layernorm.weight"] = t[a + "layer_norm_weight"]
+        if m + "linear_fc1.weight" in t:
+            _gated(out, t, m, q + "mlp.")
+            out[q + "post_attention_layernorm.weight"] = t[m + "linear_fc1.layer_norm_weight"]
+        elif m + "weight" in t:
+            out[q + "mlp.linear_mlp.weight"] = t[m + "weight"]
+            out[q + "post_attention_layernorm.weight"] = t[m + "layer_norm_weight"]
+    return out
 
 
 def _gpt2(t, layers, heads):

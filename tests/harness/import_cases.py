@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 
@@ -9,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import harness.bailing  # a class for it
-import harness.mimo  # noqa: F401  # and for it
+import harness.decilm
+import harness.mimo  # and for it
 from harness import predictions
 
 # three layers; a vocabulary that is a multiple of nothing; heads times head_dim is not hidden_size where a class permits it
@@ -96,6 +98,22 @@ PARALLEL = {
     "ssm_out_multiplier": 0.625,
     "mlp_multipliers": [0.875, 0.5625],
     "ssm_multipliers": [0.3535, 0.25, 0.1767, 0.5, 0.3535],
+}
+UNEVEN = BASE | {
+    "num_hidden_layers": 6,
+    "num_key_value_heads": ...,
+    "intermediate_size": ...,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "rope_scaling": LLAMA3,
+    "block_configs": [
+        harness.decilm.block(attention=2, ffn=2.0),
+        harness.decilm.block(attention=None, ffn=10.5),
+        harness.decilm.block(attention=4, ffn=None),
+        harness.decilm.block(attention="linear", ffn=20),
+        harness.decilm.block(attention=2, ffn="linear"),
+        harness.decilm.block(attention=1, ffn=2.0),
+    ],
 }
 SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 5}
 CASES = {
@@ -223,12 +241,24 @@ CASES = {
         "rope_scaling": LLAMA3 | {"factor": 16.0},
     },
     "olmoe": BASE | {"num_key_value_heads": 8, "num_experts": 6, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "nemotron-nas": UNEVEN,
+    "nemotron-nas_tied": UNEVEN
+    | TIED
+    | {
+        "num_hidden_layers": 3,
+        "block_configs": [
+            harness.decilm.block(attention="linear", ffn=None),
+            harness.decilm.block(attention=1, ffn="linear"),
+            harness.decilm.block(attention=8, ffn=10.5),
+        ],
+    },
     "minimax_m2": WIDE | {"num_local_experts": 6, "num_experts_per_tok": 2, "partial_rotary_factor": 0.4},
 }
 CASES |= {name: CASES[name.removesuffix("_mtp")] | about.whole for name, about in predictions.CASES.items()}
 FAMILY = {
     **{name: name.removesuffix("_mtp") for name in predictions.CASES},
     "falcon_h1_norm": "falcon_h1",
+    "nemotron-nas_tied": "nemotron-nas",
     "gemma3_text_mixed": "gemma3_text",
     "gpt_oss_yarn": "gpt_oss",
     "nemotron_h_dense": "nemotron_h",
@@ -238,6 +268,10 @@ FAMILY = {
     "llama_bias_tied": "llama",
     "deepseek_v3_yarn": "deepseek_v3",
 }
+
+
+LAYOUTS = {"nemotron-nas": [(2, 1), (1, 2), (2, 2)]}
+"""Tensor and pipeline parallel sizes at which the sweep of imports computes a case as well."""
 
 
 def family(name):
@@ -251,8 +285,8 @@ def mcore(name):
 
 
 def settings(name):
-    """What config.json of a case says."""
-    return {key: value for key, value in CASES[name].items() if value is not ...}
+    """What config.json of a case says; a copy, as transformers adds keys to the rope_scaling that it is given."""
+    return copy.deepcopy({key: value for key, value in CASES[name].items() if value is not ...})
 
 
 def config(name, **changes):

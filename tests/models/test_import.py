@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -18,9 +19,10 @@ from converters.formats import open_checkpoint
 from converters.io import padding as padding_module
 from converters.io.gather import Gatherer
 from converters.io.sources import Sources
-from converters.models import ARCHITECTURES, rules
+from converters.models import ARCHITECTURES, nemotron_nas, rules
 from converters.models.left_out import LEFT_OUT
 from converters.models.stated import NEUTRAL
+from converters.planning.plan import Op
 from converters.planning.routes import landing
 from converters.write import imported as imported_module
 from converters.write.export import ExportOptions, plan_export
@@ -181,12 +183,34 @@ def heads_exchanged(copy, part):
     return Box((5 - start, *found.start[1:]), found.shape)
 
 
+@dataclass(frozen=True)
+class TurnedMatrix:
+    """The matrix in place of attention, transposed; its shape does not tell."""
+
+    def emit(self, out, source, target):
+        tensor = out.source(source, "self_attention.weight")
+        out.whole(target + "self_attn.linear_attn.weight", tensor, Op.TRANSPOSE)
+
+
+def groups_exchanged(args):
+    """Keys and values of a layer's first and last query group, each in the place of the other."""
+    last = (args.num_query_groups - 1) * args.head_dim
+    for part, at, to, rows in rules_qkv(args):
+        yield part, at, {0: last, last: 0}.get(to, to) if part and last else to, rows
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
         *(("llama", "gate"), ("mixtral", "gate"), ("gpt2", "qkv"), ("gpt2", "transpose"), ("phi3", "turned")),
         *(("qwen3_next", "turned"), ("qwen3_next", "joined"), ("qwen3_5_text", "joined"), ("nemotron_h", "joined")),
         *(("bamba", "joined"), ("falcon_h1", "joined"), ("falcon_h1", "turned"), ("gpt_oss", "halves")),
+        *(
+            ("nemotron-nas", "gate"),
+            ("nemotron-nas", "turned"),
+            ("nemotron-nas", "matrices"),
+            ("nemotron-nas", "groups"),
+        ),
     ],
 )
 def test_one_mutated_rule_is_seen(name, rule, hf, tmp_path, monkeypatch):
@@ -198,6 +222,10 @@ def test_one_mutated_rule_is_seen(name, rule, hf, tmp_path, monkeypatch):
         monkeypatch.setattr(rules.Joined, "emit", parts_exchanged)
     elif rule == "halves":
         monkeypatch.setattr(imported_module, "landing", neighbours_exchanged)
+    elif rule == "matrices":
+        monkeypatch.setattr(nemotron_nas, "_LINEAR_ATTENTION", (nemotron_nas._LINEAR_ATTENTION[0], TurnedMatrix()))
+    elif rule == "groups":
+        monkeypatch.setattr(rules, "_qkv_rows", groups_exchanged)
     elif rule == "qkv":
         monkeypatch.setattr(rules, "_qkv_rows", swapped_qkv)
     else:
@@ -235,6 +263,8 @@ LAYOUTS = [
     ("bamba", "legacy", Layout(), {}),
     ("gpt_oss", "torch_dist", Layout(tp=2, ep=3, etp=1, dp=3), {}),
     ("gpt_oss", "legacy", Layout(ep=2, dp=2), {}),
+    ("nemotron-nas", "torch_dist", Layout(tp=2, pp=2), {}),
+    ("nemotron-nas", "legacy", Layout(tp=2, pp=2), {}),
 ]
 
 
@@ -341,7 +371,7 @@ def test_flags_and_arguments_are_the_models(hf, tmp_path):
     assert (args["tensor_model_parallel_size"], args["num_experts"], args["padded_vocab_size"]) == (2, 6, 256)
 
 
-@pytest.mark.parametrize(("alias", "name"), [("kimi_k2", "deepseek_v3")])
+@pytest.mark.parametrize(("alias", "name"), [("kimi_k2", "deepseek_v3"), ("deci", "nemotron-nas")])
 def test_another_name_of_the_same_model(alias, name, hf, tmp_path):
     source = shutil.copytree(hf(name), tmp_path / "hf")
     cases.rewrite_config(source, model_type=alias, auto_map={"AutoConfig": "x.C"})

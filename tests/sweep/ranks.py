@@ -150,8 +150,31 @@ def forward(job: dict) -> None:
             weight = gpt.shared_embedding_or_output_weight() if gpt.share_embeddings_and_output_weights else None
             for number, hidden in enumerate(heads[0].chunk(1 + args.mtp_num_layers)[1:]):
                 out[f"prediction_{number}"] = gpt.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()
-    out["logits"] = lab.forward_logits(model, tokens).contiguous()
-    save_file(out, job["logits"])
+    out["logits"] = (
+        logits_of_ranks(gpt, tokens) if job["ranks"] > 1 else lab.forward_logits(model, tokens)
+    ).contiguous()
+    if torch.distributed.get_rank() == job["ranks"] - 1:
+        save_file(out, job["logits"])
+
+
+def logits_of_ranks(gpt: object, tokens: object) -> object:
+    """All logits on the ranks of the last pipeline stage; hidden states elsewhere."""
+    import torch
+    from megatron.core import parallel_state, tensor_parallel
+
+    rank, length = torch.distributed.get_rank(), tokens.shape[1]
+    hidden = torch.empty(length, tokens.shape[0], gpt.config.hidden_size)
+    step = parallel_state.get_tensor_model_parallel_world_size()
+    if not parallel_state.is_pipeline_first_stage():
+        torch.distributed.recv(hidden, rank - step)
+        gpt.set_input_tensor(hidden)
+    positions = torch.arange(length)[None].expand(tokens.shape)
+    with torch.no_grad():
+        out = gpt(tokens, positions, torch.ones(1, 1, length, length).triu(1).bool()).float()
+    if not parallel_state.is_pipeline_last_stage():
+        torch.distributed.send(out.contiguous(), rank + step)
+        return out
+    return tensor_parallel.gather_from_tensor_model_parallel_region(out)
 
 
 def built_from(args: object) -> list:
