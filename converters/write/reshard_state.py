@@ -100,6 +100,7 @@ class State:
 
 
 _NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
+_NO_EXTRA_STATE_SINCE_0_16 = re.compile(rf"{_NO_EXTRA_STATE.pattern}|.*\.mixer\.norm\.")  # no norm of TransformerEngine
 _PROJECTION = "self_attention.linear_proj"
 
 
@@ -192,15 +193,18 @@ class TargetState:
         A loader asks for those of its own version and ignores the others; without FP8 all of them are empty.
         """
         stored = next((o.name for o in self._catalog.objects.values() if o.name.endswith("._extra_state")), None)
-        source_drops_them = self._catalog.masters or self._catalog.imported is not None
-        if stored is None and not source_drops_them:  # Megatron-FSDP drops those that there were, Hugging Face has none
+        imported = self._catalog.imported is not None  # for 0.16 and later: exactly what these ask for
+        if stored is None and not (self._catalog.masters or imported):  # Megatron-FSDP drops those that there were
             return
         wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self.options), empty_object()
         # the projection of a mixer is stored part by part
         weights = (n for n in self._catalog.weights if n.endswith(".weight") or ".in_proj.weight." in n)
-        with_state = (n for n in weights if not _NO_EXTRA_STATE.match(n))
+        without = _NO_EXTRA_STATE_SINCE_0_16 if imported else _NO_EXTRA_STATE
+        with_state = (n for n in weights if not without.match(n))
         modules = dict.fromkeys(n.rpartition(".")[0].removesuffix(".weight") for n in with_state)
         attention = [n.replace(".linear_proj", ".core_attention") for n in modules if n.endswith(_PROJECTION)]
+        if imported:
+            attention = [n for n in attention if self._attention_has_state(n)]
         # a GPTModel leaves its own out, a MambaModel does not (sharded_state_dict, core_v0.16.1)
         output = ["output_layer"] if "decoder.final_norm.weight" in self._catalog.weights else []
         for module in (*modules, *attention, *output):
@@ -208,6 +212,16 @@ class TargetState:
             wrapped = key if key in have else f"{wrapper}{key}"
             if wrapped not in have:
                 yield ObjectOut(wrapped, self._saving_rank(f"{module}.weight"), empty)
+
+    def _attention_has_state(self, module: str) -> bool:
+        """Whether Megatron-Core 0.16, or 0.19, asks for an extra state of this attention.
+
+        TEDotProductAttention (extensions/transformer_engine.py, sharded_state_dict) has one only beside learnable offsets
+        of its softmax. 0.16 asks for all that a prediction layer has, too (transformer/multi_token_prediction.py: its
+        MultiTokenPredictionBlock begins with the plain state dict of its layers; that of 0.19 does not).
+        """
+        learnable = f"{module}.softmax_offset" in self._catalog.weights
+        return learnable or (module.startswith("mtp.") and self.options.mcore != "0.19")
 
     def _object_key(self, name: str) -> str:
         """The key of an object of a canonical module, with its place in the grid of layers and experts."""

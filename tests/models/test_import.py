@@ -1,8 +1,11 @@
 """Imports: every tensor where Megatron keeps it, back bit for bit, at any layout; what cannot be imported is refused."""
 
 import json
+import math
+import re
 import shlex
 import shutil
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,22 +20,17 @@ from converters.dtypes import dtype as cast_type
 from converters.errors import DistckptError, FormatError, IntegrityError, RequestError
 from converters.formats import open_checkpoint
 from converters.io import padding as padding_module
-from converters.io.gather import Gatherer
-from converters.io.sources import Sources
 from converters.models import ARCHITECTURES, nemotron_nas, rules
 from converters.models.left_out import LEFT_OUT
 from converters.models.stated import NEUTRAL
 from converters.planning.plan import Op
 from converters.planning.routes import landing
 from converters.write import imported as imported_module
-from converters.write.export import ExportOptions, plan_export
 from converters.write.import_hf import plan_import
-from converters.write.import_start import ImportOptions
-from converters.write.write_plan import run_conversion
-from harness import hf_reference
 from harness import import_cases as cases
 from harness.checkpoints import GOLDENS, tree
 from harness.cli_support import here
+from harness.imports import bits, exported, imported, megatron_bits, same, tensors, wrong_places
 from harness.support import GOLDEN
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,59 +47,6 @@ def hf(tmp_path_factory):
         return root / name
 
     return make
-
-
-def imported(source, out, layout=None, **options):
-    plan = plan_import(source, out, layout or Layout(), ImportOptions(**options))
-    run_conversion(plan)
-    return plan
-
-
-def exported(source, out, **options):
-    run_conversion(plan_export(open_checkpoint(source), out, ExportOptions(**options)))
-    return tensors(out)
-
-
-def tensors(folder):
-    found = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    return [n for n in one if one[n].dtype != other[n].dtype or not torch.equal(one[n], other[n])]
-
-
-def bits(tensor):
-    return tensor.contiguous().view({2: torch.uint16, 4: torch.uint32}[tensor.element_size()]).numpy()
-
-
-def megatron_bits(root):
-    """Every weight of a checkpoint as bits, by canonical name."""
-    reader = open_checkpoint(root)
-    weights = reader.catalog.weights
-    gatherer = Gatherer(Sources(reader, weights))
-    found = {name: gatherer.gather(name, Box.whole(info.shape)).copy() for name, info in weights.items()}
-    gatherer.close()
-    return found
-
-
-def wrong_places(name, folder, root):
-    """The tensors of a case that are not where the reference, written from the two models' code, says."""
-    made = megatron_bits(root)
-    own = load_file(folder / "model.safetensors")
-    for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        if key in made:
-            assert not made[key][251:].any()
-            made[key] = made[key][:251]
-    groups = cases.settings(name).get("num_key_value_heads", 8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(hf_reference.SHAPES, "case", (8, groups))
-        wanted = hf_reference.expected("case", cases.family(name), {f"model/{k}": v for k, v in made.items()})
-    assert wanted.keys() == own.keys()
-    return [key for key in own if not np.array_equal(wanted[key], bits(own[key]))]
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -129,6 +74,20 @@ def test_there_and_back_every_bit_and_every_key(name, hf, tmp_path):
 def test_tensors_are_where_megatron_keeps_them(name, hf, tmp_path):
     imported(hf(name), tmp_path / "job", mcore=cases.mcore(name))
     assert wrong_places(name, hf(name), tmp_path / "job") == []
+
+
+STATES = json.loads((GOLDEN / "extra_states.json").read_text())
+
+
+@pytest.mark.parametrize(("mcore", "name"), [(mcore, name) for mcore in STATES for name in STATES[mcore]])
+def test_extra_states_are_those_that_megatron_asks_for(mcore, name, hf, tmp_path):
+    """Neither more nor fewer, or a job refuses the checkpoint with `--dist-ckpt-strictness raise_all`."""
+    imported(hf(name), tmp_path / "job", mcore=mcore)
+    objects = open_checkpoint(tmp_path / "job").catalog.objects
+    pattern = r"(.*)\._extra_state/shard_[\d.]+_([\d.]+)"
+    written = Counter(" ".join(key.groups()) for key in (re.fullmatch(pattern, key) for key in objects) if key)
+    assert sorted(written) == STATES[mcore][name]
+    assert all(count == math.prod(map(int, key.split()[1].split("."))) for key, count in written.items())
 
 
 rules_qkv = rules._qkv_rows

@@ -65,7 +65,10 @@ def entry(name: str, megatron: Megatron, work: Path) -> str:
     for tp, pp in [(1, 1), *cases.LAYOUTS.get(name, ())]:
         made.unlink(missing_ok=True)
         words = [*flags, "--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)]
-        error = megatron.ask("forward", tp * pp, flags=words, folder=str(job), tokens=str(tokens), logits=str(made))
+        files = {"folder": job, "tokens": tokens, "logits": made}
+        files["extra_states"] = work / f"extra_states_{megatron.version}_{name}_{tp}_{pp}.txt"
+        options = {option: str(path) for option, path in files.items()}
+        error = megatron.ask("forward", tp * pp, flags=words, **options)
         if error:
             return f"RED tp {tp}, pp {pp}: {error[:300]}"
         computed = load_file(made)

@@ -115,12 +115,13 @@ def forward(job: dict) -> None:
     """Writes the logits of the model that Megatron builds of `job["flags"]`, with the weights of `job["folder"]`.
 
     `job["tokens"]` is a file of safetensors with `tokens`; in `job["logits"]` are `logits`, and `prediction_N` of each layer
-    of multi-token prediction.
+    of multi-token prediction. In `job["extra_states"]` are the keys of those that the model asks for, a line each.
     """
     import kernels
     import labcommon as lab
     import torch
-    from megatron.core.dist_checkpointing import validation
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.training import arguments, checkpointing
     from safetensors.torch import load_file, save_file
 
@@ -132,10 +133,14 @@ def forward(job: dict) -> None:
     arguments.parse_args()  # every word is one of Megatron's own: the harness lets others pass
     args, _ = lab.setup(words)
     model = built_from(args)
-    report = validation.maybe_report_missing_and_unexpected_keys
-    validation.maybe_report_missing_and_unexpected_keys = lambda more, lacking, *rest: report(
-        {name for name in more if not name.endswith("._extra_state")}, lacking, *rest
-    )  # of those, a checkpoint for several versions has more than each asks for
+    check = serialization.validate_integrity_and_strict_load
+
+    def noted(state: dict, *rest: object, **more: object) -> object:
+        asked = {item.unique_key for item in nested_values(state) if item.key.endswith("._extra_state")}
+        Path(job["extra_states"]).write_text("\n".join(sorted(asked)))
+        return check(state, *rest, **more)
+
+    serialization.validate_integrity_and_strict_load = noted
     args.iteration = args.consumed_train_samples = 0
     checkpointing.load_checkpoint(model, None, None, checkpointing_context={})
     gpt, heads = lab.unwrap(model[0]).eval(), []
