@@ -11,9 +11,8 @@ from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from converters.pickles import fields, set_field
 from distckpt_cli.app import main
-from formats.test_torch_dcp import own_case
 from harness.checkpoints import edit_metadata
-from harness.conformance import Conformance
+from harness.conformance import Conformance, own_case
 from harness.support import GOLDEN, load_safetensors, read_tensor
 
 NAME = "bytecheckpoint_llama_dp2"

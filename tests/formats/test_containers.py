@@ -26,10 +26,10 @@ from distckpt_cli.app import main
 from harness import hf_reference
 from harness.checkpoints import GOLDENS, copy_golden, golden, truth
 from harness.container_cases import bits, convert, loaded
+from harness.exports import LN1P, TOLERANCE, logit_difference
 from harness.legacy_cases import LEGACY
 from harness.reshard_cases import by_parameter, compare, expected, folder_of, read_with_torch
 from harness.support import GOLDEN
-from models.test_export import LN1P, TOLERANCE, logit_difference
 from oracle.fixtures import run_module
 
 # ---------------------------------------------------------------------- there and back

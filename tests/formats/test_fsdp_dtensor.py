@@ -22,6 +22,7 @@ from converters.write.write_plan import run_conversion
 from harness import hf_reference
 from harness.checkpoints import edit_metadata, golden, truth
 from harness.conformance import Conformance, megatron_case
+from harness.exports import exported
 from harness.reshard_cases import (
     args_of,
     by_parameter,
@@ -29,12 +30,12 @@ from harness.reshard_cases import (
     compare,
     expected,
     folder_of,
+    param_groups,
     read_with_torch,
     reshard,
+    truth_of,
 )
 from harness.support import GOLDEN, read_tensor
-from models.test_export import exported
-from write.test_reshard_megatron import param_groups, truth_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 FSDP2 = "mlm_fsdp2_llama_dp2"

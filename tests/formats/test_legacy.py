@@ -21,6 +21,7 @@ from converters.write.write_plan import run_conversion
 from harness import hf_reference
 from harness.checkpoints import flip, payloads, run_cli, truth
 from harness.conformance import Conformance, megatron_case
+from harness.exports import exported, logit_difference
 from harness.legacy_cases import (
     FLAT,
     LEGACY,
@@ -33,7 +34,6 @@ from harness.legacy_cases import (
 )
 from harness.reshard_cases import by_parameter, compare, expected, read_with_torch, reshard
 from harness.support import GOLDEN
-from models.test_export import exported, logit_difference
 
 RANKS = ("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001")
 

@@ -20,10 +20,10 @@ from converters.pickles import fields
 from converters.write.framework_files import companions
 from distckpt_cli.app import main
 from harness.checkpoints import golden, truth
+from harness.exports import TOLERANCE, differing
 from harness.model_cases import FAMILIES, case, make_catalog, megatron_shapes
 from harness.reshard_cases import read_with_torch
 from harness.support import GOLDEN
-from models.test_export import TOLERANCE, differing
 from oracle.fixtures import run_oracle
 
 NEMO1, NEMO2, BRIDGE = FRAMEWORKS = (

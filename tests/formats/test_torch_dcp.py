@@ -1,6 +1,5 @@
 """torch DCP folders of any model: what FSDP2, HSDP, DTensors and plain tensors leave, read bit for bit, and converted."""
 
-import json
 import shutil
 
 import numpy as np
@@ -12,31 +11,11 @@ from converters.formats.dcp.names import hugging_face, name_keys, paths
 from converters.pickles import fields
 from distckpt_cli.app import main
 from harness.checkpoints import edit_metadata
-from harness.conformance import Case, Conformance
+from harness.conformance import Conformance, own_case
 from harness.support import GOLDEN, load_safetensors, read_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-CONTAINERS = (("convert", "SRC", "DST", "--to", "safetensors"), ("convert", "SRC", "DST/model.pt", "--to", "torch"))
-TORCH_TYPES = {
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    "BOOL": "bool",
-    "C64": "complex64",
-}
-TORCH_TYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
-TORCH_TYPES |= {f"{letter}{n}": f"{name}{n}" for letter, name in (("I", "int"), ("U", "uint")) for n in (8, 16, 32, 64)}
 NAMES = ("fsdp2_llama_dp2", "hsdp_llama_2x2", "dtensor_2d", "dcp_plain")
-
-
-def own_case(golden: str) -> Case:
-    """A golden with a truth of its own: every tensor by its name in the catalog."""
-    path = GOLDEN / "truth" / f"{golden}.safetensors"
-    raw = path.read_bytes()
-    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    dtypes = {name: TORCH_TYPES[entry["dtype"]] for name, entry in header.items() if name != "__metadata__"}
-    return Case(golden, lambda: load_safetensors(path), CONTAINERS[:1], dtypes)
 
 
 class TestTorchDcp(Conformance):

@@ -13,7 +13,7 @@ from converters.megatron.layout import Layout
 from converters.write.convert import plan_convert
 from distckpt_cli.app import main
 from harness.support import GOLDEN
-from verify.test_verify_damage import cli, found, golden_folder
+from harness.verify_cases import cli, found, golden_folder
 
 FILE = "model_optim_rng.pt"
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # torch.load imports megatron-core's classes

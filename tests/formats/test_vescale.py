@@ -9,8 +9,7 @@ from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from converters.pickles import Global, Obj, fields, parse
 from distckpt_cli.app import main
-from formats.test_torch_dcp import own_case
-from harness.conformance import Conformance
+from harness.conformance import Conformance, own_case
 from harness.support import GOLDEN, load_safetensors
 
 NAME = "vescale_llama_tp2pp2dp2"

@@ -20,9 +20,9 @@ from converters.formats.zarr.array import parse_zarray
 from distckpt_cli.app import main
 from harness.checkpoints import GOLDENS, copy_golden, golden, truth
 from harness.conformance import Conformance, megatron_case
+from harness.exports import differing, export, exported
 from harness.reshard_cases import TRAINED, by_parameter, compare, expected, folder_of, read_with_torch, reshard
 from harness.support import GOLDEN, read_tensor
-from models.test_export import differing, export, exported
 
 REAL = ["v009_zarr_llama_adam_tp2pp2", "v009_zarr_llama_distopt_tp2pp2dp2", "nemo1_zarr_llama4_weights_tp2pp2"]
 SPELLINGS = {"bfloat16": "bfloat16", "float32": "<f4", "float16": "<f2", "uint8": "|u1", "int64": "<i8"}

@@ -13,6 +13,7 @@ commands that its tensors go through instead.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -33,7 +34,7 @@ from distckpt_cli.app import main
 from harness.checkpoints import GOLDENS, flip, payloads, tree
 from harness.legacy_cases import LEGACY
 from harness.reshard_cases import expected
-from harness.support import GOLDEN, read_tensor
+from harness.support import GOLDEN, load_safetensors, read_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -313,3 +314,25 @@ def _poison(raw: bytes, evil: bytes) -> bytes:
         at = found.start() + 30 + name + extra
         out[at : at + len(evil)] = evil  # what follows the end of a pickle is not looked at by whoever loads it
     return bytes(out[: len(raw)])
+
+
+CONTAINERS = (("convert", "SRC", "DST", "--to", "safetensors"), ("convert", "SRC", "DST/model.pt", "--to", "torch"))
+TORCH_TYPES = {
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "BOOL": "bool",
+    "C64": "complex64",
+}
+TORCH_TYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+TORCH_TYPES |= {f"{letter}{n}": f"{name}{n}" for letter, name in (("I", "int"), ("U", "uint")) for n in (8, 16, 32, 64)}
+
+
+def own_case(golden: str) -> Case:
+    """A golden with a truth of its own: every tensor by its name in the catalog."""
+    path = GOLDEN / "truth" / f"{golden}.safetensors"
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    dtypes = {name: TORCH_TYPES[entry["dtype"]] for name, entry in header.items() if name != "__metadata__"}
+    return Case(golden, lambda: load_safetensors(path), CONTAINERS[:1], dtypes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from converters.pickles import fields
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import run_conversion
 from harness.checkpoints import GOLDENS, golden, truth
+from harness.support import GOLDEN
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,3 +130,18 @@ def common_of(folder: Path) -> dict[str, object]:
 def args_of(folder: Path) -> dict[str, object]:
     """The training arguments in `common.pt`."""
     return fields(common_of(folder)["args"])
+
+
+def truth_of(config):
+    return GOLDEN / "truth" / f"{config}-bf16.safetensors"
+
+
+def param_groups(config):
+    """Scalars of the param groups in the truth: what every layout holds."""
+    document = json.loads((GOLDEN / "truth" / f"{config}-bf16.groups.json").read_text())
+    groups: dict = {}
+    for key, value in document.items():
+        if key.startswith("param_group/"):
+            _, chain, number, field = key.split("/")
+            groups.setdefault((chain, number), {})[field] = value
+    return sorted(groups.items())

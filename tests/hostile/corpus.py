@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 from converters.formats.common_state import Archive
 from converters.pickles import Global, Obj, PersId, dumps, fields, parse, set_field
-from formats import test_containers_read as containers
-from formats import test_tar as tars
-from formats import test_zarr
+from harness import damage
+from harness import hostile_headers as containers
 from harness import hostile_pickles as pickles
+from harness import hostile_tars as tars
 from harness.checkpoints import edit_metadata
 from harness.support import GOLDEN
-from verify import test_verify_damage as damage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ __all__ = ["CONTROL", "GOOD", "Case", "cases", "fired"]
 
 GOOD = "qwen2_weights_tp2pp2"
 ITERATION = "iter_0000010"
+ZARR_FC1 = "decoder.layers.mlp.linear_fc1.weight"
 CONTROL = (
     "\x1b[31mRED\x1b[0m\x1b]0;title\x07\r\nINJECTED\u202eevil\u2066[bold]x[/bold][link=http://x]\x9b2J\u2028%s{0}\t\x7f"
 )
@@ -821,7 +821,7 @@ def _zarr() -> Iterator[Case]:
 
         def make(folder: Path, _: Path, change: Any = change) -> Path:
             copy = copied("nemo1_zarr_llama4_weights_tp2pp2", folder / "ckpt")
-            path = copy / "model_weights" / f"model.{test_zarr.FC1}" / ".zarray"
+            path = copy / "model_weights" / f"model.{ZARR_FC1}" / ".zarray"
             if isinstance(change, bytes):
                 path.write_bytes(change)
             else:
@@ -832,14 +832,14 @@ def _zarr() -> Iterator[Case]:
 
     def linked(folder: Path, _: Path) -> Path:
         copy = copied("nemo1_zarr_llama4_weights_tp2pp2", folder / "ckpt")
-        path = copy / "model_weights" / f"model.{test_zarr.FC1}" / "0.0.0"
+        path = copy / "model_weights" / f"model.{ZARR_FC1}" / "0.0.0"
         path.unlink()
         path.symlink_to(folder / "outside" / "secret")
         return copy
 
     def sync(folder: Path, _: Path) -> Path:
         copy = copied("nemo1_zarr_llama4_weights_tp2pp2", folder / "ckpt")
-        path = copy / "model_weights" / f"model.{test_zarr.FC1}" / "0.0.0"
+        path = copy / "model_weights" / f"model.{ZARR_FC1}" / "0.0.0"
         path.unlink()
         os.mkfifo(path)
         return copy
@@ -1107,9 +1107,9 @@ LINKS = {
     "a safetensors file": ("hf_llama_safetensors", "model-00001-of-00002.safetensors"),
     "an index": ("hf_llama_safetensors", "model.safetensors.index.json"),
     "a bin file": ("hf_mixtral_bin", "pytorch_model-00002-of-00003.bin"),
-    "an array of zarr": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{test_zarr.FC1}"),
-    "a chunk of zarr": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{test_zarr.FC1}/0.0.0"),
-    "a .zarray": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{test_zarr.FC1}/.zarray"),
+    "an array of zarr": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{ZARR_FC1}"),
+    "a chunk of zarr": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{ZARR_FC1}/0.0.0"),
+    "a .zarray": ("nemo1_zarr_llama4_weights_tp2pp2", f"model_weights/model.{ZARR_FC1}/.zarray"),
     "a shard of zarr": ("v009_zarr_llama_adam_tp2pp2", f"{ITERATION}/rng_state/*.pt"),
     "model_config.yaml": ("nemo1_zarr_llama4_weights_tp2pp2", "model_config.yaml"),
     "the weights of NeMo 2": ("nemo2_llama4_weights_tp2pp2", "*/weights"),
@@ -1190,7 +1190,7 @@ def _names() -> Iterator[Case]:
 
     def array(folder: Path, _: Path) -> Path:
         copy = copied("nemo1_zarr_llama4_weights_tp2pp2", folder / "ckpt")
-        old = copy / "model_weights" / f"model.{test_zarr.FC1}"
+        old = copy / "model_weights" / f"model.{ZARR_FC1}"
         shutil.copytree(old, old.with_name("model." + flat))
         return copy
 

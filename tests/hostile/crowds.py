@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.formats.common_state import Archive
 from converters.pickles import Global, Obj, fields, set_field
-from formats import test_containers_read as containers
+from harness import hostile_headers as containers
 from harness.checkpoints import edit_metadata
 from hostile.corpus import GOOD, ITERATION, Case, copied, first_key, renamed_key
 

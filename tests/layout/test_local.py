@@ -18,9 +18,9 @@ from converters.names import parse_key
 from converters.param_order import Order
 from converters.planning.plan import Op, Target
 from harness.checkpoints import golden
+from harness.layout_cases import BASE, JOBS, MLA, MOE
 from harness.legacy_cases import LEGACY
 from harness.support import GOLDEN, read_tensor
-from layout.test_layout_ranks import BASE, JOBS, MLA, MOE
 from oracle.fixtures import run_module
 
 

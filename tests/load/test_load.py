@@ -32,10 +32,10 @@ from harness import hf_reference
 from harness.checkpoints import GOLDENS, REPOSITORY, SCALE, copy_golden, flip, golden, payloads, truth, write_llama
 from harness.device_faults import FAULTS, applied, with_fault
 from harness.legacy_cases import LEGACY
+from harness.on_disk import read, write
 from harness.processes import wait_until
 from harness.simulated import Simulated
 from harness.support import GOLDEN
-from verify.test_verify_swaps import read, write
 
 torch = pytest.importorskip("torch")
 WHO = [(Layout(), 0), *((Layout(tp=2, pp=2), rank) for rank in range(4)), (Layout(tp=4), 3)]

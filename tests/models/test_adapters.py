@@ -29,9 +29,9 @@ from converters.write.write_plan import run_conversion
 from harness import hf_reference, import_cases
 from harness import model_cases as cases
 from harness.checkpoints import run_cli
+from harness.imports import exported, imported, tensors
 from harness.reshard_cases import by_parameter, read_with_torch
 from harness.support import GOLDEN
-from models.test_import import exported, imported, tensors
 
 BOTH = "mb_lora_tp2"  # a model and its adapters, tensor parallel 2; no section peft:
 ALONE = (

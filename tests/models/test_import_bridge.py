@@ -25,8 +25,8 @@ from converters.write.import_start import ImportOptions
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import run_conversion
 from harness import import_cases as cases
+from harness.imports import exported, imported, megatron_bits, same, tensors, wrong_places
 from harness.support import GOLDEN
-from models.test_import import exported, imported, megatron_bits, same, tensors, wrong_places
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BRIDGE = json.loads((GOLDEN / "bridge_imports.json").read_text())

@@ -12,7 +12,7 @@ from converters import Layout
 from converters.formats import open_checkpoint
 from converters.pickles import Global
 from harness import import_cases as cases
-from models.test_import import imported, megatron_bits
+from harness.imports import imported, megatron_bits
 from oracle.fixtures import run_oracle
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]

@@ -12,7 +12,7 @@ from converters.errors import RequestError
 from converters.models.text_part import _SAME
 from converters.transformers_config import class_keys
 from harness.cli_support import here
-from models.test_import import exported, imported
+from harness.imports import exported, imported
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 TEXT = {

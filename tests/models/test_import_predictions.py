@@ -16,7 +16,7 @@ from converters.write.export import plan_export
 from converters.write.import_hf import plan_import
 from converters.write.import_start import ImportOptions
 from harness import import_cases as cases
-from models.test_import import exported, imported, megatron_bits, same, tensors
+from harness.imports import exported, imported, megatron_bits, same, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS = ["linear_attention", "linear_attention", "full_attention"]

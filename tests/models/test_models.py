@@ -1,31 +1,19 @@
 """Every architecture: names and shapes are transformers' own, nothing is lost, and the logits are Megatron's."""
 
-import json
 from itertools import starmap
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from converters import models
-from converters.megatron.model_args import ModelArgs
 from converters.planning.plan import prove
 from harness import model_cases as cases
-
-
-def export(family, **changes):
-    options = {k: changes.pop(k) for k in ("dtype", "vocab_size", "mtp") if k in changes}
-    args = cases.case(family, **changes)
-    shapes = cases.megatron_shapes(args)
-    catalog = cases.make_catalog(shapes, args)
-    facts = ModelArgs.from_catalog(catalog)
-    mapping = models.map_to_hf(catalog, facts, models.by_name(family), **options)
-    prove(mapping.pieces.values(), shapes, mapping.drops)
-    return catalog, facts, mapping, shapes
+from harness.model_exports import export, logits_of, write_config
 
 
 def disk_shapes(folder):
@@ -34,11 +22,6 @@ def disk_shapes(folder):
         with safe_open(path, "pt") as file:
             out |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return out
-
-
-def write_config(folder, mapping):
-    (folder / "config.json").write_text(json.dumps(mapping.config))
-    (folder / "generation_config.json").write_text(json.dumps(mapping.generation_config))
 
 
 @pytest.mark.parametrize("family", cases.FAMILIES)
@@ -113,22 +96,6 @@ GOLDEN = [
     ("nemotron_weights_tp2", "nemotron", "nemotron"),
     ("moe_shared_weights_ep2pp2", "moe_shared", "granitemoeshared"),
 ]
-
-
-def logits_of(folder, mapping, arrays, tokens):
-    """What transformers computes in float32 from an export of these values."""
-    filled = cases.run_copies(mapping.copies, {n: t.shape for n, t in mapping.targets.items()}, arrays)
-    save_file({n: torch.from_numpy(v) for n, v in filled.items()}, folder / "model.safetensors", {"format": "pt"})
-    write_config(folder, mapping)
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
-    )
-    assert not loading["missing_keys"]
-    assert not loading["mismatched_keys"]
-    extra = len(model.model.layers) if hasattr(model, "model") else -1
-    assert all(key.startswith(f"model.layers.{extra}.") for key in loading["unexpected_keys"])  # the MTP layer
-    with torch.no_grad():
-        return model.eval()(tokens).logits
 
 
 @pytest.mark.parametrize(("checkpoint", "config", "family"), GOLDEN, ids=[row[0] for row in GOLDEN])

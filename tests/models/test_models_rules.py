@@ -17,7 +17,7 @@ from converters.errors import RequestError
 from converters.megatron.model_args import ModelArgs
 from converters.planning.plan import Copy, Op, prove
 from harness import model_cases as cases
-from models.test_models import export, logits_of
+from harness.model_exports import export, logits_of
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from converters.write.write_plan import run_conversion
 from harness import import_cases as cases
 from harness.checkpoints import tree
 from harness.cli_support import here
-from models.test_import import imported, same, tensors
-from ranks.test_ranks_run import ranks
+from harness.imports import imported, same, tensors
+from harness.rank_jobs import ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -16,7 +16,7 @@ from converters.io import scales as scales_module
 from converters.write.import_hf import plan_import
 from converters.write.import_start import ImportOptions
 from harness import import_cases as cases
-from models.test_import import exported, imported, same, tensors
+from harness.imports import exported, imported, same, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KEPT = ("norm", "embed", "lm_head", "mlp.gate.weight", "bias")

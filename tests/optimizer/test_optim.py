@@ -26,6 +26,7 @@ from converters.param_order import trainable
 from converters.planning.plan import Target
 from converters.torchzip.records_out import object_record
 from harness.checkpoints import GOLDENS, copy_golden, golden, truth
+from harness.on_disk import swap_on_disk
 from harness.support import GOLDEN, read_tensor
 
 WITH_STATE = [name for name in GOLDENS if "weights" not in name]
@@ -117,22 +118,6 @@ def test_state_that_megatron_may_have_shifted_is_doubted(changes, doubtful):
     reader = open_checkpoint(golden("llama_fullyreshardable_tp2pp2dp2"))
     reader.catalog = replace(reader.catalog, args={**reader.catalog.args, **changes})
     assert may_be_shifted(reader.catalog) == doubtful
-
-
-def swap_on_disk(folder, key, a, b, length):
-    """Exchanges two ranges of elements of a flat bucket in the data files."""
-    reader = open_checkpoint(folder)
-    files, places = {}, []
-    for chunk in reader.catalog.tensors[key].chunks():
-        path = reader.files[reader.file_of(chunk.record)]
-        raw = files.setdefault(path, bytearray(path.read_bytes()))
-        where = reader.locate(chunk.record, lambda at, n, raw=raw: bytes(raw[at : at + n]))
-        places += [(raw, where.offset + (chunk.base + k) * 4) for k in range(chunk.box.shape[0])]
-    for k in range(length):
-        (one, x), (two, y) = places[a + k], places[b + k]
-        one[x : x + 4], two[y : y + 4] = two[y : y + 4], one[x : x + 4]
-    for path, raw in files.items():
-        path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from project.test_layers import LEVELS, ROOT
+from harness.layers import LEVELS, ROOT
 
 PLAN = (ROOT / "converters" / "README.md").read_text()
 LIBRARY = ROOT / "converters"

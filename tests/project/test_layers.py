@@ -3,45 +3,16 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+import re
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from harness.layers import LEVELS, ROOT
 
-# a module may import modules of its own number or a smaller one; a package stands for all that is in it
-LEVELS = {
-    "errors": 0,
-    "keywords": 0,
-    "lazy": 0,
-    "words": 0,
-    "box": 1,
-    "chunks": 2,
-    "crc": 1,
-    "dtypes": 1,
-    "events": 1,
-    "model_parts": 1,
-    "pickles": 1,
-    "param_order": 1,
-    "names": 2,
-    "torchzip": 3,
-    "transformers_config": 3,
-    "catalog": 3,
-    "remote": 3,
-    "planning": 4,
-    "models": 5,
-    "megatron": 5,
-    "formats": 6,
-    "optimizer": 6,
-    "io": 6,
-    "execute": 7,
-    "write": 8,
-    "verification": 8,
-    "overview": 8,
-    "comparison": 9,
-    "loading": 9,
-    "commands": 9,
-}
+if TYPE_CHECKING:
+    from pathlib import Path
+
 LIBRARY_NEVER = {"distckpt_cli", "typer", "click", "rich"}  # the library is used without a shell
 # seconds to import, and not needed by most commands
 LAZY = {"torch", "transformers", "tensorstore", "safetensors", "obstore", "huggingface_hub"}
@@ -169,3 +140,13 @@ def test_violations_are_found(module, source, complaint):
 )
 def test_what_is_allowed_passes(module, source):
     assert violations(source, module) == []
+
+
+def test_tests_share_nothing_but_the_harness():
+    """What a test imports from another one runs with it, and is lost with it.
+
+    Not so the classes of conformance, which test_remote.py runs on a store as they are.
+    """
+    module = re.compile(r"^ *(?:from|import) (?:\w+\.)*test_\w+|^ *from \w+ import \(?\s*test_\w+", re.MULTILINE)
+    files = (path for path in (ROOT / "tests").rglob("*.py") if path.name != "test_remote.py")
+    assert [(path.name, line[0]) for path in files for line in module.finditer(path.read_text())] == []

@@ -8,51 +8,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from harness.checkpoints import flip, golden, payloads, tree, write_llama
-from harness.cli_support import ROOT, environment
-from harness.processes import finish, fork, start, wait_until
+from harness.cli_support import ROOT
+from harness.processes import fork, start, wait_until
 from harness.rank_driver import HURRY_SECONDS
+from harness.rank_jobs import DRIVER, ended, plain_environment, ranks, started
 
-DRIVER = Path(__file__).parents[1] / "harness" / "rank_driver.py"
 MIXTRAL = golden("mixtral_adam_ep2tp2")
 RESHARD = ("--tp", "2", "--pp", "2", "--ep", "2", "--max-memory", "128KiB")  # tiles small enough for work for all
 SMALL = ("--max-memory", "1MiB", "--max-shard-size", "4MiB")
-HIDDEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-
-
-class Ran(NamedTuple):
-    codes: list
-    out: str
-    err: str
-    seconds: float
-
-
-def ended(ranks, begin=None):
-    """How processes end by themselves, and how long that takes since `begin`."""
-    begin = time.monotonic() if begin is None else begin
-    said = finish(ranks)
-    codes = [process.returncode for process in ranks]
-    return Ran(codes, *("".join(s[n] for s in said) for n in (0, 1)), time.monotonic() - begin)
-
-
-def plain_environment(**more):
-    return {k: v for k, v in environment().items() if k not in HIDDEN} | {k: str(v) for k, v in more.items()}
-
-
-def started(world, *args, **env):
-    """The ranks as a launcher would start them, without one."""
-    own = [plain_environment(RANK=rank, WORLD_SIZE=world, LOCAL_RANK=rank, **env) for rank in range(world)]
-    if "LD_PRELOAD" in env:
-        return [start([sys.executable, DRIVER, *args], env=more) for more in own]
-    return [fork(DRIVER, *args, env=more) for more in own]
-
-
-def ranks(world, *args, **env):
-    return ended(started(world, *args, **env))
 
 
 def start_torchrun(world, program, *args, **env):

@@ -18,7 +18,7 @@ from converters.errors import FormatError, Interrupted, RequestError
 from converters.events import FileDone, StopFlag
 from harness.checkpoints import REPOSITORY, flip, payloads
 from harness.support import GOLDEN
-from verify.test_verify_damage import cli
+from harness.verify_cases import cli
 
 LLAMA = GOLDEN / "llama_adam_tp2pp2"
 

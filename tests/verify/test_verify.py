@@ -32,10 +32,10 @@ from converters.verification.run import VerifyOptions, verify
 from converters.verification.structure import check_structure
 from converters.verification.values import Stats, count, judge_values
 from harness.checkpoints import copy_golden, edit_metadata, flip, golden, payloads, run_cli, tree, truth, write_llama
+from harness.on_disk import swap_on_disk
 from harness.processes import finish, start
 from harness.support import GOLDEN, read_tensor
-from optimizer.test_optim import swap_on_disk
-from verify.test_verify_damage import cli, found, golden_folder, text_of
+from harness.verify_cases import cli, found, golden_folder, text_of
 
 
 def writable(name: str, into: Path) -> Path:

@@ -20,46 +20,35 @@ import pytest
 
 from converters.execute.manifest import write_manifest
 from converters.formats import open_checkpoint
-from converters.pickles import Global, Obj, fields, set_field
-from converters.verification.run import VerifyOptions, verify
+from converters.verification.run import verify
 from distckpt_cli.app import main
-from harness.checkpoints import edit_metadata, flip, golden, payloads, tree
+from harness.checkpoints import flip, golden, payloads, tree
 from harness.conformance import _poison as poison
+from harness.damage import (
+    CATALOGUE,
+    flipped,
+    hole,
+    linked,
+    missing_file,
+    other_dtype,
+    smaller_than_its_record,
+    swapped,
+    truncated,
+    zeroed_page,
+)
 from harness.support import GOLDEN, nobody
+from harness.verify_cases import cli, found, golden_folder, opened, text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.verification.report import Report
 
 DIST = "llama_adam_tp2pp2"
-
-
-def opened(name: str) -> Path:
-    """What a person would name: the golden's own folder, or the one file in it that is the checkpoint."""
-    folder = GOLDEN / name
-    inside = [path for path in folder.iterdir() if path.name != "facts.json"]
-    return inside[0] if len(inside) == 1 and inside[0].suffix in (".pt", ".nemo", ".tar", ".safetensors") else folder
 
 
 def everything() -> list[str]:
     names = (path.name for path in GOLDEN.iterdir() if path.is_dir() and path.name not in {"truth", "pickles"})
     return sorted(name for name in names if not name.startswith("broken_"))
-
-
-def cli(*args: str | Path) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = main(["verify", *map(str, args), "--progress", "off"])
-    return code, out.getvalue(), err.getvalue()
-
-
-def found(folder: Path, **options) -> Report:
-    return verify(open_checkpoint(folder), VerifyOptions(**options))
-
-
-def text_of(report: Report) -> str:
-    return "\n".join(f"{c.name}: {f.message}" for c in report.checks for f in c.findings if f.severity == "error")
 
 
 # ---------------------------------------------------------------------- nothing where nothing is
@@ -91,182 +80,6 @@ def test_a_factor_of_an_adapter_that_was_lost(tmp_path):
 
 
 # ---------------------------------------------------------------------- the catalogue of damage to torch DCP
-
-
-def _state(folder: Path, change) -> None:
-    edit_metadata(folder, change)
-
-
-def _records(state) -> dict:
-    return state["storage_data"]
-
-
-def _tensor(state, key: str) -> Obj:
-    return state["state_dict_metadata"][key]
-
-
-def _index(state, key: str, number: int = 0):
-    """An entry of `storage_data` for a tensor."""
-    mine = [index for index in _records(state) if fields(index)["fqn"] == key]
-    return sorted(mine, key=lambda index: str(fields(index)["offset"]))[number]
-
-
-def _edit_info(state, key: str, number: int = 0, **changes) -> None:
-    info = _records(state)[_index(state, key, number)]
-    for name, value in changes.items():
-        set_field(info, name, value)
-
-
-def _sizes(node, values) -> Obj:
-    return Obj(node.func, (tuple(values),))
-
-
-KEY = "decoder.layers.mlp.linear_fc2.weight"
-
-
-def _chunks(state, key: str = KEY) -> list:
-    return fields(_tensor(state, key))["chunks"]
-
-
-def absolute(folder):
-    _state(folder, lambda s: _edit_info(s, KEY, relative_path="/etc/hostname"))
-
-
-def upwards(folder):
-    _state(folder, lambda s: _edit_info(s, KEY, relative_path="../outside.distcp"))
-
-
-def linked(folder):
-    path = sorted(folder.glob("*.distcp"))[0]
-    outside = folder.parent / "outside.distcp"
-    path.rename(outside)
-    path.symlink_to(outside)
-
-
-def fifo(folder):
-    path = sorted(folder.glob("*.distcp"))[0]
-    path.unlink()
-    os.mkfifo(path)
-
-
-def hole(folder):
-    def change(state):
-        chunks = _chunks(state)
-        del chunks[1]
-
-    _state(folder, change)
-
-
-def overlap(folder):
-    def change(state):
-        one, other = _chunks(state)[:2]
-        set_field(other, "offsets", fields(one)["offsets"])
-
-    _state(folder, change)
-
-
-def beyond(folder):
-    def change(state):
-        chunk = _chunks(state)[0]
-        sizes = fields(chunk)["sizes"]
-        set_field(chunk, "sizes", _sizes(sizes, (n * 3 for n in sizes.args[0])))
-
-    _state(folder, change)
-
-
-def negative(folder):
-    _state(folder, lambda s: _edit_info(s, KEY, offset=-8))
-
-
-def offset_past_end(folder):
-    _state(folder, lambda s: _edit_info(s, KEY, offset=1 << 30))
-
-
-def length_past_end(folder):
-    _state(folder, lambda s: _edit_info(s, KEY, length=1 << 30))
-
-
-def swapped(folder):
-    def change(state):
-        one, other = _index(state, KEY, 0), _index(state, KEY, 1)
-        records = _records(state)
-        records[one], records[other] = records[other], records[one]
-
-    _state(folder, change)
-
-
-def flipped(folder):
-    _, path, at, size = next(p for p in payloads(folder, "weight") if p[3] > 100)
-    flip(path, at + size // 2)
-
-
-def truncated(folder):
-    path = sorted(folder.glob("*.distcp"))[0]
-    os.truncate(path, path.stat().st_size * 2 // 3)
-
-
-def other_dtype(folder):
-    def change(state):
-        properties = fields(_tensor(state, KEY))["properties"]
-        kind = Global("torch", "float16")
-        if isinstance(properties.state, tuple):
-            properties.state = (kind, *properties.state[1:])
-        else:
-            set_field(properties, "dtype", kind)
-
-    _state(folder, change)
-
-
-def missing_file(folder):
-    sorted(folder.glob("*.distcp"))[0].unlink()
-
-
-def zeroed_page(folder):
-    path = sorted(folder.glob("*.distcp"))[0]
-    raw = bytearray(path.read_bytes())
-    raw[:400] = bytes(400)
-    path.write_bytes(raw)
-
-
-def absurd(folder):
-    def change(state):
-        tensor = _tensor(state, KEY)
-        size = fields(tensor)["size"]
-        set_field(tensor, "size", _sizes(size, (1 << 61, *size.args[0][1:])))
-
-    _state(folder, change)
-
-
-def smaller_than_its_record(folder):
-    def change(state):
-        chunk = _chunks(state)[0]
-        sizes = fields(chunk)["sizes"]
-        *front, last = sizes.args[0]
-        set_field(chunk, "sizes", _sizes(sizes, (*front, last - 1)))
-
-    _state(folder, change)
-
-
-CATALOGUE = [
-    absolute,
-    upwards,
-    linked,
-    fifo,
-    hole,
-    overlap,
-    beyond,
-    negative,
-    offset_past_end,
-    length_past_end,
-    swapped,
-    flipped,
-    truncated,
-    other_dtype,
-    missing_file,
-    zeroed_page,
-    absurd,
-    smaller_than_its_record,
-]
 
 
 @pytest.fixture(params=["qwen2_weights_tp2pp2", "v019_llama_fullyreshardable_tp2dp2"])
@@ -376,12 +189,6 @@ def test_every_flipped_bit_of_a_payload_is_found(name, tmp_path):
         flip(path, where, mask)
     assert missed == []
     assert verify(reader).good
-
-
-def golden_folder(name: str) -> Path:
-    """The folder with the data of a golden of any format."""
-    marks = (path.parent for mark in ("metadata.json", "mp_rank_*") for path in (GOLDEN / name).glob(f"**/{mark}"))
-    return next(marks, GOLDEN / name)
 
 
 def test_torch_loads_a_flipped_bit_silently(tmp_path):

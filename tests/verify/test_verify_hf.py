@@ -14,7 +14,7 @@ from distckpt_cli.app import main
 from harness import model_cases as cases
 from harness.checkpoints import GOLDENS, flip
 from harness.support import GOLDEN
-from verify.test_verify_damage import cli, found, text_of
+from harness.verify_cases import cli, found, text_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,7 +18,7 @@ from converters.verification.files import FileRead, FileTask
 from converters.verification.run import VerifyOptions, verify
 from harness.checkpoints import flip, payloads, write_llama
 from harness.support import GOLDEN
-from verify.test_verify_damage import found, golden_folder, opened
+from harness.verify_cases import found, golden_folder, opened
 
 
 @pytest.fixture

@@ -20,8 +20,9 @@ from converters.execute.manifest import listed_files, write_manifest
 from converters.formats import open_checkpoint
 from distckpt_cli.app import main
 from harness.checkpoints import payloads, write_llama
-from harness.support import GOLDEN, read_tensor
-from verify.test_verify_damage import cli, golden_folder, opened
+from harness.on_disk import read, sealed, write
+from harness.support import GOLDEN
+from harness.verify_cases import cli, golden_folder, opened
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,46 +96,6 @@ def weight(place: Path, suffix: str = "mlp.linear_fc1.weight") -> str:
     found = [n for n in names if ".1." in n and n.endswith(suffix)]
     large = [n for n, t in open_checkpoint(place).catalog.weights.items() if len(t.shape) == 2]
     return (found or [n for n in large if ".1." in n] or large)[0]
-
-
-def write(place: Path, name: str, values: np.ndarray) -> None:
-    """Overwrites a whole tensor, and every checksum with it: what a program that went wrong would have saved."""
-    reader = open_checkpoint(place)
-    info = reader.catalog.tensors[name]
-    chunks: dict[int, list] = {}
-    for chunk in info.chunks():
-        chunks.setdefault(chunk.record, []).append(chunk)
-    for record, pieces in chunks.items():
-        path = reader.files[reader.file_of(record)]
-        raw = bytearray(path.read_bytes())
-        where = reader.locate(record, lambda at, n, raw=raw: bytes(raw[at : at + n]))
-        for chunk in pieces:
-            piece = np.ascontiguousarray(values[chunk.box.slices]).tobytes()
-            begin = where.offset + chunk.base * info.dtype.itemsize
-            raw[begin : begin + len(piece)] = piece
-        if where.crc is not None:
-            end = where.crc_offset + where.crc_nbytes
-            sealed(raw, where.crc_offset, end, zlib.crc32(bytes(raw[where.crc_offset : end])))
-        path.write_bytes(raw)
-
-
-def sealed(raw: bytearray, begin: int, end: int, crc: int) -> None:
-    """Puts a checksum where a zip archive keeps it: behind the member, and in the directory."""
-    header = raw.rfind(b"PK\x03\x04", 0, begin)
-    length = int.from_bytes(raw[header + 26 : header + 28], "little")
-    name = bytes(raw[header + 30 : header + 30 + length])
-    if raw[end : end + 4] == b"PK\x07\x08":
-        raw[end + 4 : end + 8] = crc.to_bytes(4, "little")
-    entry = raw.find(b"PK\x01\x02", end)
-    while bytes(raw[entry + 46 : entry + 46 + length]) != name or raw[entry + 28] != length:
-        entry = raw.find(b"PK\x01\x02", entry + 4)
-        assert entry > 0
-    raw[entry + 16 : entry + 20] = crc.to_bytes(4, "little")
-
-
-def read(place: Path, name: str) -> np.ndarray:
-    reader = open_checkpoint(place)
-    return read_tensor(reader, reader.catalog.tensors[name])
 
 
 # ---------------------------------------------------------------------- files

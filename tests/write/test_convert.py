@@ -26,10 +26,10 @@ from distckpt_cli.commands.convert import Format
 from distckpt_cli.targets import Carried, TargetLayout
 from harness import hf_reference
 from harness.checkpoints import copy_golden, golden, tree, truth
+from harness.exports import exported, logit_difference
 from harness.legacy_cases import MODEL, copy_legacy, edit
 from harness.reshard_cases import by_parameter, compare, expected, read_with_torch
 from harness.support import GOLDEN
-from models.test_export import exported, logit_difference
 
 LLAMA = GOLDEN / "truth" / "llama-bf16.safetensors"
 

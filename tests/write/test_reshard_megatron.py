@@ -1,6 +1,5 @@
 """The real megatron-core loads reshards at their layout, plain and distributed optimizers included, bit for bit."""
 
-import json
 import shutil
 
 import pytest
@@ -9,14 +8,9 @@ from safetensors.torch import load_file, save_file
 from converters.formats.common_state import Archive
 from converters.pickles import set_field
 from harness.checkpoints import copy_golden, golden
-from harness.reshard_cases import folder_of, reshard
-from harness.support import GOLDEN
+from harness.reshard_cases import folder_of, param_groups, reshard, truth_of
 
 pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore")]
-
-
-def truth_of(config):
-    return GOLDEN / "truth" / f"{config}-bf16.safetensors"
 
 
 def for_local_layers(name, into):
@@ -69,17 +63,6 @@ def test_weights_masters_moments_and_groups(name, config, layout, options, megat
         assert {"step", "lr", "weight_decay", "wd_mult"} <= group.keys()
         same = group.keys() - {"is_expert_parallel"}  # true for experts where ep > 1; 0.9 has fewer fields
         assert any(all(group[key] == other[key] for key in same & other.keys()) for other in wanted), group
-
-
-def param_groups(config):
-    """Scalars of the param groups in the truth: what every layout holds."""
-    document = json.loads((GOLDEN / "truth" / f"{config}-bf16.groups.json").read_text())
-    groups: dict = {}
-    for key, value in document.items():
-        if key.startswith("param_group/"):
-            _, chain, number, field = key.split("/")
-            groups.setdefault((chain, number), {})[field] = value
-    return sorted(groups.items())
 
 
 @pytest.mark.parametrize(
