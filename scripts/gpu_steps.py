@@ -394,13 +394,14 @@ def _loaded(asked, folder, files, threads):
 
 
 def check_load(asked):
-    """bench_load.py: at the layout that was saved, and at twice its tensor parallel size."""
+    """bench_load.py: at the layout that was saved, and at twice its tensor parallel size; simulated, only there."""
     folder = checkpoint(asked, int(asked.gib * GIB), tp=2 if asked.simulated else 4, padded=False)
     saved = 2 if asked.simulated else 4
     report = asked.dir / "bench-load.json"
     command = [sys.executable, REPOSITORY / "scripts/bench_load.py", folder, "--json", report, "--runs"]
     command += ["1" if asked.simulated else "5", "--device", "cpu" if asked.simulated else "cuda:0"]
-    command += ["--tp", str(saved), "--tp", str(2 * saved)]
+    for tp in [2 * saved] if asked.simulated else [saved, 2 * saved]:
+        command += ["--tp", str(tp)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return result([f"bench_load.py ended with {done.returncode}"], (done.stderr or done.stdout).splitlines()[-10:])

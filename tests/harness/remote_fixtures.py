@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from converters.remote import patience, store
 from converters.remote.content import BLOCK
 from harness import remote_stores
 from harness.support import GOLDEN
@@ -26,10 +27,12 @@ def session_proxy(server):
 
 @pytest.fixture
 def proxy(session_proxy, monkeypatch):
-    """The server as the code under test reaches it; nothing is remembered from another test."""
+    """The server as the code under test reaches it; nothing is remembered from another test, pauses are short."""
     for name, value in remote_stores.environment(session_proxy.port).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("DISTCKPT_RETRY_FOR", "20")
+    for module in (patience, store):
+        monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
     session_proxy.set()
     session_proxy.taken()
     forget()
@@ -39,7 +42,7 @@ def proxy(session_proxy, monkeypatch):
 
 
 def forget():
-    from converters.remote import content, patience, store, tree
+    from converters.remote import content, tree
 
     tree.tree_of.cache_clear()
     store.store_of.cache_clear()

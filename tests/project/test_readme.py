@@ -1,17 +1,21 @@
 """The README and those of the folders say what is true: links lead somewhere, transcripts are what the commands print."""
 
+import contextlib
+import io
+import os
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.main import get_command
 
 from converters.formats import REGISTRY
 from converters.models import ARCHITECTURES
-from distckpt_cli.app import app
+from distckpt_cli.app import app, main
 from distckpt_cli.commands import COMMANDS
 from distckpt_cli.exits import EPILOG
 from harness.cli_support import ROOT, environment
@@ -119,24 +123,33 @@ def as_pattern(lines):
     return "".join(r"(?:.*\n)*" if line == "..." else re.escape(normalised(line)) + "\n" for line in lines)
 
 
+def typed(words, folder):
+    """A command line run in a folder: exit code, and what it prints. Without processes of its own it runs in this one."""
+    env = environment(DISTCKPT_PROGRESS="off", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    if words[0] == "distckpt" and not {"watch", "--workers"} & {*words}:
+        printed = io.StringIO()
+        with (
+            patch.dict(os.environ, env, clear=True),
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(printed),
+            contextlib.redirect_stderr(printed),
+        ):
+            return main(words[1:]), printed.getvalue()
+    assert words[0] in ("distckpt", "python")
+    command = [sys.executable, *(["-m", "distckpt_cli"] if words[0] == "distckpt" else []), *words[1:]]
+    done = subprocess.run(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return done.returncode, done.stdout
+
+
 @pytest.mark.parametrize("block", list(transcripts()), ids=lambda block: block[0][0][:40])
 def test_transcripts_are_what_the_commands_print(block, tmp_path):
     (tmp_path / "tests").symlink_to(ROOT / "tests")
     (tmp_path / "scripts").symlink_to(ROOT / "scripts")
     for command, shown in block:
-        program, *words = shlex.split(command)
-        assert program in ("distckpt", "python")
-        done = subprocess.run(
-            [sys.executable, *(["-m", "distckpt_cli"] if program == "distckpt" else []), *words],
-            cwd=tmp_path,
-            env=environment(DISTCKPT_PROGRESS="off", PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert done.returncode == (4 if shown[0].startswith("error:") else 0), done.stdout
-        printed = "".join(normalised(line) + "\n" for line in done.stdout.splitlines())
-        assert re.fullmatch(as_pattern(shown), printed), f"$ {command}\n{done.stdout}"
+        code, text = typed(shlex.split(command), tmp_path)
+        assert code == (4 if shown[0].startswith("error:") else 0), text
+        printed = "".join(normalised(line) + "\n" for line in text.splitlines())
+        assert re.fullmatch(as_pattern(shown), printed), f"$ {command}\n{text}"
 
 
 def shown_commands():

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distckpt_cli.app import main
 from harness.checkpoints import GOLDEN, copy_golden, run_cli, tree
-from harness.cli_support import ROOT, environment
+from harness.cli_support import ROOT, Ran, environment, here
 from harness.processes import finish, start, wait_until
 
 RECIPES = ROOT / "scripts" / "recipes"
@@ -29,58 +30,56 @@ def training(tmp_path):
     return run
 
 
-def convert_new(run=None, out=None, *command, **env):
-    bins = str(Path(sys.executable).parent)
-    words = [run, out, "--", *command] if run else []
-    return subprocess.run(
-        [sys.executable, "-m", "distckpt_cli", "watch", "--once", *map(str, words)],
-        env=environment() | {"PATH": f"{bins}:{os.environ['PATH']}"} | env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture
+def watched(capfd):
+    """Function that runs `watch --once`, in this process, and what it starts; returns its code and all that they print."""
+
+    def watch(run, out, *words, command=("export-hf", "--progress", "off")):
+        code = main(["watch", "--once", *map(str, (*words, run, out)), "--", *map(str, command)])
+        return Ran(code, *capfd.readouterr())
+
+    return watch
 
 
-def test_each_complete_iteration_is_converted_once(training, tmp_path):
+def test_each_complete_iteration_is_converted_once(training, watched, tmp_path):
     out = tmp_path / "out"
-    first = convert_new(training, out, "export-hf", "--progress", "off")
-    assert first.returncode == 0, first.stderr
+    first = watched(training, out)
+    assert first.code == 0, first.err
     assert sorted(p.name for p in out.iterdir()) == [".distckpt-watch", "iter_0000010", "iter_0000020"]
-    assert "2 new of 2" in first.stdout
+    assert "2 new of 2" in first.out
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    second = convert_new(training, out, "export-hf", "--progress", "off")
-    assert second.returncode == 0
-    assert "0 new of 2" in second.stdout
+    second = watched(training, out)
+    assert second.code == 0
+    assert "0 new of 2" in second.out
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
     # its job finishes another one, and it was damaged on the way
     (training / "latest_checkpointed_iteration.txt").write_text("30")
-    third = convert_new(training, out, "export-hf", "--progress", "off")
-    assert third.returncode == 1
-    assert "iter_0000030" in third.stderr
-    assert ".distcp is missing" in third.stderr
+    third = watched(training, out)
+    assert third.code == 1
+    assert "iter_0000030" in third.err
+    assert ".distcp is missing" in third.err
     assert not (out / "iter_0000030").exists()
 
 
-def test_a_damaged_iteration_does_not_keep_the_others_waiting(training, tmp_path):
+def test_a_damaged_iteration_does_not_keep_the_others_waiting(training, watched, tmp_path):
     out = tmp_path / "out"
     # what fails for all of them fails once
-    refused = convert_new(training, tmp_path / "other", "reshard", "--tp", 3)
-    assert (refused.returncode, refused.stderr.count("error:")) == (4, 1)
+    refused = watched(training, tmp_path / "other", command=("reshard", "--tp", 3))
+    assert (refused.code, refused.err.count("error:")) == (4, 1)
     (out / "iter_0000020").mkdir(parents=True)  # somebody made it: nothing is in it
     next((training / "iter_0000010").glob("*.distcp")).unlink()
-    done = convert_new(training, out, "export-hf", "--progress", "off")
-    assert done.returncode == 1, done.stderr
-    assert "1 new of 2" in done.stdout
-    assert "failed: iter_0000010 (" in done.stdout
+    done = watched(training, out)
+    assert done.code == 1, done.err
+    assert "1 new of 2" in done.out
+    assert "failed: iter_0000010 (" in done.out
     assert (out / "iter_0000020" / "config.json").exists()
 
 
-def test_what_is_no_training_run(tmp_path):
-    assert convert_new(tmp_path, tmp_path / "out", "export-hf").returncode == 3
-    usage = convert_new()
-    assert usage.returncode == 2
-    assert "missing argument" in usage.stderr
+def test_what_is_no_training_run(watched, tmp_path):
+    assert watched(tmp_path, tmp_path / "out").code == 3
+    usage = here("watch", "--once")
+    assert usage.code == 2
+    assert "missing argument" in usage.err
 
 
 # srun as far as distckpt sees it: the same command several times, each with its number
@@ -217,55 +216,45 @@ def test_watch_waits_for_the_next_iteration_and_runs_a_command_on_each(training,
     assert seen.read_text().splitlines() == [str(out / name) for name in ("iter_0000010", "iter_0000020")]
 
 
-def watched(training, out, *words, command=("export-hf", "--progress", "off")):
-    return subprocess.run(
-        [sys.executable, "-m", "distckpt_cli", "watch", str(training), str(out), "--once", *words, "--", *command],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_watch_takes_no_other_results_for_its_own(training, tmp_path):
+def test_watch_takes_no_other_results_for_its_own(training, watched, tmp_path):
     out = tmp_path / "out"
     (training / "latest_checkpointed_iteration.txt").write_text("10")
     slip = watched(training, out, command=("export-hf", "--silly"))
-    assert (slip.returncode, "0 new of 1 complete iteration" in slip.stdout) == (2, True)
-    assert watched(training, out).returncode == 0
-    assert watched(training, out, command=("export-hf", "-q", "--threads", "1")).returncode == 0  # makes the same
+    assert (slip.code, "0 new of 1 complete iteration" in slip.out) == (2, True)
+    assert watched(training, out).code == 0
+    assert watched(training, out, command=("export-hf", "-q", "--threads", "1")).code == 0  # makes the same
     for command in (("export-hf", "--dtype", "fp32"), ("strip",)):
         other = watched(training, out, command=command)
-        assert (other.returncode, "the results of another watch" in other.stderr) == (5, True)
-        assert "distckpt export-hf of" in other.stderr
+        assert (other.code, "the results of another watch" in other.err) == (5, True)
+        assert "distckpt export-hf of" in other.err
     copy_golden("llama_adam_tp2pp2", tmp_path / "mine" / "iter_0000010")
     strange = watched(training, tmp_path / "mine")
-    assert (strange.returncode, "which this watch has not written" in strange.stderr) == (5, True)
+    assert (strange.code, "which this watch has not written" in strange.err) == (5, True)
 
 
-def test_a_failed_exec_is_run_again(training, tmp_path):
+def test_a_failed_exec_is_run_again(training, watched, tmp_path):
     (training / "latest_checkpointed_iteration.txt").write_text("10")
     out, flag, seen = tmp_path / "out", tmp_path / "flag", tmp_path / "seen"
     script = f"test -e {flag} && echo $1 >> {seen}"
     first = watched(training, out, "--exec", script)
-    assert (first.returncode, "--exec failed: iter_0000010" in first.stdout) == (1, True)
+    assert (first.code, "--exec failed: iter_0000010" in first.out) == (1, True)
     flag.touch()
     for _ in range(2):
-        assert watched(training, out, "--exec", script).returncode == 0
+        assert watched(training, out, "--exec", script).code == 0
     assert seen.read_text().splitlines() == [str(out / "iter_0000010")]
 
 
-def test_json_and_silent_reach_the_command(training, tmp_path):
+def test_json_and_silent_reach_the_command(training, watched, tmp_path):
     done = watched(training, tmp_path / "json", "--json", "--exec", "echo noise")
-    document = json.loads(done.stdout)  # one, and nothing of the commands beside it
+    document = json.loads(done.out)  # one, and nothing of the commands beside it
     assert {name: report["schema"] for name, report in document["reports"].items()} == {
         "iter_0000010": "distckpt.export-hf/1",
         "iter_0000020": "distckpt.export-hf/1",
     }
     silent = watched(training, tmp_path / "silent", "--silent")
-    assert (silent.returncode, silent.stdout, silent.stderr) == (0, "", "")
+    assert (silent.code, silent.out, silent.err) == (0, "", "")
 
 
-def test_watch_runs_only_what_writes(training, tmp_path):
-    refused = convert_new(training, tmp_path / "out", "verify")
-    assert (refused.returncode, "not 'verify'" in refused.stderr) == (2, True)
+def test_watch_runs_only_what_writes(training, watched, tmp_path):
+    refused = watched(training, tmp_path / "out", command=["verify"])
+    assert (refused.code, "not 'verify'" in refused.err) == (2, True)
