@@ -16,6 +16,9 @@ class DistckptError(Exception):
         details: The facts, one per line: which file, which tensor, the numbers.
         hint: What to type or do next.
         tensor: Canonical name of the tensor concerned, if it is one.
+
+    Attributes:
+        shown_here: Of ranks that work together, whether this one shows it; None where that was not agreed.
     """
 
     exit_code: ClassVar[int] = 70
@@ -34,6 +37,7 @@ class DistckptError(Exception):
         self.details = list(details)
         self.hint = hint
         self.tensor = tensor
+        self.shown_here: bool | None = None
 
     def __str__(self) -> str:
         return "\n".join([self.message, *self.details])

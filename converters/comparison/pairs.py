@@ -81,7 +81,9 @@ class Side:
         model_tensors = {name: t for name, t in catalog.tensors.items() if t.kind != "optimizer"}
         if not has_optimizer(catalog):
             return cls(label, reader, model_tensors)
-        state = optimizer_state(reader, proved=False)  # whether masters fit their weights is for `verify` to say
+        state = optimizer_state(
+            reader, refuse_doubtful=False
+        )  # whether masters fit their weights is for `verify` to say
         unnamed_state = {
             name: t
             for name, t in catalog.tensors.items()

@@ -151,7 +151,7 @@ def read_values(crew: Crew, plan: DiffPlan) -> Values:
     for number in sorted(results):
         for pair, is_padding, values in results[number]:
             differences[pair][is_padding].add(_unpacked(values))
-    bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.left, strict=True))
+    bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.handed_over, strict=True))
     return Values(differences, (bytes_a, bytes_b), records)
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import time
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it is over
+
+
+class NotRead(Enum):
+    """Why a file said nothing.
+
+    Attributes:
+        NO_FILE: There is none.
+        NOT_NOW: There may be one, but reading it failed, or gave no document: the next time may do.
+    """
+
+    NO_FILE = "no file"
+    NOT_NOW = "not now"
 
 
 class Board:
@@ -82,15 +95,15 @@ class Board:
                 with (self.folder / name).open("r+b") as file:  # it has room on the disk already; spaces mean nothing
                     file.write(data.ljust(os.fstat(file.fileno()).st_size))
 
-    def read(self, name: str) -> dict[str, Any] | None:
-        """What a file says; nothing if it cannot be read just now, None if there is no such file."""
+    def read(self, name: str) -> dict[str, Any] | NotRead:
+        """What a file says, or why that is not known."""
         try:
             document = json.loads((self.folder / name).read_bytes())
         except FileNotFoundError:
-            return None
+            return NotRead.NO_FILE
         except (OSError, ValueError):
-            return {}
-        return document if isinstance(document, dict) else {}
+            return NotRead.NOT_NOW
+        return document if document and isinstance(document, dict) else NotRead.NOT_NOW
 
     def close(self) -> None:
         """Gives up this rank's place."""

@@ -6,10 +6,10 @@
             rank-R      what rank R says: who it is, how far it is, how it ended; written anew every second
             lock-R      locked by rank R while it lives
             round       rank 0 deals out the work: which tasks each rank does
-            left-R      what rank R has found out and cannot finish alone: checksums of records done in part
+            result-R    what rank R has found out and cannot finish alone: checksums of records done in part
 
     rank 0    here .... all are here, plans agree; staging folder, round .. own share .. collects .. publishes .. over
-    rank R    here ......................................................... own share .. done .............. left
+    rank R    here ......................................................... own share .. done .............. gone
 
 Files of an earlier run are recognised: every process draws a random number, rank 0 repeats the numbers it has heard, and a
 rank believes rank 0 only if its own number is among them. Whoever misses that later on stops: another run has taken over.
@@ -32,7 +32,7 @@ from converters.events import Moved, Note, ignore
 from converters.execute.destination import beside
 from converters.execute.disk import remove_folder
 from converters.execute.error_json import AGAIN, Stopped, pack_error, unpack_error
-from converters.execute.rank_files import Board, is_locked, machine
+from converters.execute.rank_files import Board, NotRead, is_locked, machine
 from converters.execute.ranks import listed, on_one_machine, shares, spans
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="Numbered")
 
 _INTERVAL = 1.0
-_GRACE = 10.0  # seconds that rank 0 waits at the end for the others to leave, and they for it; torchrun kills after 30
+_GRACE = 10.0  # seconds that rank 0 waits at the end for the others to go, and they for it; torchrun kills after 30
 _ARRIVAL = 5  # times the timeout: ranks plan at different speeds
 _STANDSTILL = 10  # times the timeout: alive, but nothing moves; a sync of a gigabyte may take its time
 
@@ -129,7 +129,7 @@ class Team:
             self.say()
         except DestinationError as error:
             self._board.close()
-            error.shown_here = True  # type: ignore[attr-defined]  # no other rank will hear of it
+            error.shown_here = True  # no other rank will hear of it
             raise
         self._thread.start()
         return self
@@ -154,7 +154,7 @@ class Team:
             self._insist(state="over" if error is None else "failed", error=pack_error(error))
             # who is still planning shall hear it, too, unless all were told to stop, or have been waited for already
             all_came = self._late or (self._stop is not None and self._stop.is_set())
-            self._wait_quietly(_GRACE, lambda: all(self._has_left(r, p, all_came) for r, p in self._peers.items()))
+            self._wait_quietly(_GRACE, lambda: all(self._is_gone(r, p, all_came) for r, p in self._peers.items()))
             self._ended.set()
             self._thread.join()
             remove_folder(self.folder)
@@ -168,11 +168,12 @@ class Team:
             heard = bool(self._peers[0].status)
             lost = self._late or (error is self.trouble and not self._peers[0].status.get("error"))
             # what rank 0 knows, rank 0 shows; if it is lost, one of the others has to
-            error.shown_here = self.ranks.rank == 1 if lost else (False if heard else None)  # type: ignore[attr-defined]
+            shown: Any = error  # also one that is not ours
+            shown.shown_here = self.ranks.rank == 1 if lost else (False if heard else None)
             if error is not self.trouble and heard:
                 # let rank 0 learn of it before a launcher sees this process end and stops all
                 self._wait_quietly(3.0, lambda: bool(self.trouble or self._peers[0].status.get("state") == "over"))
-        self._insist(state="left")
+        self._insist(state="gone")
 
     def _insist(self, **news: Any) -> None:
         """Says something last, for which there will be no other beat if a disk is in passing trouble."""
@@ -191,15 +192,16 @@ class Team:
     def _leader_is_here(self) -> bool:
         """Whether rank 0 has heard this rank; says again what rank 0 took for something old when it came."""
         heard = bool(self._peers[0].status)
-        if not heard and not self._board.read(f"rank-{self.ranks.rank}"):
+        if not heard and isinstance(self._board.read(f"rank-{self.ranks.rank}"), NotRead):
             self.say()
         return heard
 
-    def _has_left(self, rank: int, peer: _Peer, came: bool) -> bool:
+    def _is_gone(self, rank: int, peer: _Peer, came: bool) -> bool:
+        """Whether nothing more will come of a rank: it said so, is silent, or has ended; `came`: all that will come have."""
         if not peer.status:
             return came
         late = time.monotonic() - peer.changed > self.ranks.timeout
-        return late or peer.status["state"] == "left" or self._is_gone(rank, peer)
+        return late or peer.status["state"] == "gone" or self._process_ended(rank, peer)
 
     # ------------------------------------------------------------------ saying and hearing
 
@@ -233,17 +235,18 @@ class Team:
                 if self.trouble is None or (trouble is not None and isinstance(self.trouble, Stopped)):
                     self.trouble = trouble
 
-    def _hear(self, peer: _Peer, status: dict[str, Any] | None, now: float) -> DistckptError | None:
+    def _hear(self, peer: _Peer, status: dict[str, Any] | NotRead, now: float) -> DistckptError | None:
         """Takes in another rank's word; trouble if it is another process than before."""
         nonce = peer.status.get("nonce")
-        if status == {} or status == peer.status or (status is None and (self.leads or nonce is None)):
+        over = Interrupted(signal.SIGTERM, "the run ended or restarted without this process", hint=AGAIN)
+        if status is NotRead.NOT_NOW or status == peer.status:
             return None  # silence; `_judge` sees to it
-        believed = status is not None and (
-            self.leads or status.get("heard", {}).get(str(self.ranks.rank)) == self._status["nonce"]
-        )
-        if nonce is not None and (status is None or not believed or status["nonce"] != nonce):
-            return Interrupted(signal.SIGTERM, "the run ended or restarted without this process", hint=AGAIN)
-        if status is None or not believed:
+        if status is NotRead.NO_FILE:  # rank 0 removes files, so to it that is silence, too
+            return None if self.leads or nonce is None else over
+        believed = self.leads or status.get("heard", {}).get(str(self.ranks.rank)) == self._status["nonce"]
+        if nonce is not None and (not believed or status["nonce"] != nonce):
+            return over
+        if not believed:
             return None
         if status.get("moved") != peer.status.get("moved") or status["state"] != peer.status.get("state"):
             peer.moved = now
@@ -272,9 +275,9 @@ class Team:
                 ],
                 hint="look for a stale mount or another version of distckpt there",
             )
-        if status["state"] in ("done", "left", "over"):
+        if status["state"] in ("done", "gone", "over"):
             return None
-        if self._is_gone(rank, peer):
+        if self._process_ended(rank, peer):
             return Interrupted(signal.SIGTERM, f"{who} ended without an error message: was it killed?", hint=AGAIN)
         if now - peer.changed > limit:
             return Interrupted(signal.SIGTERM, f"{who} has not responded for {limit:g} s", hint=AGAIN)
@@ -282,7 +285,7 @@ class Team:
             return Interrupted(signal.SIGTERM, f"{who} has made no progress for {_STANDSTILL * limit:g} s", hint=AGAIN)
         return None
 
-    def _is_gone(self, rank: int, peer: _Peer) -> bool:
+    def _process_ended(self, rank: int, peer: _Peer) -> bool:
         """Whether its process has certainly ended; nothing can be said of other machines."""
         same_machine = peer.status["machine"] == self._status["machine"] and peer.status["locked"]
         return same_machine and not is_locked(self.folder / f"lock-{rank}")
@@ -342,7 +345,7 @@ class Team:
         self.say()  # so that they miss it from now on, should it be killed
 
     def deal(self, todo: Sequence[T]) -> list[Sequence[T]]:
-        """Rank 0: deals out what is left to do; the shares of all ranks, rank 0's first."""
+        """Rank 0: deals out what remains to be done; the shares of all ranks, rank 0's first."""
         parts = shares(todo, self.ranks.world)
         self._round += 1
         self.say(state="working")
@@ -363,7 +366,7 @@ class Team:
                     raise Interrupted(signal.SIGTERM, f"rank 0 did not start within {limit:g} s", hint=AGAIN)
                 return False
             dealt = self._board.read("round")
-            if dealt and (dealt["nonce"], dealt["number"]) == (leader["nonce"], self._round):
+            if not isinstance(dealt, NotRead) and (dealt["nonce"], dealt["number"]) == (leader["nonce"], self._round):
                 self.share = [(first, end) for first, end in dealt["shares"][self.ranks.rank]]
                 return True
             return False
@@ -372,15 +375,15 @@ class Team:
         self._wait(has_dealt)
         self.say(state="working")
 
-    def hand_over(self, left: dict[str, Any], *, last: bool) -> None:
+    def hand_over(self, result: dict[str, Any], *, last: bool) -> None:
         """Others: the share is done; tells rank 0 what it has to go on with.
 
         Args:
-            left: What that is, as plain data.
+            result: What that is, as plain data.
             last: Nothing more will be dealt out: rank 0 can do without this rank now.
         """
         try:
-            self._board.write(f"left-{self.ranks.rank}", left)
+            self._board.write(f"result-{self.ranks.rank}", result)
             self.say(done=self._round, state="done" if last else "here")
         except DestinationError:
             self.look()
@@ -392,10 +395,10 @@ class Team:
         self._wait(lambda: all(peer.status.get("done") == self._round for peer in self._peers.values()))
         documents: list[dict[str, Any]] = []
         for rank in self._peers:
-            left = self._board.read(f"left-{rank}")
-            if not left:
+            result = self._board.read(f"result-{rank}")
+            if isinstance(result, NotRead):
                 raise DestinationError(f"the result of rank {rank} cannot be read", hint=AGAIN)
-            documents.append(left)
+            documents.append(result)
         return documents
 
     def await_end(self) -> None:

@@ -20,7 +20,7 @@ from converters.events import FileDone, Moved, Phase, Resumed
 from converters.execute.checksums import seal
 from converters.execute.disk import opened, trouble_with
 from converters.execute.work_sharing import Crew
-from converters.execute.worker import Outcome, Worker, add_losses
+from converters.execute.worker import Outcome, TileWriter, add_losses
 from converters.formats.base import fingerprint_of
 from converters.io.gather import Gatherer
 from converters.io.quantize import Loss
@@ -102,11 +102,11 @@ class Run:
             0,
         )  # when the last safe point was, and how many bytes were written then
         self._fresh = Outcome()  # since then
-        self._left: Counter[int] = Counter()  # tasks that are left to do for each file
-        self._complete: list[int] = []  # files for which there are none
+        self._remaining: Counter[int] = Counter()  # how much is still to do for each file: see `_count_remaining`
+        self._complete: list[int] = []  # files for which nothing is
 
     def run(self) -> Stats:
-        """Does the tasks that are left, and completes the checksums.
+        """Does the tasks that remain, and completes the checksums.
 
         Raises:
             Interrupted: The crew was stopped, or another rank is lost; what is done is in the journal.
@@ -120,15 +120,15 @@ class Run:
         self.crew.progress, self.crew.on_files = self._progress, self._count_files
         self.crew.map(
             self.job.tasks,
-            lambda: Worker(self),
+            lambda: TileWriter(self),
             self._hand_over,
             todo=todo,
-            on_shares=self._count_left,
+            on_shares=self._count_remaining,
             meanwhile=self._safe_point_if_due,
             settle=self._safe_point,
         )
         if self.crew.leads:
-            self._take_over(self.crew.left[1:])
+            self._take_over(self.crew.handed_over[1:])
             self.crew.listener(Phase("checking"))
             self._complete_sums()
             seal(self.job, self.staging.folder, self.written)
@@ -141,12 +141,12 @@ class Run:
         self.stats.seconds = time.monotonic() - begin
         return self.stats
 
-    def _count_left(self, parts: Sequence[Sequence[Task]]) -> None:
-        """Notes what is left to do for each file: the own tasks, and one part for each other rank that has some."""
-        own_share, *other_shares = parts
-        self._left.update(itertools.chain.from_iterable(task.files for task in own_share))
-        for part in other_shares:
-            self._left.update(set(itertools.chain.from_iterable(task.files for task in part)))
+    def _count_remaining(self, shares: Sequence[Sequence[Task]]) -> None:
+        """Notes how much is still to do for each file: this rank's tasks, and one share of each other rank that has some."""
+        own_share, *other_shares = shares
+        self._remaining.update(itertools.chain.from_iterable(task.files for task in own_share))
+        for share in other_shares:
+            self._remaining.update(set(itertools.chain.from_iterable(task.files for task in share)))
 
     def _progress(self) -> dict[str, Any]:
         with self._lock:
@@ -165,10 +165,10 @@ class Run:
 
     def _take_over(self, documents: Iterable[Mapping[str, Any]]) -> None:
         """Goes on with what the other ranks have begun."""
-        for left in documents:
-            self._take_over_line(left)
+        for document in documents:
+            self._take_over_line(document)
             for name in ("bytes_read", "bytes_written", "records_checked", "underflowed"):
-                setattr(self.stats, name, getattr(self.stats, name) + left["stats"][name])
+                setattr(self.stats, name, getattr(self.stats, name) + document["stats"][name])
 
     def _take_over_line(self, document: Mapping[str, Any]) -> None:
         """Takes over checksums and losses from a line of a journal, or from another rank."""
@@ -185,7 +185,7 @@ class Run:
             )
 
     def _resume(self) -> list[Task]:
-        """Takes over what the journal says; returns the tasks that are left."""
+        """Takes over what the journal says; returns the tasks that remain."""
         done: set[int] = set()
         for line in self.staging.resumed:
             done.update(line["tasks"])
@@ -194,9 +194,9 @@ class Run:
         todo = [task for task in self.job.tasks if task.number not in done]
         earlier = [task for task in self.job.tasks if task.number in done]
         if earlier:
-            left = set(itertools.chain.from_iterable(task.files for task in todo))
+            incomplete = set(itertools.chain.from_iterable(task.files for task in todo))
             self.stats.bytes_kept = sum(task.nbytes for task in earlier)
-            complete = len(self.job.files) - len(left)
+            complete = len(self.job.files) - len(incomplete)
             self.crew.listener(Resumed(self.stats.bytes_kept, complete))
         return todo
 
@@ -231,11 +231,11 @@ class Run:
         self._count_files(task.files)
 
     def _count_files(self, numbers: Iterable[int]) -> None:
-        """Notes that something that was left to do for these files is done."""
+        """Notes that something that remained to be done for these files is done."""
         with self._lock:
             for number in numbers:
-                self._left[number] -= 1
-            complete = [number for number in numbers if not self._left[number]]
+                self._remaining[number] -= 1
+            complete = [number for number in numbers if not self._remaining[number]]
             self._complete += complete
         for number in complete:
             self.crew.listener(FileDone(self.job.files[number].name, self.job.files[number].size))

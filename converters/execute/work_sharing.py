@@ -75,7 +75,7 @@ class Crew:
         ranks: This process among those that do it together.
         leads: Whether this is the rank that gets the results.
         listener: Told about progress; on other ranks nobody is.
-        left: What `leave` of the last `map` returned, on rank 0 that of all ranks, its own first.
+        handed_over: What `hand_over` of the last `map` returned, on rank 0 that of all ranks, its own first.
         folder: Where the ranks meet; None for one alone.
         progress: What this rank says about its work beside what `moved` is told, as plain data: `bytes` that are done, bytes
             `moved` at all, numbers of the `files` completed.
@@ -99,7 +99,7 @@ class Crew:
         self.folder: Path | None = None
         self.progress: Callable[[], dict[str, Any]] = dict
         self.on_files: Callable[[Sequence[int]], None] = ignore
-        self.left: list[Any] = []
+        self.handed_over: list[Any] = []
         self.listener: Listener = listener if listener is not None and self.leads else ignore
         self._lock = threading.Lock()
         self._done, self._dealt = 0, False
@@ -144,7 +144,7 @@ class Crew:
         self,
         tasks: Sequence[T],
         make_worker: Callable[[], Worker[T]],
-        leave: Callable[[], Any] | None = None,
+        hand_over: Callable[[], Any] | None = None,
         *,
         todo: Sequence[T] | None = None,
         on_shares: Callable[[Sequence[Sequence[T]]], None] | None = None,
@@ -157,7 +157,7 @@ class Crew:
         Args:
             tasks: In the order of their numbers, which count from 0; the same on every rank.
             make_worker: Makes what a thread does tasks with.
-            leave: Called on every rank when its share is done; what it returns is in `left` of rank 0.
+            hand_over: Called on every rank when its share is done; what it returns is in `handed_over` of rank 0.
             todo: Those of them that are not done yet, where rank 0 knows that some are.
             on_shares: Called before the work begins with the shares of all ranks on rank 0, elsewhere with the own one.
             meanwhile: Called all the time, by the thread that called this.
@@ -172,27 +172,27 @@ class Crew:
             DistckptError: What a worker raised, here or on another rank.
         """
         team = self._team
-        parts: Sequence[Sequence[T]] = [tasks if todo is None else todo]
+        shares: Sequence[Sequence[T]] = [tasks if todo is None else todo]
         if team is not None and team.leads:
             team.assemble()
-            parts = team.deal(parts[0])
+            shares = team.deal(shares[0])
         elif team is not None:
             self.await_share()
             self._dealt = False
-            parts = [[task for first, end in team.share for task in tasks[first:end]]]
+            shares = [[task for first, end in team.share for task in tasks[first:end]]]
         if on_shares is not None:
-            on_shares(parts)
-        results = self._pool.work_off(parts[0], make_worker, meanwhile)
+            on_shares(shares)
+        results = self._pool.work_off(shares[0], make_worker, meanwhile)
         settle()
         self._pool.check()
-        self.left = [leave()] if leave is not None else []
+        self.handed_over = [] if hand_over is None else [hand_over()]
         if team is not None and not team.leads:
             by_text = {str(number): result for number, result in results.items()}
-            team.hand_over({"results": by_text, "left": self.left}, last=last)
+            team.hand_over({"results": by_text, "handed_over": self.handed_over}, last=last)
         elif team is not None:
             for outcome in team.collect():
                 results |= {int(number): result for number, result in outcome["results"].items()}
-                self.left += outcome["left"]
+                self.handed_over += outcome["handed_over"]
         return results
 
     def agree(self, answer: A) -> A:

@@ -1,4 +1,4 @@
-"""One worker of the engine: takes tiles of the source and scatters them into the output files."""
+"""A thread of the engine: takes tiles of the source and scatters them into the output files."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Outcome:
         self.underflowed += more.underflowed
 
 
-class Worker:
+class TileWriter:
     """Buffers and open files of one thread, and what its current task has done. Nothing here grows with the model."""
 
     def __init__(self, run: Run) -> None:
@@ -155,10 +155,10 @@ class Worker:
         try:
             fd = self._outputs.get(path)
             for start in run_starts(first, outer):
-                piece, inside = data[at : at + length * size], start * size
-                write_at(fd, piece, move.offset + inside)
+                run_bytes, inside = data[at : at + length * size], start * size
+                write_at(fd, run_bytes, move.offset + inside)
                 if move.record >= 0:
-                    segment = (move.base + inside, len(piece), crc32(piece))
+                    segment = (move.base + inside, len(run_bytes), crc32(run_bytes))
                     self._run.written.add(move.record, segment)
                     self._outcome.written.append((move.record, *segment))
                 at += length * size

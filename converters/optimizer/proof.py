@@ -33,20 +33,20 @@ _TILE = 1 << 18  # elements
 
 
 @dataclass(frozen=True, slots=True)
-class MasterTask:
-    """A parameter whose master weight, or a copy of it, is to be compared.
+class RoundingTask:
+    """Two tensors of which the first, rounded to the type of the second, must be the second.
 
     Attributes:
         number: Its place in the list.
-        name: The parameter.
-        nbytes: What is read for it.
-        counterpart: What it is compared with.
+        tested: What is rounded: a master weight, or a copy of a tensor.
+        expected: What it must round to: the parameter.
+        nbytes: What is read of both.
     """
 
     number: int
-    name: str
+    tested: str
+    expected: str
     nbytes: int
-    counterpart: str
 
 
 class RoundingProof:
@@ -55,7 +55,7 @@ class RoundingProof:
     Args:
         reader: The checkpoint.
         tensors: All that are named by `pairs`.
-        pairs: What a tensor must round to, and the tensor; of one type they must be equal.
+        pairs: `(tested, expected)`: a tensor, and what it must round to; of one type they must be equal.
         claim: What is proved.
 
     Attributes:
@@ -68,8 +68,8 @@ class RoundingProof:
         self._reader = reader
         self.tensors = tensors
         self.tasks = [
-            MasterTask(number, name, tensors[counterpart].nbytes + tensors[name].nbytes, counterpart)
-            for number, (name, counterpart) in enumerate(pairs)
+            RoundingTask(number, tested, expected, tensors[tested].nbytes + tensors[expected].nbytes)
+            for number, (tested, expected) in enumerate(pairs)
         ]
         self.claim = claim
 
@@ -106,11 +106,11 @@ class Masters(RoundingProof):
         weights = reader.catalog.weights
         names = [weight.name for weight in _provable(reader.catalog, tensors).values()]
         self._copies = {k: c for k, c in reader.catalog.copies.items() if _TIED.fullmatch(k) and c.name in weights}
-        pairs = [(name, master_name(name)) for name in names]
-        compared = {master: tensors[master] for _, master in pairs} | {n: weights[n] for n in names}
+        pairs = [(master_name(name), name) for name in names]
+        compared = {master: tensors[master] for master, _ in pairs} | {n: weights[n] for n in names}
         for label, copy in self._copies.items():
             compared |= {label: replace(copy, name=label), copy.name: weights[copy.name]}
-        pairs += [(copy.name, label) for label, copy in self._copies.items()]
+        pairs += [(label, copy.name) for label, copy in self._copies.items()]
         claim = "that master weights round to the weights" if names else "that copies of the embedding are equal"
         super().__init__(reader, compared, pairs, claim)
 
@@ -130,7 +130,7 @@ class Masters(RoundingProof):
             IntegrityError: Some do not; they are named.
         """
         failed = [task for task in self.tasks if not results[task.number]]
-        apart = [task.counterpart for task in failed if task.counterpart in self._copies]
+        apart = [task.tested for task in failed if task.tested in self._copies]
         if apart:
             raise IntegrityError(
                 f"{apart[0]} differs from the one on the first stage, though the model ties them",
@@ -138,7 +138,7 @@ class Masters(RoundingProof):
                 hint="Megatron keeps both equal: one of the files is damaged, or belongs to another save",
                 tensor=self._copies[apart[0]].name,
             )
-        wrong = [task.name for task in failed]
+        wrong = [task.expected for task in failed]
         if wrong:
             raise refusal(wrong, self._reader.catalog, "master weights of the optimizer do not round to the weights")
 
@@ -154,15 +154,15 @@ class MasterWorker:
         self._tensors = sources.tensors
         self._checker = TileChecker([sources, sources])
 
-    def do(self, task: MasterTask, *, sample: bool = False) -> bool:
-        """Whether the master weight of a parameter rounds to it; `sample` looks only at the first elements."""
-        master, weight = self._tensors[task.counterpart], self._tensors[task.name]
-        if len(master.shape) != len(weight.shape) or master.shape[1:] != weight.shape[1:]:
+    def do(self, task: RoundingTask, *, sample: bool = False) -> bool:
+        """Whether what is tested rounds to what is expected; `sample` looks only at the first elements."""
+        tested, expected = self._tensors[task.tested], self._tensors[task.expected]
+        if len(tested.shape) != len(expected.shape) or tested.shape[1:] != expected.shape[1:]:
             return False
-        question = RoundsTo(master, weight)
-        every_tile = contiguous_tiles(common_elements(master, weight), _TILE)
-        for tile in [first_elements(master, weight)] if sample else every_tile:
-            self._checker.ask(question, [tile], task.counterpart, task.name)
+        question = RoundsTo(tested, expected)
+        every_tile = contiguous_tiles(common_elements(tested, expected), _TILE)
+        for tile in [first_elements(tested, expected)] if sample else every_tile:
+            self._checker.ask(question, [tile], task.tested, task.expected)
             if question.wrong:
                 return False
         return True
@@ -233,7 +233,7 @@ def mismatches(reader: Reader, tensors: Mapping[str, TensorInfo]) -> list[str]:
         tensors: Canonical optimizer tensors.
     """
     proof = Masters(reader, tensors)
-    tasks = {task.name: task for task in proof.tasks}
+    tasks = {task.expected: task for task in proof.tasks}
     with contextlib.closing(proof.worker()) as worker:
         chosen = [name for _, members in fold(list(tasks)) for name in sample_evenly(members)]
         return [name for name in chosen if not worker.do(tasks[name], sample=True)]

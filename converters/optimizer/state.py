@@ -79,13 +79,17 @@ def has_optimizer(catalog: Catalog) -> bool:
     return stored or any(item.of_optimizer for item in catalog.objects.values())
 
 
-def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: bool = True) -> OptimizerState:
+def optimizer_state(reader: Reader, layout: Layout | None = None, *, refuse_doubtful: bool = True) -> OptimizerState:
     """The optimizer's tensors under canonical names.
+
+    This does not prove that every master weight rounds to its weight: it looks at a sample, and only where the order of flat
+    buckets is to be found. What proves it is `optimizer.proof`: `Masters`, `prove_masters`, `proved_when_read`.
 
     Args:
         layout: The job that saved it, if its arguments do not tell.
-        proved: Of orders that fill flat buckets, accept none that a sample of the values speaks against, and no state that
-            may have been saved shifted; False takes the one that the least speaks against, and notes what does.
+        refuse_doubtful: Of orders that fill flat buckets, accept none that a sample of the values speaks against, and no
+            remainders that may have been saved shifted; False takes the order that the least speaks against, and
+            notes what does.
 
     Raises:
         IntegrityError: No known order of parameters turns the stored master weights into the stored weights, or a state
@@ -104,13 +108,13 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, proved: boo
                 "the job's arguments are missing; they say which parameters the optimizer's flat buckets hold",
                 hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
             )
-        state = _unflatten(reader, groups, layout or Layout.saved(catalog), recognised, proved=proved)
+        state = _unflatten(reader, groups, layout or Layout.saved(catalog), recognised, refuse_doubtful=refuse_doubtful)
         return replace(state, tensors=state.tensors | _parameter_states(catalog), recognised=recognised)
     tensors = _parameter_states(catalog)
     notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
     notes += (recognised.doubt,) if recognised.doubt else ()
     tensors = complete_masters(reader, tensors)
-    if proved and keeps_remainders(tensors) and may_be_shifted(catalog):
+    if refuse_doubtful and keeps_remainders(tensors) and may_be_shifted(catalog):
         refuse_shifted(reader, tensors)
     return OptimizerState(tensors, notes=notes, recognised=recognised)
 
@@ -209,7 +213,7 @@ def _unflatten(
     layout: Layout,
     recognised: Recognised,
     *,
-    proved: bool = True,
+    refuse_doubtful: bool = True,
 ) -> OptimizerState:
     """Names and boxes for the elements of flat buckets: the first order of parameters that the values confirm."""
     catalog = reader.catalog
@@ -236,7 +240,7 @@ def _unflatten(
             note = f"{counted(len(wrong), 'master weight', verb='does/do')} not round to the weights; "
             note += "flat buckets are named by the likeliest order"
             best, refused = OptimizerState(tensors, _replaced(catalog), candidate, (note,)), wrong
-    if best is not None and not proved:
+    if best is not None and not refuse_doubtful:
         return best
     if refused:
         raise refusal(refused, catalog, "no known order of parameters fits the flat optimizer buckets")

@@ -35,7 +35,7 @@ class TiedHead(RoundingProof):
         super().__init__(
             reader,
             {name: weights[name] for name in (head, embedding)},
-            [(embedding, head)],
+            [(head, embedding)],
             f"that {head} is the embedding",
         )
         if (weights[head].shape, weights[head].dtype) != (weights[embedding].shape, weights[embedding].dtype):
@@ -63,7 +63,7 @@ class TiedHead(RoundingProof):
     def _refusal(self) -> RequestError:
         (task,) = self.tasks
         return RequestError(
-            f"config.json ties {printable(task.counterpart)} to {printable(task.name)}, but the two differ",
+            f"config.json ties {printable(task.tested)} to {printable(task.expected)}, but the two differ",
             hint='set "tie_word_embeddings": false in config.json to import both, or remove the output layer',
-            tensor=task.counterpart,
+            tensor=task.tested,
         )

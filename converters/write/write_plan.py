@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.formats.base import Reader
-    from converters.optimizer.proof import Masters, MasterTask
+    from converters.optimizer.proof import Masters, RoundingTask
     from converters.planning.job import OutputFile
     from converters.planning.routes import Routes
     from converters.write.tied_head import TiedHead
@@ -300,7 +300,7 @@ def _prove(proof: Masters | TiedHead, crew: Crew) -> None:
     def make_worker() -> FunctionWorker:
         worker = proof.worker()
 
-        def do(task: MasterTask) -> bool:
+        def do(task: RoundingTask) -> bool:
             answer = worker.do(task)
             crew.moved(Moved(task.nbytes), task.nbytes)
             return answer

@@ -27,7 +27,7 @@ PLACES = {
     "proof": ((proof.MasterWorker, "do"),),
     "looking": ((crew.Crew, "moved"),),
     "answering": ((crew.Crew, "agree"),),
-    "working": ((worker.Worker, "do"),),
+    "working": ((worker.TileWriter, "do"),),
     "checking": ((engine, "seal"),),
     "publishing": ((publish.Staging, "publish"), (publish.TeamStaging, "close")),
 }

@@ -13,9 +13,9 @@ from pathlib import Path
 
 def install():
     """Arms this process; imports the engine, nothing else."""
-    from converters.execute.worker import Worker
+    from converters.execute.worker import TileWriter
 
-    rank, number, do = os.environ.get("RANK", "0"), itertools.count(), Worker.do
+    rank, number, do = os.environ.get("RANK", "0"), itertools.count(), TileWriter.do
     hold, first = Path(os.environ.get("HOLD", "/nonexistent")), int(os.environ.get("HOLD_FROM", "2"))
 
     def held(self, task):
@@ -30,4 +30,4 @@ def install():
             time.sleep(0.005)
         do(self, task)
 
-    Worker.do = held
+    TileWriter.do = held

@@ -121,7 +121,7 @@ def test_ranks_meet_once_for_several_lists(tmp_path, monkeypatch):
                 todo=TASKS[30:] if crew.leads else None,
                 on_shares=lambda parts: shares.append((rank, sum(map(len, parts)))),
             )
-            out[rank] = crew.agree(None), first, second, crew.left
+            out[rank] = crew.agree(None), first, second, crew.handed_over
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
     for thread in threads:

@@ -341,7 +341,7 @@ def test_rank_0_learns_of_a_failure_before_it_came(llama, tmp_path):
     meeting = tmp_path / f".out.distckpt-ranks-{crc32(b'threads'):08x}"
 
     def rank_1_has_failed():
-        wait_until(lambda: (Board(meeting, 0).read("rank-1") or {}).get("error"))
+        wait_until(lambda: isinstance(status := Board(meeting, 0).read("rank-1"), dict) and status["error"])
         time.sleep(0.5)  # in which a rank that does not wait is gone
 
     outcome = together(
@@ -354,7 +354,7 @@ def test_rank_0_learns_of_a_failure_before_it_came(llama, tmp_path):
     assert left_beside(tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("state", ["over", "left"])
+@pytest.mark.parametrize("state", ["over", "gone"])
 def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state):
     """Nor with tidying up: the work is done, and all ranks say so."""
     original, failed = Board.write, []
@@ -385,7 +385,7 @@ def test_what_an_earlier_run_left_fools_nobody(llama, tmp_path):
     board.write("rank-0", old | heard | {"state": "over"})
     board.write("rank-1", old | {"nonce": "1", "state": "done", "error": pack_error(IntegrityError("old"))})
     board.write("rank-2", old | {"nonce": "2", "state": "done"})
-    board.write("left-1", {"sums": [["x", 0, 0, 1, 2]], "written": [], "stats": {}})
+    board.write("result-1", {"sums": [["x", 0, 0, 1, 2]], "written": [], "stats": {}})
     board.write("round", {"nonce": "0", "shares": [[], [], []]})
     (board.folder / "rank-1.new").write_text("{")
     outcome = together(llama[0], tmp_path / "out", 3, late=0.3)
