@@ -102,9 +102,9 @@ def dcp_chunks(folder, tp, rank):
 
     plan = plan_load(open_checkpoint(folder), Layout(tp=tp), rank)
     boxes = {}
-    for fetch in plan.fetches:
-        if fetch.landings:
-            boxes.setdefault(fetch.source, []).append(fetch.box)
+    for item in plan.read_items:
+        if item.copies:
+            boxes.setdefault(item.source, []).append(item.box)
     for source, tiles in boxes.items():
         info, whole = plan.sources[source], []
         for tile in sorted(tiles, key=lambda box: box.start):  # tiles of one box are behind each other along its rows

@@ -233,7 +233,7 @@ def _one_rank(asked, folder, failed, notes):
         def take():
             reader = open_checkpoint(folder)
             plan = plan_load(reader, Layout(), 0)
-            shared = dataclasses.replace(plan, groups={(0,): plan.fetches})  # all of it goes through the exchange
+            shared = dataclasses.replace(plan, groups={(0,): plan.read_items})  # all of it goes through the exchange
             options = LoadOptions(broadcast=True, timeout=60.0)
             prepared = PreparedLoad(lambda _: LoadRequest(reader, shared, device), options, 0, in_job=True)
             state = LoadedState(prepared.report)
@@ -248,7 +248,7 @@ def _one_rank(asked, folder, failed, notes):
             failed.append("what went through the exchange is not what the host loads")
         notes.append(f"one rank, all through the exchange: {state.report.exchange}, {state.report.nbytes:,} bytes")
         error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        with mock.patch("converters.loading.moving._land", side_effect=error):
+        with mock.patch("converters.loading.moving._copy_into", side_effect=error):
             try:
                 take()
                 failed.append("memory that runs out in a round was not noticed")
@@ -377,9 +377,9 @@ def _checked(asked, folder, files, threads):
 
     def work():
         gatherer = Gatherer(sources)
-        return lambda fetch: gatherer.gather(fetch.source, fetch.box).nbytes, gatherer.close
+        return lambda item: gatherer.gather(item.source, item.box).nbytes, gatherer.close
 
-    return _in_threads(threads, work, plan.fetches)
+    return _in_threads(threads, work, plan.read_items)
 
 
 def _loaded(asked, folder, files, threads):

@@ -25,7 +25,7 @@ from converters.io.gather import Gatherer
 from converters.io.sources import Sources
 from converters.names import quoted
 from converters.planning.plan import Op, reversed_copy
-from converters.planning.routes import landing
+from converters.planning.routes import target_box_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -237,7 +237,7 @@ class _Worker:
         """Adds a tile to the difference of its tensor."""
         target_side = self._plan.matching.target_side
         source, target = self._infos(copy)
-        source_box = landing(reversed_copy(copy), tile)
+        source_box = target_box_of(reversed_copy(copy), tile)
 
         def read_source(gatherer: Gatherer) -> NDArray[Any]:
             bits = self._reading.read(1 - target_side, gatherer, copy.source, source_box)

@@ -121,7 +121,7 @@ class TileWriter:
 
     def _changed(self, tile: Tile, elements: NDArray[Any], move: Move) -> NDArray[Any]:
         """The elements of a move as they are written, in C order."""
-        values = elements[move.part.relative_to(tile.box.start).slices]
+        values = elements[move.source_box.relative_to(tile.box.start).slices]
         if move.op is Op.TRANSPOSE:
             values = values.T
         info = self._run.job.sources[tile.source]
@@ -149,7 +149,7 @@ class TileWriter:
 
     def _write(self, move: Move, values: NDArray[Any]) -> None:
         size = move.dtype.itemsize
-        first, length, outer = runs(move.landing, move.shape)
+        first, length, outer = runs(move.target_box, move.shape)
         data, at = values.reshape(-1).view(np.uint8).data, 0
         path = self._run.staging.folder / self._run.job.files[move.file].name
         try:

@@ -3,15 +3,15 @@
     exchange = Exchange(ranks, plan, device)
     exchange.allocate()
     for number in range(len(exchange)):         # a round of every group of replicas, see `rounds`
-        ...                                     # fill the buffers of exchange.own_parts(number)
-        for fetch, memory in exchange.gather(): # those of all members, filled
+        ...                                     # fill the buffers of exchange.own_reads(number)
+        for item, memory in exchange.gather():  # those of all members, filled
             ...
     exchange.abandon()                          # where there was an error: the others shall not wait
 
-Tensor data travels as raw bytes in one collective for each round: every member of a group of replicas gives the fetches
+Tensor data travels as raw bytes in one collective for each round: every member of a group of replicas gives the items
 that it has read and gets those of all others (`all_gather`, over NCCL or gloo).
 
-    round    | fetches of rank 0 ... | fetches of rank 2 ...     rank 0 reads the next round meanwhile
+    round    | items of rank 0 ...   | items of rank 2 ...     rank 0 reads the next round meanwhile
 
 Before each round its members tell each other over gloo, in one number, whether they are well: so no rank enters a collective
 that another one will not enter. Who is not well says so once to every group that has rounds left, and does none of them.
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from converters.io.device import Device
     from converters.loading.job_ranks import JobRanks
     from converters.loading.plan import LoadPlan, ReadItem
-    from converters.loading.rounds import Part
+    from converters.loading.rounds import ScheduledRead
 
 MIB = 1 << 20
 _ALIGNMENT = 64
@@ -68,15 +68,15 @@ class Choice:
 
 
 class Buffer(NamedTuple):
-    """Memory for the bytes of a fetch."""
+    """Memory for the bytes of an item."""
 
-    fetch: ReadItem
+    item: ReadItem
     memory: torch.Tensor
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Ranks that share fetches.
+    """Ranks that share items.
 
     Attributes:
         members: Their numbers.
@@ -88,7 +88,7 @@ class _Group:
     members: tuple[int, ...]
     data: Any
     health: Any
-    rounds: list[list[Part]]
+    rounds: list[list[ScheduledRead]]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Round:
     """A round of one group: `length` bytes of each member."""
 
     group: _Group
-    parts: list[Part]
+    reads: list[ScheduledRead]
     length: int
 
 
@@ -130,7 +130,7 @@ class Exchange:
                 health = ranks.group(members, "gloo") if self.backend == "nccl" else data
                 schedule = rounds(plan.groups[members], len(members), plan.tile_bytes)
                 self._groups.append(_Group(members, data, health, schedule))
-        self._rounds = [_Round(group, parts, _length(parts)) for group in self._groups for parts in group.rounds]
+        self._rounds = [_Round(group, reads, _length(reads)) for group in self._groups for reads in group.rounds]
         self._send: list[torch.Tensor] = []
         self._receive = torch.empty(0)
         self._next = 0  # the first round of which nothing was said
@@ -149,12 +149,12 @@ class Exchange:
         return self.backend == "nccl"
 
     def owned(self) -> set[tuple[str, Any]]:
-        """Keys of the shared fetches that this rank is to read."""
-        return {part.fetch.key for one in self._rounds for part in self._own_parts_of(one)}
+        """Keys of the shared items that this rank is to read."""
+        return {read.item.key for one in self._rounds for read in self._own_reads_of(one)}
 
     def shared(self) -> list[ReadItem]:
-        """All shared fetches."""
-        return [part.fetch for one in self._rounds for part in one.parts]
+        """All shared items."""
+        return [read.item for one in self._rounds for read in one.reads]
 
     # ------------------------------------------------------------------ rounds
 
@@ -168,19 +168,19 @@ class Exchange:
             self._send = [self._buffer(max(one.length for one in self._rounds)) for _ in range(2)]
             self._receive = self._buffer(max(one.length * len(one.group.members) for one in self._rounds))
 
-    def own_parts(self, number: int) -> list[Buffer]:
+    def own_reads(self, number: int) -> list[Buffer]:
         """What this rank is to read for a round, nothing behind the last; the one two before it must have been gathered."""
         if number >= len(self):
             return []
         send = self._send[number % 2]
-        parts = self._own_parts_of(self._rounds[number])
-        return [Buffer(part.fetch, send[part.at : part.at + part.fetch.nbytes]) for part in parts]
+        reads = self._own_reads_of(self._rounds[number])
+        return [Buffer(read.item, send[read.at : read.at + read.item.nbytes]) for read in reads]
 
     def gather(self) -> list[Buffer]:
-        """Exchanges the next round, of which this rank's parts are filled.
+        """Exchanges the next round, of which this rank's buffers are filled.
 
         Returns:
-            The parts of all members, filled; the memory is that of the next round, too.
+            The buffers of all members, filled; the memory is that of the next round, too.
 
         Raises:
             Elsewhere: Another rank of the group has failed.
@@ -191,12 +191,12 @@ class Exchange:
             raise Elsewhere("another rank of the job has failed")
         receive = self._receive[: one.length * len(one.group.members)]
         self._all_gather(receive, self._send[number % 2][: one.length], one.group)
-        own_bytes = sum(part.fetch.nbytes for part in self._own_parts_of(one))
-        self.bytes_received += sum(part.fetch.nbytes for part in one.parts) - own_bytes
+        own_bytes = sum(read.item.nbytes for read in self._own_reads_of(one))
+        self.bytes_received += sum(read.item.nbytes for read in one.reads) - own_bytes
         return [
-            Buffer(part.fetch, receive[begin : begin + part.fetch.nbytes])
-            for part in one.parts
-            for begin in (part.owner * one.length + part.at,)
+            Buffer(read.item, receive[begin : begin + read.item.nbytes])
+            for read in one.reads
+            for begin in (read.owner * one.length + read.at,)
         ]
 
     def abandon(self) -> None:
@@ -216,8 +216,8 @@ class Exchange:
             self._device.do(lambda: self._ranks.wait(group.data._allgather_base(receive, send), group.data))
             self._device.wait()
 
-    def _own_parts_of(self, one: _Round) -> list[Part]:
-        return [part for part in one.parts if one.group.members[part.owner] == self._ranks.rank]
+    def _own_reads_of(self, one: _Round) -> list[ScheduledRead]:
+        return [read for read in one.reads if one.group.members[read.owner] == self._ranks.rank]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return self._device.empty("uint8", (nbytes,)) if self.on_device else memory_for("uint8", (nbytes,), "cpu")
@@ -235,19 +235,19 @@ class Exchange:
 
     def measure(self, plan: LoadPlan, reader: Reader) -> Choice:
         """Whether to exchange, by reading and exchanging a little: the same answer on all ranks."""
-        shared = sum(fetch.nbytes for fetches in plan.groups.values() for fetch in fetches)
+        shared = sum(item.nbytes for items in plan.groups.values() for item in items)
         most = max(self._ranks.gathered(shared))
         if most < _WORTH:
             return Choice(False, f"ranks share {most / MIB:.1f} MiB at most, too little for an exchange")
-        read, nbytes = _reading_rate(plan, reader)
+        read_rate, nbytes = _reading_rate(plan, reader)
         times = [0.0, 0.0]
         send, receive = self._ranks.together(lambda: (self._buffer(_SAMPLE), self._buffer(_SAMPLE)))
         for group in self._groups:
-            total = sum(part.fetch.nbytes for parts in group.rounds for part in parts)
+            total = sum(read.item.nbytes for reads in group.rounds for read in reads)
             received = self._gathering_rate(group, send, receive)
-            times[0] += total / read
-            times[1] += max(total / len(group.members) / read, total / received)
-        rows = self._ranks.gathered((*times, read))
+            times[0] += total / read_rate
+            times[1] += max(total / len(group.members) / read_rate, total / received)
+        rows = self._ranks.gathered((*times, read_rate))
         every, once = (max(row[i] for row in rows) for i in (0, 1))
         rates = f"a rank reads {min(row[2] for row in rows) / 1e9:.2f} GB/s beside all others"
         reason = f"{rates}: reading all on every rank takes {every:.1f} s, once with {self.backend} {once:.1f} s"
@@ -267,20 +267,20 @@ class Exchange:
 
 def _reading_rate(plan: LoadPlan, reader: Reader) -> tuple[float, int]:
     """Bytes a second that this rank reads of what it shares, while all others do the same; and the bytes it has read."""
-    fetches = [fetch for shared in plan.groups.values() for fetch in shared]
-    wanted = min(_SAMPLE, sum(fetch.nbytes for fetch in fetches) // 100)
+    items = [item for shared in plan.groups.values() for item in shared]
+    wanted = min(_SAMPLE, sum(item.nbytes for item in items) // 100)
     sources, nbytes = Sources(reader, plan.sources, drop=False), 0
     begin = time.monotonic()
     # an error: the load itself will meet it, and say so to all ranks; here they wait for an answer
     with contextlib.suppress(DistckptError), contextlib.closing(Gatherer(sources)) as gatherer:
-        for fetch in fetches[:: max(1, len(fetches) // 7)]:
-            gatherer.gather(fetch.source, fetch.box)
-            nbytes += fetch.nbytes
+        for item in items[:: max(1, len(items) // 7)]:
+            gatherer.gather(item.source, item.box)
+            nbytes += item.nbytes
             if nbytes >= wanted:
                 break
     return nbytes / max(time.monotonic() - begin, 1e-6), nbytes
 
 
-def _length(parts: Sequence[Part]) -> int:
-    ends = max(part.at + part.fetch.nbytes for part in parts)
+def _length(reads: Sequence[ScheduledRead]) -> int:
+    ends = max(read.at + read.item.nbytes for read in reads)
     return int(-(-ends // _ALIGNMENT) * _ALIGNMENT)

@@ -1,11 +1,11 @@
-"""Moves the bytes of a load: threads read fetches onto a device, tensors come out as they are complete.
+"""Moves the bytes of a load: threads read items onto a device, tensors come out as they are complete.
 
     loading = Loading(plan, reader, device, threads=4)
     with loading:
         for name, tensor in loading.complete():
             ...
 
-A fetch goes straight into its tensor where its elements lie there in one piece and nothing happens to them; otherwise
+An item goes straight into its tensor where its elements lie there in one piece and nothing happens to them; otherwise
 through a buffer on the device, where it is cast, transposed and scattered. `ahead` bounds the bytes of tensors that are
 begun and not taken yet.
 """
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
     from converters.loading.exchange import Buffer
     from converters.loading.plan import CopyTo, LoadPlan, ReadItem
 
-    Task = Callable[[Gatherer, Lane], None]
+    Action = Callable[[Gatherer, Lane], None]
 
 
 @dataclass
 class _Allocated:
-    """A tensor with memory, in the shape that landings refer to.
+    """A tensor with memory, in the shape that a `CopyTo` refers to.
 
     Attributes:
         tensor: The memory.
         mark: When it may be written to.
-        left: Fetches that have yet to land in it.
+        missing: Items that have yet to be copied into it.
     """
 
     tensor: torch.Tensor
     mark: Any
-    left: int
+    missing: int
 
 
 class Loading:
@@ -67,13 +67,13 @@ class Loading:
         reader: The checkpoint.
         device: Where tensors go.
         threads: Number of threads.
-        shared: Fetches that are not these threads' own: they are read as `read` says, and come back to `scatter`.
-        joint: Whether the checksum of a fetch counts for the whole job.
+        shared: Items that are not these threads' own: they are read as `read` says, and come back to `scatter`.
+        joint: Whether the checksum of an item counts for the whole job.
         ahead: Bytes of tensors begun and not yet taken, above which no thread begins another while there is one to be
             taken; None for no limit.
         keep_cache: Leave what is read in the page cache.
         listener: Told about progress.
-        stop: Polled between fetches.
+        stop: Polled between items.
 
     Attributes:
         sources: What was read, and which records were checked.
@@ -88,7 +88,7 @@ class Loading:
         *,
         threads: int,
         shared: Collection[ReadItem] = (),
-        joint: Callable[[ReadItem], bool] = lambda fetch: True,
+        joint: Callable[[ReadItem], bool] = lambda item: True,
         ahead: int | None = None,
         keep_cache: bool = False,
         listener: Listener | None = None,
@@ -99,15 +99,15 @@ class Loading:
         self.sources = Sources(reader, plan.sources, sums=self.sums, drop=not keep_cache)
         self.failure: BaseException | None = None
         self._joint, self._ahead, self._listener, self._stop = joint, ahead, listener, stop
-        self._left = Counter(landing.target for fetch in plan.fetches for landing in fetch.landings)
+        self._missing = Counter(copy.target for item in plan.read_items for copy in item.copies)
         self._allocated: dict[str, _Allocated] = {}
         # what nothing stored fills is ready from the beginning
-        self._ready: deque[str] = deque(name for name in plan.pieces if name not in self._left)
+        self._ready: deque[str] = deque(name for name in plan.pieces if name not in self._missing)
         self._untaken, self._handed_over = 0, 0
-        elsewhere = {fetch.key for fetch in shared}
-        self._own = deque(fetch for fetch in plan.fetches if fetch.key not in elsewhere)
-        self._urgent: deque[Task] = deque()
-        self._silent = {fetch.key for fetch in self._own if not fetch.landings}  # no tensor waits for them
+        elsewhere = {item.key for item in shared}
+        self._own = deque(item for item in plan.read_items if item.key not in elsewhere)
+        self._urgent: deque[Action] = deque()
+        self._silent = {item.key for item in self._own if not item.copies}  # no tensor waits for them
         self._lock = threading.Condition()
         self._closed = False
         self._lane: Lane | None = None  # of the thread that calls `scatter`
@@ -168,7 +168,7 @@ class Loading:
             del tensor
 
     def read(self, buffers: Sequence[Buffer], *, on_device: bool) -> Callable[[], None]:
-        """Has threads fill buffers before they go on with their own fetches.
+        """Has threads fill buffers before they go on with their own items.
 
         Args:
             on_device: The buffers are the device's memory, not the host's.
@@ -176,20 +176,20 @@ class Loading:
         Returns:
             Waits until all are filled, and raises what went wrong in a thread.
         """
-        left, mark = {buffer.fetch.key for buffer in buffers}, self.device.mark()
+        unread, mark = {buffer.item.key for buffer in buffers}, self.device.mark()
 
-        def task(buffer: Buffer) -> Task:
-            fetch, memory = buffer
+        def fill_action(buffer: Buffer) -> Action:
+            item, memory = buffer
 
             def filled() -> None:
                 with self._lock:
-                    left.discard(fetch.key)
+                    unread.discard(item.key)
                     self._lock.notify_all()
 
             def fill(gatherer: Gatherer, lane: Lane) -> None:
-                read = self._reading(gatherer, fetch)
+                read = self._reading(gatherer, item)
                 if on_device:
-                    lane.run(read, fetch.nbytes, into=memory, done=filled, after=[mark])
+                    lane.run(read, item.nbytes, into=memory, done=filled, after=[mark])
                 else:
                     read(memory.numpy())
                     filled()
@@ -197,73 +197,73 @@ class Loading:
             return fill
 
         with self._lock:
-            self._urgent += [task(buffer) for buffer in buffers]
+            self._urgent += [fill_action(buffer) for buffer in buffers]
             self._lock.notify_all()
-        return lambda: self._wait(lambda: not left)
+        return lambda: self._wait(lambda: not unread)
 
     def scatter(self, buffers: Sequence[Buffer], *, on_device: bool) -> None:
         """Takes the bytes of filled buffers to the tensors that they are for; returns when all of it is done."""
         if on_device or self.device.unified:
-            for fetch, memory in buffers:
-                tensors = [self._allocate(landing.target).tensor for landing in fetch.landings]
-                self.device.do(functools.partial(self._scatter_fetch, fetch, memory, tensors))
+            for item, memory in buffers:
+                tensors = [self._allocate(copy.target).tensor for copy in item.copies]
+                self.device.do(functools.partial(self._scatter_item, item, memory, tensors))
             self.device.wait()
-            for fetch, _ in buffers:
-                self._landed(fetch)
+            for item, _ in buffers:
+                self._arrived(item)
             return
         if self._lane is None:
             self._lane = self.device.lane(self.plan.largest)
-        for fetch, memory in buffers:
-            self._move_fetch(self._lane, fetch, functools.partial(np.copyto, src=memory.numpy()))
+        for item, memory in buffers:
+            self._move_item(self._lane, item, functools.partial(np.copyto, src=memory.numpy()))
         self._lane.flush()
 
     # ------------------------------------------------------------------ from bytes to tensors
 
-    def _landed(self, fetch: ReadItem) -> None:
-        """Notes that a fetch is where it goes."""
+    def _arrived(self, item: ReadItem) -> None:
+        """Notes that an item is where it goes."""
         with self._lock:
-            for landing in fetch.landings:
-                begun = self._allocated[landing.target]
-                begun.left -= 1
-                if not begun.left:
-                    self._ready.append(landing.target)
-            self._silent.discard(fetch.key)
+            for copy in item.copies:
+                begun = self._allocated[copy.target]
+                begun.missing -= 1
+                if not begun.missing:
+                    self._ready.append(copy.target)
+            self._silent.discard(item.key)
             self._lock.notify_all()
         if self._listener is not None:
-            self._listener(Moved(fetch.nbytes))
+            self._listener(Moved(item.nbytes))
 
-    def _reading(self, gatherer: Gatherer, fetch: ReadItem) -> Callable[[NDArray[np.uint8]], None]:
-        """What fills host memory with the bytes of a fetch, for `Lane.run`."""
+    def _reading(self, gatherer: Gatherer, item: ReadItem) -> Callable[[NDArray[np.uint8]], None]:
+        """What fills host memory with the bytes of an item, for `Lane.run`."""
 
         def read(into: NDArray[np.uint8]) -> None:
-            self.sums.count(alone=not fetch.again, joint=not fetch.again and self._joint(fetch))
-            gatherer.gather(fetch.source, fetch.box, into)
+            self.sums.count(alone=not item.again, joint=not item.again and self._joint(item))
+            gatherer.gather(item.source, item.box, into)
 
         return read
 
-    def _move_fetch(self, lane: Lane, fetch: ReadItem, read: Callable[[NDArray[np.uint8]], None]) -> None:
-        """Takes the bytes of a fetch from `read` to where they go."""
-        begun = [self._allocate(landing.target) for landing in fetch.landings]
+    def _move_item(self, lane: Lane, item: ReadItem, read: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Takes the bytes of an item from `read` to where they go."""
+        begun = [self._allocate(copy.target) for copy in item.copies]
         marks = [one.mark for one in begun if one.mark is not None]
-        straight = self._direct_memory(fetch) if fetch.landings else None
+        straight = self._direct_memory(item) if item.copies else None
 
         def done() -> None:
-            self._landed(fetch)
+            self._arrived(item)
 
         if straight is not None:
-            lane.run(read, fetch.nbytes, into=straight, done=done, after=marks)
+            lane.run(read, item.nbytes, into=straight, done=done, after=marks)
         else:
             tensors = [one.tensor for one in begun]
             lane.run(
                 read,
-                fetch.nbytes,
-                put=lambda memory: self._scatter_fetch(fetch, memory, tensors),
+                item.nbytes,
+                put=lambda memory: self._scatter_item(item, memory, tensors),
                 done=done,
                 after=marks,
             )
 
     def _fail(self, error: BaseException) -> None:
-        """Notes that something went wrong; threads end after their fetch."""
+        """Notes that something went wrong; threads end after their item."""
         with self._lock:
             if self.failure is None:
                 self.failure = error
@@ -277,8 +277,8 @@ class Loading:
             gatherer = Gatherer(self.sources)
             lane = self.device.lane(self.plan.largest)
             try:
-                while (task := self._next_task(lane)) is not None:
-                    task(gatherer, lane)
+                while (action := self._next_action(lane)) is not None:
+                    action(gatherer, lane)
                 lane.flush()
             finally:
                 lane.close()
@@ -286,7 +286,7 @@ class Loading:
         except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
             self._fail(error)
 
-    def _next_task(self, lane: Lane) -> Task | None:
+    def _next_action(self, lane: Lane) -> Action | None:
         """The next thing to do; waits while there may be one. None: there will be none."""
         for patient in (False, True):
             with self._lock:
@@ -296,20 +296,20 @@ class Loading:
                     if self._urgent:
                         return self._urgent.popleft()
                     if self._own and self._may_begin(self._own[0]):
-                        fetch = self._own.popleft()
-                        for landing in fetch.landings:  # now, so that the next thread sees how much is begun
-                            self._allocate(landing.target)
-                        return lambda gatherer, lane: self._move_fetch(lane, fetch, self._reading(gatherer, fetch))
+                        item = self._own.popleft()
+                        for copy in item.copies:  # now, so that the next thread sees how much is begun
+                            self._allocate(copy.target)
+                        return lambda gatherer, lane: self._move_item(lane, item, self._reading(gatherer, item))
                     if not patient:
                         break
                     self._lock.wait(0.5)
             lane.flush()  # what is under way may be what others wait for
         return None
 
-    def _may_begin(self, fetch: ReadItem) -> bool:
-        if self._ahead is None or not self._ready:  # no tensor can be taken: go on in any order of fetches
+    def _may_begin(self, item: ReadItem) -> bool:
+        if self._ahead is None or not self._ready:  # no tensor can be taken: go on in any order of items
             return True
-        fresh = sum(self.plan.pieces[x.target].nbytes for x in fetch.landings if x.target not in self._allocated)
+        fresh = sum(self.plan.pieces[x.target].nbytes for x in item.copies if x.target not in self._allocated)
         return not fresh or self._untaken + fresh <= self._ahead
 
     def _unfinished(self) -> bool:
@@ -322,35 +322,35 @@ class Loading:
             if begun is None:
                 piece = self.plan.pieces[name]
                 tensor = self.device.empty(piece.dtype.name, piece.laid)
-                fills = piece.fills if name in self._left else [Box.whole(piece.laid)]
+                fills = piece.fills if name in self._missing else [Box.whole(piece.laid)]
                 if fills:
                     self.device.do(lambda: _zero(tensor, fills))
-                begun = self._allocated[name] = _Allocated(tensor, self.device.mark(), self._left[name])
+                begun = self._allocated[name] = _Allocated(tensor, self.device.mark(), self._missing[name])
                 self._untaken += piece.nbytes
             return begun
 
-    def _direct_memory(self, fetch: ReadItem) -> torch.Tensor | None:
-        """The bytes of the tensor that a fetch fills, if it fills them as they are read."""
+    def _direct_memory(self, item: ReadItem) -> torch.Tensor | None:
+        """The bytes of the tensor that an item fills, if it fills them as they are read."""
         import torch
 
-        landing, *more = fetch.landings
-        piece = self.plan.pieces[landing.target]
-        if more or landing.op is not Op.COPY or piece.dtype != self.plan.sources[fetch.source].dtype:
+        copy, *more = item.copies
+        piece = self.plan.pieces[copy.target]
+        if more or copy.op is not Op.COPY or piece.dtype != self.plan.sources[item.source].dtype:
             return None
-        first, length, outer = runs(landing.box, piece.laid)
+        first, length, outer = runs(copy.box, piece.laid)
         if outer:
             return None
-        flat = self._allocated[landing.target].tensor.reshape(-1)[first : first + length]
+        flat = self._allocated[copy.target].tensor.reshape(-1)[first : first + length]
         return flat.view(torch.uint8)
 
-    def _scatter_fetch(self, fetch: ReadItem, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Casts, transposes and scatters the bytes of a fetch into a tensor for each landing, on the device they are on."""
+    def _scatter_item(self, item: ReadItem, memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Casts, transposes and scatters the bytes of an item into a tensor for each copy, on the device they are on."""
         import torch
 
-        dtype = getattr(torch, self.plan.sources[fetch.source].dtype.name)
-        values = memory[: fetch.nbytes].view(dtype).view(fetch.box.shape)
-        for landing, tensor in zip(fetch.landings, tensors, strict=True):
-            _land(values, landing, tensor)
+        dtype = getattr(torch, self.plan.sources[item.source].dtype.name)
+        values = memory[: item.nbytes].view(dtype).view(item.box.shape)
+        for copy, tensor in zip(item.copies, tensors, strict=True):
+            _copy_into(values, copy, tensor)
 
 
 def _zero(tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
@@ -358,9 +358,9 @@ def _zero(tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
         tensor[box.slices].zero_()
 
 
-def _land(values: torch.Tensor, landing: CopyTo, tensor: torch.Tensor) -> None:
+def _copy_into(values: torch.Tensor, copy: CopyTo, tensor: torch.Tensor) -> None:
     """`tensor[box] = op(values)`, as the engine that writes files does it."""
-    if landing.op is Op.TRANSPOSE:
+    if copy.op is Op.TRANSPOSE:
         values = values.T
-    out = tensor[landing.box.slices]
-    apply(values.reshape(out.shape), out, landing.op)
+    out = tensor[copy.box.slices]
+    apply(values.reshape(out.shape), out, copy.op)

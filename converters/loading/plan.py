@@ -1,9 +1,9 @@
 """What is read in one go, and where it goes: the plan of a load. No I/O, no torch.
 
-A fetch is a box of a stored tensor with the places it goes to. Ranks that hold the same part of a tensor make the same
-fetches, because what they are follows from the layout alone: data-parallel replicas share nearly all of theirs,
-tensor-parallel ranks the norms. What a rank of a job reads is decided in `rank_plan`, how a group deals its fetches out in
-`rounds`.
+A `ReadItem` is a box of a stored tensor, with a `CopyTo` for each place it goes to. Ranks that need the same elements of
+a tensor have the same items, because what they are follows from the layout alone: data-parallel replicas share nearly all of
+theirs, tensor-parallel ranks the norms. What a rank of a job reads is decided in `rank_plan`, how a group deals its items
+out in `rounds`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from converters.box import Box, contiguous_tiles, find_overlap
 from converters.megatron.damage import refuse_damage
 from converters.planning.plan import prove
-from converters.planning.routes import landing
+from converters.planning.routes import target_box_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from converters.planning.plan import Copy, Drop, Op, Piece
 
 TILE = 8 << 20
-"""The largest fetch, in bytes."""
+"""The largest item, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class CopyTo:
-    """Where the elements of a fetch go: a box of a piece, in coordinates of its `laid` shape."""
+    """Where the elements of an item go: a box of a piece, in coordinates of its `laid` shape."""
 
     target: str
     box: Box
@@ -75,14 +75,14 @@ class ReadItem:
         source: Name of the stored tensor.
         box: In its coordinates.
         nbytes: Size.
-        landings: Where it goes; nowhere if it is read for the checksum of its record alone.
-        again: Another fetch of this rank reads some of the same elements, so its checksum does not count.
+        copies: Where it goes; nowhere if it is read for the checksum of its record alone.
+        again: Another item of this rank reads some of the same elements, so its checksum does not count.
     """
 
     source: str
     box: Box
     nbytes: int
-    landings: tuple[CopyTo, ...]
+    copies: tuple[CopyTo, ...]
     again: bool = False
 
     @property
@@ -98,16 +98,16 @@ class LoadPlan:
     Attributes:
         sources: The stored tensors it reads.
         pieces: What the caller gets, by key, in the order of the state dict.
-        fetches: What is read, in that order.
-        groups: For each set of two ranks or more that make the same fetches, this one among them, those fetches.
+        read_items: What is read, in that order.
+        groups: For each set of two ranks or more that have the same items, this one among them, those items.
         empty: Keys of modules' extra states, which hold no tensors: None in the state dict.
-        tile_bytes: The largest that a fetch of any rank may be.
+        tile_bytes: The largest that an item of any rank may be.
         notes: Sentences a person should read.
     """
 
     sources: Mapping[str, TensorInfo]
     pieces: Mapping[str, Piece]
-    fetches: Sequence[ReadItem]
+    read_items: Sequence[ReadItem]
     tile_bytes: int
     groups: Mapping[tuple[int, ...], Sequence[ReadItem]] = field(default_factory=dict)
     empty: Sequence[str] = ()
@@ -120,13 +120,13 @@ class LoadPlan:
 
     @cached_property
     def largest(self) -> int:
-        """Bytes of the largest fetch."""
-        return max((fetch.nbytes for fetch in self.fetches), default=1)
+        """Bytes of the largest item."""
+        return max((item.nbytes for item in self.read_items), default=1)
 
     @property
     def bytes_needed(self) -> int:
         """Bytes of stored elements that this rank needs."""
-        return sum(fetch.nbytes for fetch in self.fetches if fetch.landings)
+        return sum(item.nbytes for item in self.read_items if item.copies)
 
 
 def plan_pieces(
@@ -145,7 +145,7 @@ def plan_pieces(
     Args:
         tensors: What is stored.
         pieces: What the caller gets, by key, in the order of the state dict.
-        tile_bytes: The largest fetch.
+        tile_bytes: The largest item.
         catalog: The checkpoint's.
         drops: What of the tensors is left out; None if other ranks may have what this one lacks.
         beside: What is read with a piece for checksums alone; it goes nowhere.
@@ -163,30 +163,30 @@ def plan_pieces(
         if copy.source_box.volume:
             together.setdefault((copy.source, copy.source_box), []).append(copy)
     refuse_damage(catalog, {source for source, _ in together})
-    fetches: list[ReadItem] = []
+    read_items: list[ReadItem] = []
     groups: dict[tuple[int, ...], list[ReadItem]] = defaultdict(list)
     for (source, box), same_box in together.items():
         size = tensors[source].dtype.itemsize
         again = find_overlap([*boxes[source], box]) is not None if boxes[source] else False
         boxes[source].append(box)
-        parts = [box] if box.volume * size <= tile_bytes else contiguous_tiles(box, tile_bytes // size)
+        tiles = [box] if box.volume * size <= tile_bytes else contiguous_tiles(box, tile_bytes // size)
         items = [
             ReadItem(
                 source,
-                part,
-                part.volume * size,
+                tile,
+                tile.volume * size,
                 tuple(
-                    CopyTo(c.target, c.target_box if part is box else landing(c, part), c.op)
+                    CopyTo(c.target, c.target_box if tile is box else target_box_of(c, tile), c.op)
                     for c in same_box
                     if c.target
                 ),
                 again,
             )
-            for part in parts
+            for tile in tiles
         ]
-        fetches += items
+        read_items += items
         ranks = () if peers is None else tuple(sorted(peers[source, box]))
         if len(ranks) > 1:
             groups[ranks] += items
     sources = {name: tensors[name] for name in boxes}
-    return LoadPlan(sources, pieces, fetches, tile_bytes, dict(sorted(groups.items())))
+    return LoadPlan(sources, pieces, read_items, tile_bytes, dict(sorted(groups.items())))

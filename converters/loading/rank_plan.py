@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 _SMALLEST = MIB
-_MOST_GATHERED = 128 * MIB  # for which fetches are made smaller, down to a mebibyte
+_MOST_GATHERED = 128 * MIB  # for which items are made smaller, down to a mebibyte
 _LITTLE = 100  # one row in so many may be read for a checksum alone
 _FP8 = (
     "FP8 scaling factors and their histories are not loaded: TransformerEngine would execute what stands in the file; "

@@ -106,7 +106,7 @@ class PreparedLoad:
         in_job: bool = False,
     ) -> None:
         self._begin, self._finished = time.monotonic(), True
-        self._counted = self._joint = 0
+        self._reported_bytes = self._joint = 0
         self._options, self._rank, self.report = options, rank, LoadReport(rank)
         self._ranks: JobRanks | None = None
         with contextlib.ExitStack() as stack:
@@ -163,7 +163,7 @@ class PreparedLoad:
         """Bytes of host memory for buffers."""
         return self._device.budget if self._options.max_memory is None else self._options.max_memory
 
-    def _count_threads(self) -> int:
+    def _threads_that_fit(self) -> int:
         """How many threads read, after making sure that everything fits.
 
         Raises:
@@ -205,28 +205,28 @@ class PreparedLoad:
 
     def _make_loading(self) -> Loading:
         """The threads, not begun yet; the buffers of the exchange exist, too, before anything is read."""
-        threads, exchange, options = self._count_threads(), self._exchange, self._options
+        threads, exchange, options = self._threads_that_fit(), self._exchange, self._options
         if exchange is not None:
             exchange.allocate()
-        counted = self._counted_fetches()
+        summed_here = self._keys_summed_here()
         return Loading(
             self._plan,
             self._reader,
             self._device,
             threads=threads,
             shared=exchange.shared() if exchange is not None else (),
-            joint=lambda fetch: fetch.key in counted,
+            joint=lambda item: item.key in summed_here,
             ahead=options.ahead,
             keep_cache=self._ranks is not None and exchange is None,
             listener=options.listener,
             stop=options.stop,
         )
 
-    def _counted_fetches(self) -> set[Any]:
-        """Keys of the fetches that count for this rank when the job's checksums are put together."""
+    def _keys_summed_here(self) -> set[Any]:
+        """Keys of the items whose checksums this rank contributes when the job's checksums are put together."""
         plan = self._plan
-        shared = {fetch.key: members for members, fetches in plan.groups.items() for fetch in fetches}
-        unshared = {fetch.key for fetch in plan.fetches if fetch.key not in shared}
+        shared = {item.key: members for members, items in plan.groups.items() for item in items}
+        unshared = {item.key for item in plan.read_items if item.key not in shared}
         if self._exchange is not None:
             return unshared | self._exchange.owned()
         return unshared | {key for key, members in shared.items() if members[0] == self._rank}
@@ -273,9 +273,9 @@ class PreparedLoad:
     def _arriving(self) -> Iterator[tuple[str, Any]]:
         loading, exchange = self._loading, self._exchange
         if exchange is not None:
-            wait = loading.read(exchange.own_parts(0), on_device=exchange.on_device)
+            wait = loading.read(exchange.own_reads(0), on_device=exchange.on_device)
             for number in range(len(exchange)):
-                wait_next = loading.read(exchange.own_parts(number + 1), on_device=exchange.on_device)
+                wait_next = loading.read(exchange.own_reads(number + 1), on_device=exchange.on_device)
                 wait()
                 loading.scatter(exchange.gather(), on_device=exchange.on_device)
                 yield from loading.ready()
@@ -286,19 +286,19 @@ class PreparedLoad:
         """Makes a failure everybody's, or checks what no rank has read whole; leaves the job."""
         self._finished = True
         with self._leave_job:
-            self._count()
+            self._update_report()
             if self._exchange is not None:
                 if failure is not None:
                     with contextlib.suppress(DistckptError):  # others may be gone
                         self._exchange.abandon()
                 self._exchange.close()
             self._settle(failure)
-            self._count()
+            self._update_report()
 
-    def _count(self) -> None:
+    def _update_report(self) -> None:
         report, sources = self.report, self._loading.sources
-        report.bytes_read += sources.bytes_read - self._counted
-        self._counted = sources.bytes_read
+        report.bytes_read += sources.bytes_read - self._reported_bytes
+        self._reported_bytes = sources.bytes_read
         report.records_checked = sources.records_checked + self._joint
         report.bytes_received = 0 if self._exchange is None else self._exchange.bytes_received
         report.seconds = time.monotonic() - self._begin

@@ -1,10 +1,10 @@
 """A plan made concrete: which tile of which source goes to which range of which output file.
 
 A tile is a box of one source tensor, contiguous in C order, small enough to be held in memory. Reading a tile gathers it
-from the stored pieces; writing it scatters it to all places its elements go to. Both sides are long contiguous ranges in
+from the stored chunks; writing it scatters it to all places its elements go to. Both sides are long contiguous ranges in
 nearly every conversion, whichever axis the checkpoint was split along:
 
-    pieces in the source files          tile = rows a..b             places in the output files
+    chunks in the source files          tile = rows a..b             places in the output files
     +---------+---------+               +-----------------+          q_proj  [#####............]
     | tp 0    | tp 1    |   gather ->   | rows a..b, full |  ->      k_proj  [##...............]
     |#########|#########|               | width           | scatter  v_proj  [##...............]

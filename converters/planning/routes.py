@@ -40,22 +40,22 @@ class Move:
     """Where some elements of a tile go.
 
     Attributes:
-        part: The elements, in the source's coordinates.
+        source_box: The elements, in the source's coordinates.
         file: Position of the output file.
         offset: First byte there of the array that receives them.
         shape: Shape of that array, stored in C order.
-        landing: The elements in its coordinates.
+        target_box: The elements in its coordinates.
         dtype: Its element type.
         op: What happens on the way.
         record: Number of the output record whose checksum they belong to; -1 for none.
         base: Bytes of that record's payload before the array.
     """
 
-    part: Box
+    source_box: Box
     file: int
     offset: int
     shape: tuple[int, ...]
-    landing: Box
+    target_box: Box
     dtype: DType
     op: Op = Op.COPY
     record: int = -1
@@ -136,11 +136,13 @@ class CopyRoutes:
     def reached(self, source: str, box: Box) -> Iterator[Move]:
         """See `Routes`."""
         for number, copy in self.copies.get(source, ()):
-            part = copy.source_box.intersect(box) if box.shape else box
-            if part is not None:
+            taken = copy.source_box.intersect(box) if box.shape else box
+            if taken is not None:
                 piece, location = self.pieces[number], self.locations[number]
                 array = (location.file, location.offset, piece.laid)
-                yield Move(part, *array, landing(copy, part), piece.dtype, copy.op, location.record, location.base)
+                yield Move(
+                    taken, *array, target_box_of(copy, taken), piece.dtype, copy.op, location.record, location.base
+                )
 
     def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
         """See `Routes`."""
@@ -166,13 +168,13 @@ def total(moves: Iterable[Move]) -> tuple[set[int], int]:
     files, nbytes = set(), 0
     for move in moves:
         files.add(move.file)
-        nbytes += move.landing.volume * move.dtype.itemsize
+        nbytes += move.target_box.volume * move.dtype.itemsize
     return files, nbytes
 
 
-def landing(copy: Copy, part: Box) -> Box:
-    """Where elements `part` of a copy's source go, in the target's coordinates."""
-    inner = part.relative_to(copy.source_box.start)
+def target_box_of(copy: Copy, box: Box) -> Box:
+    """Where a box of a copy's source goes, in the target's coordinates."""
+    inner = box.relative_to(copy.source_box.start)
     if copy.op is Op.SCALES:
         grid = Box(*(tuple(n // SCALE_BLOCK for n in numbers) for numbers in (inner.start, inner.shape)))
         return grid.shifted(copy.target_box.start)

@@ -51,7 +51,7 @@ class TaskTable:
 
     Attributes:
         source: (tiles,) position of the tile's source among the job's.
-        piece: (tiles,) which of that source's tiles it is.
+        tile: (tiles,) which of that source's tiles it is.
         ends: (tasks,) one past the last tile of each task.
         nbytes: (tasks,) bytes it writes.
         files: Positions of the output files it writes to, those of one task after those of another.
@@ -59,7 +59,7 @@ class TaskTable:
     """
 
     source: NDArray[Any]
-    piece: NDArray[Any]
+    tile: NDArray[Any]
     ends: NDArray[Any]
     nbytes: NDArray[Any]
     files: NDArray[Any]
@@ -69,7 +69,7 @@ class TaskTable:
     def make(cls, sources: Mapping[str, TensorInfo], routes: Routes, tile_bytes: int) -> TaskTable:
         """Cuts the sources into tiles and puts small ones together, in order; the same for any number of workers."""
         source: list[int] = []
-        piece: list[int] = []
+        tile: list[int] = []
         ends: list[int] = []
         nbytes: list[int] = []
         listed: list[int] = []
@@ -92,13 +92,13 @@ class TaskTable:
                     close()
                     files, task_bytes, written = set(), 0, 0
                 source.append(position)
-                piece.append(number)
+                tile.append(number)
                 task_bytes += size
                 files.update(reached)
                 written += output_bytes
         if task_bytes:
             close()
-        columns = (source, piece, ends, nbytes, listed, file_ends)
+        columns = (source, tile, ends, nbytes, listed, file_ends)
         return cls(*(np.asarray(c, np.int64 if c is nbytes else np.int32) for c in columns))
 
 
@@ -121,11 +121,11 @@ class Tasks(LazySequence[Task]):
             slice(int(ends[number - 1]) if number else 0, int(ends[number])) for ends in (table.ends, table.file_ends)
         )
         task_tiles = []
-        for position, piece in zip(table.source[tiles].tolist(), table.piece[tiles].tolist(), strict=True):
+        for position, tile in zip(table.source[tiles].tolist(), table.tile[tiles].tolist(), strict=True):
             name = self._names[position]
             tensor = self._sources[name]
             boxes = _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes, tensor.unit)
-            task_tiles.append(Tile(name, boxes[piece][0]))
+            task_tiles.append(Tile(name, boxes[tile][0]))
         return Task(number, tuple(task_tiles), frozenset(table.files[files].tolist()), int(table.nbytes[number]))
 
 

@@ -26,7 +26,7 @@ from converters.models.text_part import text_part
 from converters.param_order import trainable
 from converters.pickles import Global, Obj
 from converters.planning.plan import Op
-from converters.planning.routes import landing
+from converters.planning.routes import target_box_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -128,16 +128,16 @@ def seen(
 
 
 def _view_chunk(chunk: Chunk, copy: Copy, scaled: bool) -> Iterator[Chunk]:
-    """A stored piece of a copy's source, as a piece of its target.
+    """A chunk of a copy's source, as a chunk of its target.
 
     Args:
-        scaled: The piece keeps its place in the stored array, for its elements have scales there.
+        scaled: The chunk keeps its place in the stored array, for its elements have scales there.
     """
-    part: Box | None = chunk.box.intersect(copy.source_box)
-    if part is None:
+    taken: Box | None = chunk.box.intersect(copy.source_box)
+    if taken is None:
         return
-    inside, shape = chunk.stored(part)
-    box, base = landing(copy, part), chunk.base
+    inside, shape = chunk.stored(taken)
+    box, base = target_box_of(copy, taken), chunk.base
     while len(shape) > len(box.shape) and inside.shape[0] == 1 and not scaled:  # one expert of all
         base += inside.start[0] * math.prod(shape[1:])
         inside, shape = Box(inside.start[1:], inside.shape[1:]), shape[1:]

@@ -69,7 +69,7 @@ def broken(how):
         def land(*_):
             raise ZeroDivisionError("the disk is on fire")
 
-        return mock.patch("converters.loading.moving._land", land)
+        return mock.patch("converters.loading.moving._copy_into", land)
     if how == "allocate":  # the exchange's buffers
 
         def memory_for(*_, **__):

@@ -206,16 +206,16 @@ def test_each_byte_is_read_once_and_every_rank_has_all_of_its_own(four, name):
         plan = plan_load(
             reader, layout, rank, LoadOptions(names=options.get("names", "megatron"), optimizer="optimizer" in options)
         )
-        needed |= {(fetch.key, fetch.nbytes) for fetch in plan.fetches}
-        for fetch in plan.fetches:
-            if weight := plan.sources[fetch.source].rounds_to:
-                common = fetch.box.intersect(Box.whole(weight.shape))
-                needed.add((("beside", *fetch.key), common.volume * weight.dtype.itemsize if common else 0))
+        needed |= {(item.key, item.nbytes) for item in plan.read_items}
+        for item in plan.read_items:
+            if weight := plan.sources[item.source].rounds_to:
+                common = item.box.intersect(Box.whole(weight.shape))
+                needed.add((("beside", *item.key), common.volume * weight.dtype.itemsize if common else 0))
         assert not row["threads"]
         assert row["group"] == bool(case.get("existing"))
     read = [row["report"]["bytes_read"] for row in rows]
     assert sum(read) == sum(nbytes for _, nbytes in needed)
-    if name in ("dp4", "hf"):  # shares that differ by one fetch at the most
+    if name in ("dp4", "hf"):  # shares that differ by one item at the most
         assert max(read) - min(read) <= max(nbytes for _, nbytes in needed)
 
 
@@ -468,30 +468,30 @@ def test_ranks_need_a_place_to_meet(big, monkeypatch):
 # ---------------------------------------------------------------------- dealing out
 
 
-def fetches(sizes):
+def read_items(sizes):
     return [ReadItem(f"t{n}", Box((0,), (size,)), size, ()) for n, size in enumerate(sizes)]
 
 
 @pytest.mark.parametrize("members", [2, 3, 8])
-def test_fetches_are_dealt_out_evenly_and_fit(members):
+def test_items_are_dealt_out_evenly_and_fit(members):
     sizes = [8 << 20] * 37 + [1 << 20] * 50 + [4096] * 200
-    made = rounds(fetches(sizes), members, 8 << 20)
-    dealt = [part for parts in made for part in parts]
-    assert sorted(part.fetch.nbytes for part in dealt) == sorted(sizes)
-    shares = [sum(part.fetch.nbytes for part in dealt if part.owner == owner) for owner in range(members)]
+    made = rounds(read_items(sizes), members, 8 << 20)
+    dealt = [read for parts in made for read in parts]
+    assert sorted(read.item.nbytes for read in dealt) == sorted(sizes)
+    shares = [sum(read.item.nbytes for read in dealt if read.owner == owner) for owner in range(members)]
     assert max(shares) - min(shares) <= 8 << 20
     for parts in made:
         for owner in range(members):
-            mine = sorted((part.at, part.fetch.nbytes) for part in parts if part.owner == owner)
+            mine = sorted((read.at, read.item.nbytes) for read in parts if read.owner == owner)
             assert all(at + size <= following for (at, size), (following, _) in itertools.pairwise(mine))
             assert sum(size for _, size in mine) <= max(8 << 20, (32 << 20) // members)
-    full = [sum(part.fetch.nbytes for part in parts) for parts in made[:-1]]
+    full = [sum(read.item.nbytes for read in parts) for parts in made[:-1]]
     assert min(full) >= 8 << 20  # batches worth a collective
 
 
-def test_the_order_of_fetches_does_not_matter():
+def test_the_order_of_items_does_not_matter():
     sizes = [5 << 20, 1 << 20, 8 << 20, 64, 3 << 20]
-    assert rounds(fetches(sizes), 3, 8 << 20) == rounds(fetches(sizes)[::-1], 3, 8 << 20)
+    assert rounds(read_items(sizes), 3, 8 << 20) == rounds(read_items(sizes)[::-1], 3, 8 << 20)
 
 
 def test_groups_are_the_same_seen_from_every_member():

@@ -24,7 +24,7 @@ from converters.models import ARCHITECTURES, nemotron_nas, rules
 from converters.models.left_out import LEFT_OUT
 from converters.models.stated import NEUTRAL
 from converters.planning.plan import Op
-from converters.planning.routes import landing
+from converters.planning.routes import target_box_of
 from converters.write import imported as imported_module
 from converters.write.import_hf import plan_import
 from harness import import_cases as cases
@@ -125,7 +125,7 @@ def parts_exchanged(self, out, source, target):
 
 def neighbours_exchanged(copy, part):
     """Gate for the other half."""
-    found = landing(copy, part)
+    found = target_box_of(copy, part)
     rows = copy.target_box.shape[0]
     if not copy.target.endswith("linear_fc1.weight"):
         return found
@@ -135,7 +135,7 @@ def neighbours_exchanged(copy, part):
 
 def heads_exchanged(copy, part):
     """The first two pieces of a fused projection, each in the place of the other."""
-    found = landing(copy, part)
+    found = target_box_of(copy, part)
     start = copy.target_box.start[0]
     if not copy.target.endswith("linear_qkv.weight") or start not in (0, 5):
         return found
@@ -180,7 +180,7 @@ def test_one_mutated_rule_is_seen(name, rule, hf, tmp_path, monkeypatch):
     elif rule == "joined":
         monkeypatch.setattr(rules.Joined, "emit", parts_exchanged)
     elif rule == "halves":
-        monkeypatch.setattr(imported_module, "landing", neighbours_exchanged)
+        monkeypatch.setattr(imported_module, "target_box_of", neighbours_exchanged)
     elif rule == "matrices":
         monkeypatch.setattr(nemotron_nas, "_LINEAR_ATTENTION", (nemotron_nas._LINEAR_ATTENTION[0], TurnedMatrix()))
     elif rule == "groups":
@@ -188,7 +188,7 @@ def test_one_mutated_rule_is_seen(name, rule, hf, tmp_path, monkeypatch):
     elif rule == "qkv":
         monkeypatch.setattr(rules, "_qkv_rows", swapped_qkv)
     else:
-        monkeypatch.setattr(imported_module, "landing", heads_exchanged)
+        monkeypatch.setattr(imported_module, "target_box_of", heads_exchanged)
     imported(hf(name), tmp_path / "job")
     assert wrong_places(name, hf(name), tmp_path / "job") != []
 

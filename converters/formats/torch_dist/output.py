@@ -26,7 +26,7 @@ from converters.formats.dcp.stored import StoredTensor
 from converters.formats.torch_dist.columns import Columns, stack
 from converters.planning.job import OutputFile, Slice
 from converters.planning.plan import Op
-from converters.planning.routes import CopyRoutes, Location, Move, landing, total
+from converters.planning.routes import CopyRoutes, Location, Move, target_box_of, total
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -128,11 +128,11 @@ class TorchDistOutput:
             cut, first = columns.arrays[columns.array[number]].cut, int(columns.first[number])
             for record, (piece, layout) in enumerate(zip(cut.pieces, cut.layouts, strict=True), first):
                 for copy in piece.copies:
-                    part = copy.source_box.intersect(box) if box.shape else box
-                    if part is not None:
+                    taken = copy.source_box.intersect(box) if box.shape else box
+                    if taken is not None:
                         file, start = self._where(record)
                         array = (file, start + len(layout.prefix), piece.shape)
-                        yield Move(part, *array, landing(copy, part), piece.dtype, record=record)
+                        yield Move(taken, *array, target_box_of(copy, taken), piece.dtype, record=record)
         yield from self._in_buckets.reached(source, box)
 
     def touched(self, source: str, box: Box) -> tuple[Iterable[int], int]:
