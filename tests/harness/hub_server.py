@@ -41,6 +41,7 @@ class Hub:
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or a body waits 40 ms for the client to acknowledge the headers
     hub: Hub
     url = ""
 

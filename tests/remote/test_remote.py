@@ -51,6 +51,12 @@ def url(uploaded, proxy):
     return uploaded(LLAMA)
 
 
+@pytest.fixture
+def alone(server, proxy):
+    """The same with nothing beside it, for `ls`, which looks into all that is."""
+    return remote_stores.upload(server, GOLDEN / LLAMA, f"alone/{LLAMA}")
+
+
 # ---------------------------------------------------------------------- addresses
 
 
@@ -181,12 +187,17 @@ def test_commands_that_write(command, url, tmp_path):
     assert run(argv(url), tmp_path / "remote") == run(argv(str(GOLDEN / LLAMA)), tmp_path / "disk")
 
 
-def test_commands_that_read(url, capsys):
-    for argv in (["inspect", url], ["inspect", url, "--files"], ["verify", url], ["show", url, "output_layer.weight"]):
+def test_commands_that_read(alone, capsys):
+    for argv in (
+        ["inspect", alone],
+        ["inspect", alone, "--files"],
+        ["verify", alone],
+        ["show", alone, "output_layer.weight"],
+    ):
         assert main(argv) == 0, argv
-    assert main(["ls", url.rpartition("/")[0]]) == 0
-    assert url in capsys.readouterr().out
-    assert main(["diff", url, str(GOLDEN / LLAMA)]) == 0
+    assert main(["ls", alone.rpartition("/")[0]]) == 0
+    assert alone in capsys.readouterr().out
+    assert main(["diff", alone, str(GOLDEN / LLAMA)]) == 0
     assert "identical in everything" in capsys.readouterr().out
 
 
@@ -317,11 +328,11 @@ def test_a_bad_network_changes_nothing(command, url, uploaded, proxy, tmp_path):
     assert there == here
 
 
-def test_what_is_said_on_a_bad_network(url, proxy, capsys):
+def test_what_is_said_on_a_bad_network(alone, proxy, capsys):
     """Of the commands that read, the answers do not change, either."""
     lines = (
-        ["inspect", url, "--json"], ["inspect", url, "--files"], ["verify", url], ["ls", url.rpartition("/")[0]],
-        ["show", url, "output_layer.weight", "--json"], ["diff", url, str(GOLDEN / LLAMA)],
+        ["inspect", alone, "--json"], ["inspect", alone, "--files"], ["verify", alone], ["ls", alone.rpartition("/")[0]],
+        ["show", alone, "output_layer.weight", "--json"], ["diff", alone, str(GOLDEN / LLAMA)],
     )  # fmt: skip
     answers = []
     for faults in ({}, {"fail": 4, "cut": 5}):
