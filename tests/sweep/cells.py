@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,26 @@ _SMALL = (
 _EXPERTS = " --moe-ffn-hidden-size 24"
 _MAMBA = " --num-layers 4 --mamba-num-heads 8"
 _MLA = _SMALL.replace("--num-layers 2 ", "").replace("--num-query-groups 2 ", "")
+_BLOCKS = [
+    {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}},
+    {"attention": {"n_heads_in_group": None, "no_op": True}, "ffn": {"ffn_mult": 20.0}},
+    {
+        "attention": {"n_heads_in_group": None, "replace_with_linear": True},
+        "ffn": {"ffn_mult": None, "replace_with_linear": True},
+    },
+    {"attention": {"n_heads_in_group": None, "num_query_groups": 4}, "ffn": {"ffn_mult": None, "no_op": True}},
+]
+_UNEVEN = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "hidden_act": "silu",
+    "rope_theta": 10000,
+    "rope_scaling": {"factor": 8.0},
+    "tie_word_embeddings": False,
+    "block_configs": _BLOCKS,
+}
+_COMPACT = json.dumps(_UNEVEN, separators=(",", ":"))  # one word of a command line
 _BIASED = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 128"
 
 
@@ -45,6 +66,14 @@ MODELS = {
     "gdn": Model("gdn", _SMALL + " --kv-channels 8", _TP2, _PP2, _NEW),
     "gdn_moe": Model("gdn_moe", _SMALL + " --kv-channels 8" + _EXPERTS, _TP2EP2, _PP2, _NEW),
     "latent": Model("latent", _SMALL + _EXPERTS, _TP2EP2, _PP2, _NEW),
+    "uneven": Model(
+        "llama",
+        f"{_SMALL} --num-layers 4 --use-rotary-position-embeddings --use-rope-scaling "
+        f"--heterogeneous-layers-config-path none --heterogeneous-layers-config-encoded-json {_COMPACT}",
+        _TP2,
+        _PP2,
+        _NEW,
+    ),
     "gateattn": Model("gateattn", _SMALL, _TP2, _PP2, _NEW),
     "mla": Model("deepseek", _MLA, _TP2EP2, _PP2),
     "mla_mtp": Model("deepseek_mtp", _MLA, _TP2EP2, _PP2),
