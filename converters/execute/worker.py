@@ -12,7 +12,7 @@ from converters.box import run_starts, runs
 from converters.crc import crc32
 from converters.errors import RequestError
 from converters.execute.disk import os_trouble, trouble_with, write_at
-from converters.io.cast import Caster, lost_in_fp16, pinned
+from converters.io.cast import LARGEST, Caster, lost_in_cast, pinned
 from converters.io.gather import Gatherer, OpenFiles
 from converters.io.quantize import Loss, quantized
 from converters.planning.plan import Op
@@ -130,13 +130,12 @@ class TileWriter:
             into = self._gatherer.scratch(values.size * move.dtype.itemsize)
             stored = values
             values = self._caster.cast(values, info.dtype, move.dtype, op, into)
-            too_large, too_small = (0, 0)
-            if move.dtype.name == "float16":
-                too_large, too_small = lost_in_fp16(stored, info.dtype, values)
+            too_large, too_small = lost_in_cast(stored, info.dtype, values, move.dtype)
             if too_large:
+                limit = f"{move.dtype.name}, whose largest number is {LARGEST[move.dtype.name]}"
                 raise RequestError(
-                    f"{tile.source}: {too_large:,} elements are too large for float16, whose largest number is 65,504",
-                    hint="--dtype bf16 or fp32, or leave --dtype out",
+                    f"{tile.source}: {too_large:,} elements are too large for {limit}",
+                    hint=f"--dtype {'bf16 or ' if move.dtype.name == 'float16' else ''}fp32, or leave --dtype out",
                     tensor=tile.source,
                 )
             if op not in (Op.ADD_ONE, Op.SUBTRACT_ONE):

@@ -67,23 +67,29 @@ def _quieten(out: torch.Tensor) -> None:
             block.masked_fill_(nans, float("nan"))
 
 
-def lost_in_fp16(elements: NDArray[Any], source: DType, result: NDArray[Any]) -> tuple[int, int]:
-    """How many finite numbers have become infinite in fp16, whose largest is 65,504, and how many have become zero.
+LARGEST = {"float16": "65,504", "bfloat16": "3.39e38"}
+"""The largest number of the types that a cast may overflow."""
+
+
+def lost_in_cast(elements: NDArray[Any], source: DType, result: NDArray[Any], target: DType) -> tuple[int, int]:
+    """How many finite numbers have become infinite in fp16 or bf16, and how many have become zero in fp16.
 
     Args:
         elements: The bits that were cast, of bf16 or fp32; those of other types are not looked at.
         source: Their type.
-        result: The bits of fp16 that they became, in the same shape.
+        result: The bits that they became, in the same shape.
+        target: Their type; none but fp16 and bf16 loses anything.
     """
-    if source.name not in _MASKS:
+    if source.name not in _MASKS or target.name not in LARGEST or source.name == target.name:
         return 0, 0
+    infinity, narrow = _MASKS["bfloat16"][0] if target.name == "bfloat16" else 0x7C00, target.name == "float16"
     too_large, too_small = 0, 0
     exponent, magnitude = _MASKS[source.name]
     for before, after in _blocks(elements, result):
-        infinite, zero = (after & 0x7FFF) == 0x7C00, (after & 0x7FFF) == 0
+        infinite = (after & 0x7FFF) == infinity
         if infinite.any():
             too_large += int(np.count_nonzero(infinite & ((before & exponent) != exponent)))
-        if zero.any():
+        if narrow and (zero := (after & 0x7FFF) == 0).any():
             too_small += int(np.count_nonzero(zero & ((before & magnitude) != 0)))
     return too_large, too_small
 

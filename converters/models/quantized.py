@@ -197,6 +197,13 @@ def _method(stated: Any) -> _Method:
     name = stated.get("quant_method")
     if name == "fp8" and stated.get("fmt", "e4m3") == "e4m3":
         return _blocks("FP8", "weight_scale_inv", stated.get("weight_block_size"))
+    for beside in ("transform_config", "sparsity_config"):
+        section = stated.get(beside)
+        if section and not (isinstance(section, Mapping) and section.get("format") == "dense"):
+            raise RequestError(
+                f"config.json: {KEY} has a {beside}: the stored weights are not those that the model computes with",
+                hint="name the folder of the model in bf16",
+            )
     if name == "compressed-tensors" and stated.get("format") in ("float-quantized", "naive-quantized"):
         groups = stated.get("config_groups")
         kinds = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []

@@ -166,7 +166,11 @@ def find_departures(model: Model, args: ModelArgs, config: Mapping[str, Any]) ->
     skipped = {*NEUTRAL, *_ROPE, *_PATTERN, *_ROUNDING}
     if config.get("use_sliding_window") is False:
         skipped |= set(_WINDOW)
-    out = []
+    # of no class, but read by transformers' masks for all of them
+    out = ["is_causal is False; Megatron-LM's masks are causal"] if config.get("is_causal") is False else []
+    groups, experts, chosen = args.moe_num_groups or 1, args.num_experts or 0, args.moe_topk or 0
+    if experts and (chosen > experts or experts % groups or (groups > 1 and experts // groups < 2)):
+        out.append(f"{experts} experts in {groups} groups, {chosen} chosen for each token: no router can do that")
     for key in sorted({*class_keys(model.name), *written} - skipped):
         if key not in config or key not in ours:
             continue

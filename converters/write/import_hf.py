@@ -229,6 +229,8 @@ def _model(catalog: Catalog) -> Model:
             hint="name the folder that config.json lies in, with the weights",
         )
     kind = config.get("model_type")
+    if kind == "mistral" and "layer_types" in config:
+        kind = "ministral"  # as transformers' AutoConfig does
     architecture = of_type(kind) or _of_class(config.get("architectures"))
     if architecture is None:
         if isinstance(kind, str) and kind in LEFT_OUT:

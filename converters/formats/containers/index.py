@@ -10,7 +10,7 @@ from converters.errors import FormatError
 from converters.formats.broken import damaged_file
 from converters.formats.folder import exists
 from converters.formats.plain_json import read_json
-from converters.names import listed, printable
+from converters.names import listed, printable, quoted
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -42,6 +42,13 @@ def read_index(folder: Path, name: str, ending: str) -> dict[str, list[str]]:
                 tensor=tensor,
             )
         shards.setdefault(shard, []).append(tensor)
+    single = name.removesuffix(".index.json")
+    if single not in shards and exists(folder / single):
+        raise FormatError(
+            f"{printable(str(folder))} holds {single} and {name}, whose shards are other files: "
+            "transformers takes the first, other programs the second",
+            hint=f"remove the one that is not the model, or name a file: {quoted(folder / single)}",
+        )
     missing = [shard for shard in shards if not exists(folder / shard)]
     if missing:
         count = sum(len(shards[shard]) for shard in missing)
