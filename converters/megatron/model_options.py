@@ -122,12 +122,13 @@ def _read_blocks(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     text, heads, hidden = options.get(ENCODED), facts.values.get("num_attention_heads"), facts.values.get("hidden_size")
     if not text:
         if path := options.get("heterogeneous_layers_config_path"):
-            facts.unknown.append(
-                f"{label}.heterogeneous_layers_config_path is {path!r:.80}, and {ENCODED} is not stated"
-            )
+            name = repr(path)[:80] if isinstance(path, str) else "no text"  # a hostile graph has no end as text
+            facts.unknown.append(f"{label}.heterogeneous_layers_config_path is {name}, and {ENCODED} is not stated")
         return
     try:
-        blocks = read_blocks(str(text), heads or 0, hidden or 0)
+        if not isinstance(text, str):
+            raise ValueError("is no text")
+        blocks = read_blocks(text, heads or 0, hidden or 0)
     except ValueError as error:
         facts.unknown.append(f"{label}.{ENCODED} {error}")
         return

@@ -268,8 +268,8 @@ def test_experts_over_another_tensor_parallel_size_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"optimizer": "dp_reshardable"}, "no effect in this format"),
-        ({"spec": "apex"}, "--spec apex"),
+        ({"optimizer": "dp_reshardable"}, "not a choice"),
+        ({"spec": "apex"}, "spec=.apex. is not a choice"),
         ({"rng": "keep"}, "random state was saved for a grid of 2 x 2"),
         ({"vocab_size": 4}, "would cut trained rows"),
     ],

@@ -263,7 +263,12 @@ class MadeReader(Reader):
 
     def close(self):
         self._file.close()
-        objects = {key: types.SimpleNamespace(name=key.rpartition("/")[0]) for key in self.objects}
+        objects = {
+            key: types.SimpleNamespace(
+                name=(name := key.rpartition("/")[0]), of_optimizer=".distributed.dp_group_idx_" in name
+            )
+            for key in self.objects
+        }
         self.catalog = Catalog(self.files[0].parent, "made", "Megatron-LM", self.tensors, objects, self.args)
         return self
 
