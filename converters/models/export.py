@@ -221,6 +221,12 @@ def check_hf_config(config: Mapping[str, Any], mapping: HfMapping) -> list[str]:
             continue
         if ours is not None and theirs is not None and not _equal(ours[1], theirs[1]):
             out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
+    if config.get("is_causal") is False:  # of no class, but read by transformers' masks for all of them
+        out.append("config.json says is_causal False, but the checkpoint's masks are causal")
+    if mapping.config.get("model_type") == "mistral" and "layer_types" in config:  # transformers reads it as ministral
+        kind = "sliding_attention" if mapping.config.get("sliding_window") else "full_attention"
+        if unlike := [one for one in config["layer_types"] or () if one != kind]:
+            out.append(f"config.json says layer_types {unlike[0]}, but all layers of the checkpoint have {kind}")
     rope, stated = _rope_facts(mapping.config), _rope_facts(config)
     differ = [name for name in _ROPE if rope and stated and rope.get(name) != stated.get(name)]
     return out + [f"config.json says {n} {stated.get(n)}, but the checkpoint gives {rope.get(n)}" for n in differ]

@@ -69,6 +69,26 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(small_llama, tmp_path):
     assert "--window-attn-skip-freq" in words
 
 
+def test_a_config_that_is_supplied_contradicts_the_export_by_the_same_keys(small_llama, tmp_path):
+    window = with_config(small_llama, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=8)
+    converters.import_hf(window, tmp_path / "start")
+    options = {"hf_config": window, "dry_run": True}
+    converters.export_hf(tmp_path / "start", tmp_path / "out", **options)
+    with_config(window, layer_types=["sliding_attention", "sliding_attention"])
+    converters.export_hf(tmp_path / "start", tmp_path / "out", **options)
+    for wrong, text in (
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types full_attention"),
+        ({"is_causal": False}, "is_causal False"),
+    ):
+        before = (window / "config.json").read_text()
+        with pytest.raises(RequestError) as refused:
+            converters.export_hf(
+                tmp_path / "start", tmp_path / "out", **{**options, "hf_config": with_config(window, **wrong)}
+            )
+        assert text in " ".join([refused.value.message, *refused.value.details])
+        (window / "config.json").write_text(before)
+
+
 def test_an_overflow_in_bf16_is_refused(small_llama, tmp_path):
     weights = load_file(small_llama / "model.safetensors")
     weights["model.layers.0.self_attn.q_proj.weight"][0, 0] = 3.4e38
