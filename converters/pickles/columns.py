@@ -7,11 +7,10 @@ item of a shape. Its opcodes become a template, in which integers, strings and r
     j <class> ) 81 94 } 94 ( j <"offsets"> j <Size> K 0 K 1 86 94 85 94 R 94 ...        the item
     [ constant bytes                              ] [0] [1] [ constant ...    ]        the template
 
-numpy then compares the template with every place of the next 16 MB where its first constant occurs, all places
-at once, and so knows where each such item would end and what its slots hold. These are only candidates: bytes
-inside a string may look like an item. An item is taken when the machine itself stands at its first byte, and
-the following ones as long as each begins where the one before ends. Whatever does not fit (a frame header
-amid an item, the end of a batch) the machine executes as ever, so the templates never need to be complete.
+A template is also a regular expression. Where the machine stands at the first byte of an item that matches one, that
+item and all that follow it are passed over, and where each began is noted. Whatever does not match (a frame header amid
+an item, the end of a batch) the machine executes as ever, so the templates never need to be complete. In the end numpy
+reads the slots of all items of a shape at once.
 
 Nothing is assumed about the classes. What is taken is what the machine would have executed: the opcodes of a
 template have no other effects than to push one item, and to write memo entries, which are counted and made when
@@ -21,56 +20,47 @@ again without columns.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from array import array
+from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from converters.pickles.nodes import Node, Obj, Run, Slot
 from converters.pickles.stack import MISSING, Stack
-from converters.pickles.templates import Ints, Template, find, make_template, narrowed, tokenize
+from converters.pickles.templates import MARGIN, Ints, Template, make_template, narrowed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_WINDOW: Final = 16 << 20
 _ITEM: Final = 600
 """Bytes of the longest item that becomes a template."""
 _TEMPLATES: Final = 24
-"""Templates per kind; each costs one pass over the candidates."""
+"""Templates per kind."""
 _SCANS: Final = 4000
 """Items looked at in vain before we stop looking for templates."""
+_RUN: Final = 1000
+"""Items of the longest run, as many as a batch of CPython's pickler."""
 
 
 class Bail(Exception):
     """The pickle does something that columns cannot follow; read it without."""
 
 
-@dataclass(eq=False)
-class _Index:
-    """All candidates of one kind in one window, by position. Its arrays are replaced, never changed."""
+class _TakenRun(NamedTuple):
+    """Items that were taken, one behind the other.
 
-    stop: int = 0
-    starts: list[int] = field(default_factory=list)
-    ends: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    template: Ints = field(default_factory=lambda: np.zeros(0, np.int8))
-    row: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    memos: Ints = field(default_factory=lambda: np.zeros(0, np.int32))
-    breaks: list[int] = field(default_factory=list)
-    """Candidates that no other one begins right after."""
-
-
-@dataclass(eq=False)
-class _Taken:
-    """A run of items that were taken: which rows of which templates, and the first memo index they write."""
+    Args:
+        kind: `LIST` or `PAIR`.
+        first: Position of the first one among all items of that kind.
+        base: The first memo index that they write.
+    """
 
     kind: int
-    template: Ints
-    row: Ints
-    memos: Ints
     first: int
+    base: int
 
 
 @dataclass(eq=False)
@@ -80,16 +70,23 @@ class Batch:
     Args:
         tree: The item (in a list) or (key, value) (in a dict), with a `Slot` where items differ.
         run: (n,) the number of the `Run` that each item belongs to.
-        base: (n,) the first memo index that each item writes.
         values: By slot, (n,): integers, or memo indexes (also of a string that the item itself wrote).
         parts: Parts of the tree that other items may refer to, with (n,) the memo index of each.
     """
 
     tree: Node
     run: Ints
-    base: Ints
     values: list[Ints]
     parts: list[tuple[Node, Ints]]
+
+
+class _Kind:
+    """Templates of one kind of item, and what was taken: first byte and template of each item."""
+
+    def __init__(self) -> None:
+        self.templates: list[Template] = []
+        self.starts = array("q")
+        self.shapes = array("b")
 
 
 class Columns:
@@ -104,14 +101,9 @@ class Columns:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.raw = np.frombuffer(data, np.uint8)
-        self.templates: tuple[list[Template], list[Template]] = ([], [])
-        self.index = [_Index(), _Index()]
-        self.runs_taken: list[_Taken] = []
-        self.strings: list[str] = []
-        self._shapes_seen: set[str] = set()
+        self.runs: list[_TakenRun] = []
+        self._kinds = (_Kind(), _Kind())
         self._begins: dict[int, int] = {}
-        self._bases: list[int] = []
         self._scans = _SCANS
         self._codes: dict[bytes, int] = {}
         self._written: list[tuple[Ints, Ints]] = []
@@ -146,7 +138,7 @@ class Columns:
         else:
             return pos
         start = self._begins.get(len(meta), pos)
-        if self._scans > 0 and 0 < pos - start <= _ITEM and len(self.templates[kind]) < _TEMPLATES:
+        if self._scans > 0 and 0 < pos - start <= _ITEM:
             self._learn(machine, kind, start, pos)
         pos = self._take(machine, kind, pos)
         self._begins[len(meta)] = pos
@@ -154,28 +146,23 @@ class Columns:
 
     def make(self, machine: Stack, index: int) -> Node:
         """The value of a memo entry that was written by an item that was taken."""
-        number = bisect_right(self._bases, index) - 1
-        run = self.runs_taken[number] if number >= 0 else None
-        if run is None or index >= run.first + int(run.memos.sum()):
+        number = bisect_right(self.runs, index, key=lambda run: run.base) - 1
+        if number < 0:
             raise Bail
-        ends = run.first + np.cumsum(run.memos)
-        at = int(np.searchsorted(ends, index, side="right"))
-        template = self.templates[run.kind][int(run.template[at])]
-        left = index - int(ends[at] - run.memos[at])
-        row = int(run.row[at])
-        for block in template.blocks:
-            if row < block.count:
-                break
-            row -= block.count
-        for event in template.events:
-            writes = isinstance(event, tuple) or block.values[event][row] < 0
-            if writes and left == 0:
-                break
-            left -= writes
-        if isinstance(event, tuple):
-            value = _fill(event[0], [int(column[row]) for column in block.values])
+        kind, item, base = self.runs[number]
+        templates, starts, shapes = self._kinds[kind].templates, self._kinds[kind].starts, self._kinds[kind].shapes
+        while item < len(shapes) and index >= base + len(templates[shapes[item]].memo):
+            base += len(templates[shapes[item]].memo)
+            item += 1
+        if item == len(shapes):
+            raise Bail
+        template = templates[shapes[item]]
+        values = [column[0].tolist() for column in template.values(self.data, np.array([starts[item]]))]
+        entry = template.memo[index - base]
+        if isinstance(entry, tuple):
+            value = _fill(entry[0], values)
         else:
-            pos, size = block.texts[event][row].tolist()
+            pos, size = values[entry]
             value = self.data[pos : pos + size].decode("utf-8", "surrogatepass")
         machine.memo[index] = value
         return value
@@ -183,117 +170,75 @@ class Columns:
     # -- taking ----------------------------------------------------------------------------------------
 
     def _take(self, machine: Stack, kind: int, pos: int) -> int:
-        if not self.templates[kind]:
-            return pos
-        if pos >= self.index[kind].stop:
-            self._advance(kind, pos)
-        index = self.index[kind]
-        first = bisect_left(index.starts, pos)
-        if first == len(index.starts) or index.starts[first] != pos:
-            return pos
-        last = index.breaks[bisect_left(index.breaks, first)] + 1
-        memos = index.memos[first:last]
-        self.runs_taken.append(
-            _Taken(kind, index.template[first:last], index.row[first:last], memos, len(machine.memo))
-        )
-        self._bases.append(len(machine.memo))
-        machine.memo.extend(repeat(MISSING, int(memos.sum())))
-        machine.stack.append(Run(len(self.runs_taken) - 1, last - first))
-        if kind == self.PAIR:
-            machine.stack.append(Run(len(self.runs_taken) - 1, 0))
-        return int(index.ends[last - 1])
-
-    def _advance(self, kind: int, pos: int) -> None:
-        """Go on to the window that begins at `pos`."""
-        self.index[kind] = _Index(pos + _WINDOW)
-        for number in range(len(self.templates[kind])):
-            self._add(kind, number, pos)
-
-    def _add(self, kind: int, number: int, pos: int) -> None:
-        """Add one template's candidates to the window, from `pos` on."""
-        index, template = self.index[kind], self.templates[kind][number]
-        block = find(self.raw, template, pos, index.stop)
-        rows = np.arange(template.rows, template.rows + len(block.starts), dtype=np.int32)
-        template.blocks.append(block)
-        template.rows += len(rows)
-        every = np.concatenate([np.array(index.starts, np.int64), block.starts])
-        order = np.argsort(every, kind="stable")
-        starts = every[order]
-        first = np.ones(len(starts), bool)
-        first[1:] = starts[1:] != starts[:-1]  # should two templates fit one place, either is right
-        order, starts = order[first], starts[first]
-        index.starts = starts.tolist()
-        index.ends = np.concatenate([index.ends, block.ends])[order]
-        index.template = np.concatenate([index.template, np.full(len(rows), number, np.int8)])[order]
-        index.row = np.concatenate([index.row, rows])[order]
-        index.memos = np.concatenate([index.memos, block.memos])[order]
-        block.drop_positions()
-        last = np.ones(len(starts), bool)
-        last[:-1] = index.ends[:-1] != starts[1:]
-        index.breaks = np.flatnonzero(last).tolist()
+        taken, data, stop = self._kinds[kind], self.data, len(self.data) - MARGIN
+        first, base, memos = len(taken.starts), len(machine.memo), 0
+        for _ in range(_RUN):
+            for shape, template in enumerate(taken.templates):
+                match = template.match(data, pos, stop)
+                if match is not None:
+                    taken.starts.append(pos)
+                    taken.shapes.append(shape)
+                    memos += len(template.memo)
+                    pos = match.end()
+                    break
+            else:
+                break
+        count = len(taken.starts) - first
+        if count:
+            machine.memo.extend(repeat(MISSING, memos))
+            machine.stack.append(Run(len(self.runs), count))
+            if kind == self.PAIR:
+                machine.stack.append(Run(len(self.runs), 0))
+            self.runs.append(_TakenRun(kind, first, base))
+        return pos
 
     def _learn(self, machine: Stack, kind: int, start: int, stop: int) -> None:
         """Make a template of the item that the machine has just made, unless there is one."""
+        templates = self._kinds[kind].templates
+        if len(templates) == _TEMPLATES or any(template.match(self.data, start, stop) for template in templates):
+            return
         self._scans -= 1
-        tokens = tokenize(self.data, start, stop)
-        template = make_template(machine, tokens, 1 + kind) if tokens else None
-        if template is None:
-            return
-        shape = f"{kind} {template.parts!r}"
-        if shape in self._shapes_seen:
-            return
-        self._shapes_seen.add(shape)
-        self._scans = _SCANS
-        self.templates[kind].append(template)
-        if stop < self.index[kind].stop:
-            self._add(kind, len(self.templates[kind]) - 1, stop)
+        template = make_template(machine, start, stop, 1 + kind)
+        if template is not None:
+            self._scans = _SCANS
+            templates.append(template)
 
     # -- handing out -----------------------------------------------------------------------------------
 
     def batches(self, kind: int) -> list[Batch]:
         """Everything that was taken of one kind, by shape."""
-        numbers = [number for number, run in enumerate(self.runs_taken) if run.kind == kind]
+        taken, numbers = self._kinds[kind], [n for n, run in enumerate(self.runs) if run.kind == kind]
         if not numbers:
             return []
-        runs = [self.runs_taken[number] for number in numbers]
-        template = np.concatenate([run.template for run in runs])
-        row = np.concatenate([run.row for run in runs])
-        memos = np.concatenate([run.memos for run in runs])
-        sizes = np.array([len(run.row) for run in runs])
+        starts, shapes = np.array(taken.starts), np.array(taken.shapes)
+        firsts, bases = np.array([self.runs[number][1:] for number in numbers]).T
+        sizes = np.diff(firsts, append=len(starts))
+        memos = np.array([len(template.memo) for template in taken.templates])[shapes]
         before = np.cumsum(memos) - memos
-        shift = np.array([run.first for run in runs]) - before[np.cumsum(sizes) - sizes]
-        base = narrowed(before + np.repeat(shift, sizes))
-        run_of = narrowed(np.repeat(np.array(numbers), sizes))
+        base = narrowed(before + np.repeat(bases - before[firsts], sizes))
+        run = narrowed(np.repeat(np.array(numbers), sizes))
         batches = []
-        for number, shape in enumerate(self.templates[kind]):
-            rows_of_shape = np.flatnonzero(template == number)
-            if len(rows_of_shape):
-                batches.append(self._batch(shape, row[rows_of_shape], run_of[rows_of_shape], base[rows_of_shape]))
+        for number, template in enumerate(taken.templates):
+            rows = np.flatnonzero(shapes == number)
+            if len(rows):
+                batches.append(self._batch(template, starts[rows], run[rows], base[rows]))
+        taken.templates, taken.starts, taken.shapes = [], array("q"), array("b")
         return batches
 
-    def _batch(self, template: Template, rows: Ints, run: Ints, base: Ints) -> Batch:
-        values = [
-            np.concatenate(column)[rows] for column in zip(*(block.values for block in template.blocks), strict=True)
-        ]
+    def _batch(self, template: Template, starts: Ints, run: Ints, base: Ints) -> Batch:
+        values = template.values(self.data, starts)
         parts: list[tuple[Node, Ints]] = []
-        at = base
-        for event in template.events:
-            if isinstance(event, tuple):
-                if isinstance(event[0], (tuple, Obj)):
-                    parts.append((event[0], at))
-                at = at + 1
-                continue
+        for slot in template.parts:
             # A reference to what the item itself wrote would be another one in each item.
-            if bool(np.any(values[event] >= base)):
+            if isinstance(slot, Slot) and slot.kind == "reference" and bool(np.any(values[slot.index] >= base)):
                 raise Bail
-            new = values[event] < 0
-            if new.any():
-                texts = np.concatenate([block.texts[event] for block in template.blocks if block.count])[rows[new]]
-                self._write(at[new], texts)
-                values[event] = np.where(new, at, values[event])
-                at = at + new
-        template.blocks.clear()
-        return Batch(template.tree, run, base, values, parts)
+        for number, entry in enumerate(template.memo):
+            if not isinstance(entry, tuple):
+                self._write(base + number, values[entry])
+                values[entry] = base + number
+            elif isinstance(entry[0], (tuple, Obj)):
+                parts.append((entry[0], base + number))
+        return Batch(template.tree, run, values, parts)
 
     def _write(self, indexes: Ints, texts: Ints) -> None:
         """Note the strings that items wrote to the memo."""

@@ -104,11 +104,16 @@ class Slot:
 
     Args:
         index: Which column.
-        is_ref: Whether the column holds memo indexes instead of integers.
+        kind: "integer"; "reference" for a memo index; "string" for that of a string that the item itself writes.
     """
 
     index: int
-    is_ref: bool
+    kind: str
+
+    @property
+    def is_ref(self) -> bool:
+        """Whether the column holds memo indexes instead of integers."""
+        return self.kind != "integer"
 
 
 @dataclass(slots=True, eq=False)

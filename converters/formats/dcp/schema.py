@@ -79,7 +79,7 @@ class Schema:
         state.clear()
         records = self._records(stored)
         stored.clear()
-        if self.columns is not None and self.runs_met != len(self.columns.runs_taken):
+        if self.columns is not None and self.runs_met != len(self.columns.runs):
             raise Bail
         self.lists, self.entries, self.columns = [], [], None
         self.machine.memo.clear()
@@ -140,7 +140,7 @@ class Schema:
         owners: list[int] = []
         starts: list[tuple[int, ...]] = []
         sizes: list[tuple[int, ...]] = []
-        owner_of_run = np.full(len(self.columns.runs_taken) if self.columns else 0, -1, np.int32)
+        owner_of_run = np.full(len(self.columns.runs) if self.columns else 0, -1, np.int32)
         for number, (key, node) in enumerate(state.items()):
             if node.func.name == "BytesStorageMetadata":
                 continue
