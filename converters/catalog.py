@@ -14,7 +14,7 @@ from converters.dtypes import dtype
 from converters.errors import UnsupportedError
 from converters.model_parts import language_name
 from converters.param_order import trainable
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ from converters.errors import RequestError
 from converters.megatron.identity import writer_of
 from converters.names import fold, folded, matcher, natural_key, printable
 from converters.overview.tree import module_tree
-from converters.pickles import describe
+from converters.pickles.describe import describe
 from converters.words import counted, format_shape, format_size
 from distckpt_cli.console import UsageProblem
 

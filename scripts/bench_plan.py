@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from converters.formats.dcp.stored import DcpMetadata, StoredTensor
 from converters.formats.torch_dist.reader import TorchDistReader
 from converters.megatron.layout import Layout
-from converters.pickles import Global, Obj
+from converters.pickles.nodes import Global, Obj
 from converters.torchzip.records_out import object_record
 from converters.write.reshard import ReshardOptions, plan_reshard
 

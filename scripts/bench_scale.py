@@ -130,7 +130,7 @@ def write(folder, layers, experts, expert_parallel):
 def common_state(layers, experts, expert_parallel):
     """That of a small DeepSeek-V3 with the sizes of the large one, and the groups of a distributed optimizer."""
     from converters.formats.common_state import Archive
-    from converters.pickles import set_field
+    from converters.pickles.nodes import set_field
 
     small = next((GOLDEN / "deepseek_v3_weights_pp2ep2").rglob("common.pt"))
     grouped = next((GOLDEN / "hymoe16_full_tp2ep2").rglob("common.pt"))

@@ -17,7 +17,7 @@ from converters.errors import FormatError
 from converters.megatron.model_args import ModelArgs
 from converters.names import listed, natural_key, parse_key
 from converters.optimizer.read_groups import read_param_groups
-from converters.pickles import describe
+from converters.pickles.describe import describe
 from converters.write.target_state import open_common
 
 if TYPE_CHECKING:

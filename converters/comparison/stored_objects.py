@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from converters.comparison.trees import tensor_in
 from converters.errors import FormatError
 from converters.formats.common_state import Archive
-from converters.pickles import Obj, parse
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Obj
 
 if TYPE_CHECKING:
     from converters.catalog import ObjectInfo

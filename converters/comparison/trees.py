@@ -12,8 +12,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
-from converters.pickles import Global, Obj, PersId, describe, pairs
-from converters.pickles import fields as attributes
+from converters.pickles.describe import describe
+from converters.pickles.nodes import Global, Obj, PersId, pairs
+from converters.pickles.nodes import fields as attributes
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:

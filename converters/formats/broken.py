@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from converters.errors import DamagedFileError, FormatError, UnsupportedError
 from converters.formats.folder import is_file, open_source
 from converters.names import printable, quoted
-from converters.pickles import PickleFormatError
+from converters.pickles.nodes import PickleFormatError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

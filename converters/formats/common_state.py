@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converters.crc import crc32
 from converters.errors import FormatError
 from converters.formats.folder import open_source
-from converters.pickles import dumps
+from converters.pickles.emit import dumps
 from converters.torchzip.records import read_directory, read_member, read_pickle
 from converters.torchzip.records_out import archive, object_record
 

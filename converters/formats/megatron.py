@@ -13,7 +13,7 @@ from converters.formats.folder import is_file, is_folder, read_small
 from converters.formats.plain_json import parse_json
 from converters.formats.registry import backend_of
 from converters.names import parse_key
-from converters.pickles import Global, Obj, fields
+from converters.pickles.nodes import Global, Obj, fields
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
 
 METADATA_LIMIT = 8 << 30
+BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""What torch.save began its files with before torch 1.6: a magic number, alone in a pickle."""
 _MEGATRON = (b"all_local_plans", b"mcore_data", b"/shard_0")
 _WRAPPED = re.compile(rb"model\d*\.module\.(?:module\.)*(?:embedding|decoder|encoder|mtp|output_layer)\.")
 _BARE = re.compile(rb"model\d*\.(?:embedding|decoder|encoder|mtp|output_layer)\.")
@@ -210,10 +212,9 @@ def _safetensors(seen: Seen) -> bool:
 
 def _torch(seen: Seen) -> bool:
     """Names of Hugging Face or NeMo 1 in a folder; a file that begins as torch.save's do, now or before 1.6."""
-    old = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
     archive = seen.head[:4] == b"PK\x03\x04" and b"data.pkl" in seen.head
     folder = {"pytorch_model.bin", "pytorch_model.bin.index.json", "model_weights.ckpt"}
-    return bool(folder & seen.names) or archive or seen.head[: len(old)] == old
+    return bool(folder & seen.names) or archive or seen.head.startswith(BEFORE_ZIP)
 
 
 REGISTRY: tuple[Format, ...] = (

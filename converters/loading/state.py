@@ -18,7 +18,8 @@ from converters.loading.run import LoadRequest, PreparedLoad
 from converters.names import match_glob, printable
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
-from converters.pickles import Global, Obj, describe, fields
+from converters.pickles.describe import describe
+from converters.pickles.nodes import Global, Obj, fields
 from converters.planning.plan import Piece
 from converters.torchzip.records import tensor_ref
 from converters.write.target_state import open_common

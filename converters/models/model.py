@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.megatron.layer_pattern import SYMBOLS
 from converters.names import printable
-from converters.pickles import describe
+from converters.pickles.describe import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

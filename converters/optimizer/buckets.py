@@ -20,7 +20,7 @@ from converters.formats.torch_dist.parts import BucketOut, ObjectOut
 from converters.megatron.buffers import Bucket, Local, Rules, arrange, dp_chunks
 from converters.megatron.rank_state_dict import LocalModel
 from converters.names import StateName
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 from converters.planning.plan import Copy, Piece, end_to_end
 from converters.torchzip.records_out import object_record
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from converters.megatron.outline import Outline
     from converters.optimizer.groups import ChainedOptimizer
     from converters.param_order import Order
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.planning.plan import Target
 
 _Filled = tuple[str, Box, int]

@@ -22,7 +22,7 @@ from converters.dtypes import DType, dtype
 from converters.megatron.buffers import Misfit, arrange, fit
 from converters.megatron.optimizer_parts import MASTERS
 from converters.names import StateName, printable
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 from converters.torchzip.records import tensor_ref
 from converters.words import counted
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from converters.megatron.optimizer_parts import OptimizerPart
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
 _EXPERT = ".mlp.experts."

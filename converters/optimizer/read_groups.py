@@ -19,7 +19,7 @@ from converters.names import quoted
 from converters.optimizer.flat import stored_groups
 from converters.optimizer.groups import ParamGroups, PartGroups, group_value
 from converters.param_order import trainable
-from converters.pickles import Global, Obj, PersId
+from converters.pickles.nodes import Global, Obj, PersId
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.formats.base import Reader
     from converters.megatron.optimizer_parts import OptimizerPart, Recognised
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.torchzip.records import TensorRef
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}

@@ -26,7 +26,7 @@ from converters.io.remainders import are_remainders
 from converters.io.sources import Sources
 from converters.megatron.buffers import Misfit
 from converters.names import MASTER, fold, listed_lines, master_name, parameter_of, printable, quoted, state_names
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.names import folded, listed, printable
-from converters.pickles import describe
+from converters.pickles.describe import describe
 from converters.words import counted, format_count, format_size
 
 if TYPE_CHECKING:

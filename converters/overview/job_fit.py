@@ -21,7 +21,7 @@ from converters.megatron.optimizer_parts import optimizer_parts
 from converters.models import of_type
 from converters.overview.job import Finding
 from converters.overview.job_vocabulary import vocabulary_findings
-from converters.pickles import Obj
+from converters.pickles.nodes import Obj
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from converters.megatron.identity import identify
 from converters.names import printable
 from converters.overview.card import card_lines
 from converters.overview.tree import module_tree
-from converters.pickles import describe
+from converters.pickles.describe import describe
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,15 +11,15 @@ one thing to this reader and another to the real one: a memo entry is written on
 
 from __future__ import annotations
 
-import pickletools
 from itertools import repeat
 from struct import Struct
 from struct import error as StructError
 from typing import TYPE_CHECKING, Any, Final
 
-from converters.pickles.nodes import Node, PickleFormatError
+from converters.pickles.limits import Limits
+from converters.pickles.nodes import Node, PickleFormatError, UnsafePickle
 from converters.pickles.opcodes import HANDLERS, Opcodes
-from converters.pickles.stack import MISSING
+from converters.pickles.stack import MISSING, WIDTHS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,10 +28,25 @@ _U16: Final = Struct("<H").unpack_from
 _U32: Final = Struct("<I").unpack_from
 _I32: Final = Struct("<i").unpack_from
 
-_WIDTHS: Final = {
-    ord(op.code): {-1: 0, -2: 1, -3: 4, -4: 4, -5: 8}.get(op.arg.n, op.arg.n) for op in pickletools.opcodes if op.arg
-}
-"""Bytes of each opcode's argument, or of the length that its argument begins with."""
+
+def parse(data: bytes, *, what: str = "pickle") -> Node:
+    """Read one pickle that takes up all of `data`.
+
+    Args:
+        data: The bytes, protocol 2 to 5.
+        what: Names the bytes in errors: `"common.pt: data.pkl"`.
+
+    Returns:
+        Plain data and inert nodes.
+
+    Raises:
+        PickleFormatError: Damaged, of a dialect that Python does not write, or beyond the limits.
+        UnsafePickle: It names something hostile or plays a trick.
+    """
+    machine = Machine(data, Limits(), what)
+    node = machine.run()
+    machine.refuse_more()
+    return node
 
 
 class Machine(Opcodes):
@@ -67,6 +82,16 @@ class Machine(Opcodes):
             self.fail(self.pos - 1, "it stops with values left over or missing")
         return self.stack[0]
 
+    def refuse_more(self) -> None:
+        """Refuses bytes behind the pickle.
+
+        Raises:
+            UnsafePickle: There are some.
+        """
+        count = len(self.data) - self.pos
+        if count:
+            raise UnsafePickle(f"{self.what}: {count} bytes follow the end of the pickle at byte {self.pos}")
+
     def run_item(self, memo: Any) -> list[Node] | None:
         """Execute opcodes without PROTO, with a memo that may be any sequence with `append`.
 
@@ -83,7 +108,7 @@ class Machine(Opcodes):
 
     def _what_ran_out(self) -> str:
         code = self.data[self.pos : self.pos + 1]
-        width = _WIDTHS.get(code[0], 0) if code else 0
+        width = WIDTHS.get(code[0], 0) if code else 0
         if not code or self.pos + 1 + width > len(self.data):
             return "it ends before STOP"
         return "it uses a value that is not there"

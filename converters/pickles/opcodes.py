@@ -12,6 +12,8 @@ from converters.pickles.stack import Stack
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*\Z", re.ASCII)
 _SCALARS: Final = frozenset({str, bytes, type(None), bool, Global, Obj, PersId, Run, Slot})
 _KEYS: Final = _SCALARS | {int, float, tuple, frozenset}
+_EMPTY: Final[dict[int, tuple[type, int]]] = {0x5D: (list, 64), 0x7D: (dict, 80), 0x8F: (set, 224)}
+"""What an opcode makes, and the bytes of it."""
 _TRICKS: Final = frozenset({
     "__builtins__", "__class__", "__code__", "__del__", "__getattr__", "__getattribute__", "__globals__", "__reduce__",
     "__reduce_ex__", "__setstate__", "__subclasshook__",
@@ -24,19 +26,10 @@ class Opcodes(Stack):
 
     # -- containers ------------------------------------------------------------------------------------
 
-    def _op_empty_list(self, pos: int) -> int:
-        self.stack.append([])
-        self.room -= 64
-        return pos + 1
-
-    def _op_empty_dict(self, pos: int) -> int:
-        self.stack.append({})
-        self.room -= 80
-        return pos + 1
-
-    def _op_empty_set(self, pos: int) -> int:
-        self.stack.append(set())
-        self.room -= 224
+    def _op_empty(self, pos: int) -> int:
+        kind, room = _EMPTY[self.data[pos]]
+        self.stack.append(kind())
+        self.room -= room
         return pos + 1
 
     def _op_tuple3(self, pos: int) -> int:
@@ -227,11 +220,10 @@ class Opcodes(Stack):
 
 
 HANDLERS: Final = {
-    0x72: "binput_long", 0x28: "mark", 0x30: "pop", 0x31: "pop_to_mark", 0x8C: "text8", 0x58: "text32",
-    0x8D: "text64", 0x43: "bytes8", 0x42: "bytes32", 0x8E: "bytes64", 0x96: "bytearray64", 0x8A: "long8",
-    0x8B: "long32", 0x47: "float64", 0x88: "true", 0x89: "false", 0x95: "frame", 0x5D: "empty_list",
-    0x7D: "empty_dict", 0x8F: "empty_set", 0x87: "tuple3", 0x74: "tuple_marked", 0x61: "append",
-    0x65: "appends", 0x73: "setitem", 0x75: "setitems", 0x90: "additems", 0x91: "frozenset_marked",
-    0x63: "global_text", 0x93: "stack_global", 0x52: "reduce", 0x81: "newobj", 0x92: "newobj_ex",
-    0x62: "build", 0x51: "persid",
+    0x72: "binput_long", 0x28: "mark", 0x30: "pop", 0x31: "pop_to_mark", 0x8C: "text", 0x58: "text", 0x8D: "text",
+    0x43: "bytes", 0x42: "bytes", 0x8E: "bytes", 0x96: "bytearray", 0x8A: "long", 0x8B: "long", 0x47: "float64",
+    0x88: "bool", 0x89: "bool", 0x95: "frame", 0x5D: "empty", 0x7D: "empty", 0x8F: "empty", 0x87: "tuple3",
+    0x74: "tuple_marked", 0x61: "append", 0x65: "appends", 0x73: "setitem", 0x75: "setitems", 0x90: "additems",
+    0x91: "frozenset_marked", 0x63: "global_text", 0x93: "stack_global", 0x52: "reduce", 0x81: "newobj",
+    0x92: "newobj_ex", 0x62: "build", 0x51: "persid",
 }  # fmt: skip

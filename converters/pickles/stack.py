@@ -14,10 +14,13 @@ if TYPE_CHECKING:
     from converters.pickles.limits import Limits
 
 _U32: Final = Struct("<I").unpack_from
-_I32: Final = Struct("<i").unpack_from
 _U64: Final = Struct("<Q").unpack_from
 _F64: Final = Struct(">d").unpack_from
 
+WIDTHS: Final = {
+    ord(op.code): {-1: 0, -2: 1, -3: 4, -4: 4, -5: 8}.get(op.arg.n, op.arg.n) for op in pickletools.opcodes if op.arg
+}
+"""Bytes of each opcode's argument, or of the length that its argument begins with."""
 _NAMES: Final = {ord(op.code): op.name for op in pickletools.opcodes}
 _DROPPABLE: Final = frozenset({str, bytes, type(None), bool, int, float, list, dict, tuple, set, frozenset, bytearray})
 MISSING: Final = object()
@@ -37,10 +40,9 @@ class Stack(ABC):
     A method `_op_name` executes the opcode at `pos` and returns where the next one is, or -1 to stop.
 
     Args:
-        data: The bytes; the pickle may be followed by others.
+        data: The bytes; other bytes may follow the pickle.
         limits: What to refuse.
         what: Names the bytes in errors: "common.pt: data.pkl".
-        start: Where the pickle begins.
         stop_key: Stop when this key of the top-level object's state is reached, as if the state ended there.
         columns: Reads runs of like items much faster, into arrays; None to make every item.
     """
@@ -51,14 +53,13 @@ class Stack(ABC):
         limits: Limits,
         what: str,
         *,
-        start: int = 0,
         stop_key: str | None = None,
         columns: Columns | None = None,
     ) -> None:
         self.data = data
         self.limits = limits
         self.what = what
-        self.pos = start
+        self.pos = 0
         self.stop_key = stop_key
         self.columns = columns
         self.stopped_at: int | None = None
@@ -66,9 +67,8 @@ class Stack(ABC):
         self.meta: list[list[Node]] = []
         self.memo: list[Node] = []
         self.chars: set[str] = set()
-        size = len(data) - start
-        self.room = limits.memory(size)
-        self.max_ops = limits.ops(size)
+        self.room = limits.memory(len(data))
+        self.max_ops = limits.ops(len(data))
         self.number_keys = limits.number_keys
         self.tuple_keys = limits.tuple_keys
 
@@ -163,7 +163,15 @@ class Stack(ABC):
         self.room -= 56
         return self.data[start:end]
 
-    def _text(self, start: int, size: int) -> int:
+    def _sized(self, pos: int) -> tuple[int, int]:
+        """First byte and length of a value whose length stands before it."""
+        start = pos + 1 + WIDTHS[self.data[pos]]
+        if start > len(self.data):
+            self.fail(pos, "it ends before STOP")
+        return start, int.from_bytes(self.data[pos + 1 : start], "little")
+
+    def _op_text(self, pos: int) -> int:
+        start, size = self._sized(pos)
         text = self._take(start, size).decode("utf-8", "surrogatepass")
         if text == self.stop_key and self._in_top_state():
             self.stopped_at = self.pos
@@ -196,57 +204,31 @@ class Stack(ABC):
         below = self.meta[0]
         return len(below) == 2 and type(below[0]) is Obj and type(below[1]) is dict
 
-    def _op_text8(self, pos: int) -> int:
-        return self._text(pos + 2, self.data[pos + 1])
-
-    def _op_text32(self, pos: int) -> int:
-        return self._text(pos + 5, _U32(self.data, pos + 1)[0])
-
-    def _op_text64(self, pos: int) -> int:
-        return self._text(pos + 9, _U64(self.data, pos + 1)[0])
-
-    def _bytes(self, start: int, size: int) -> int:
+    def _op_bytes(self, pos: int) -> int:
+        start, size = self._sized(pos)
         raw = self._take(start, size)
         # As in _distinct: slicing one byte gives a shared object, copying a bytearray never does.
         self.stack.append(raw if size != 1 else bytes(bytearray(raw)))
         return start + size
 
-    def _op_bytes8(self, pos: int) -> int:
-        return self._bytes(pos + 2, self.data[pos + 1])
-
-    def _op_bytes32(self, pos: int) -> int:
-        return self._bytes(pos + 5, _U32(self.data, pos + 1)[0])
-
-    def _op_bytes64(self, pos: int) -> int:
-        return self._bytes(pos + 9, _U64(self.data, pos + 1)[0])
-
-    def _op_bytearray64(self, pos: int) -> int:
-        size: int = _U64(self.data, pos + 1)[0]
-        self.stack.append(bytearray(self._take(pos + 9, size)))
-        return pos + 9 + size
-
-    def _int(self, start: int, size: int) -> int:
-        if not 0 <= size <= self.limits.int_bytes:
-            self.unsafe(self.pos, f"an integer of {size} bytes")
-        self.stack.append(int.from_bytes(self._take(start, size), "little", signed=True))
+    def _op_bytearray(self, pos: int) -> int:
+        start, size = self._sized(pos)
+        self.stack.append(bytearray(self._take(start, size)))
         return start + size
 
-    def _op_long8(self, pos: int) -> int:
-        return self._int(pos + 2, self.data[pos + 1])
-
-    def _op_long32(self, pos: int) -> int:
-        return self._int(pos + 5, _I32(self.data, pos + 1)[0])
+    def _op_long(self, pos: int) -> int:
+        start, size = self._sized(pos)
+        if size > self.limits.int_bytes:
+            self.unsafe(pos, f"an integer of {size} bytes")
+        self.stack.append(int.from_bytes(self._take(start, size), "little", signed=True))
+        return start + size
 
     def _op_float64(self, pos: int) -> int:
         self.stack.append(_F64(self.data, pos + 1)[0])
         return pos + 9
 
-    def _op_true(self, pos: int) -> int:
-        self.stack.append(True)
-        return pos + 1
-
-    def _op_false(self, pos: int) -> int:
-        self.stack.append(False)
+    def _op_bool(self, pos: int) -> int:
+        self.stack.append(self.data[pos] == 0x88)
         return pos + 1
 
     def _op_frame(self, pos: int) -> int:

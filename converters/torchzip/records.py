@@ -25,7 +25,8 @@ from converters.crc import crc32
 from converters.dtypes import DType, dtype, from_storage
 from converters.errors import FormatError, IntegrityError, UnsupportedError
 from converters.names import printable
-from converters.pickles import Global, Obj, PersId, parse
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Global, Obj, PersId
 
 Read = Callable[[int, int], bytes]
 """Reads so many bytes (second argument) from an offset (first) of one file; fewer only at the file's end."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import crc32
 from converters.dtypes import dtype
-from converters.pickles import Global, Obj, PersId, dumps
+from converters.pickles.emit import dumps
+from converters.pickles.nodes import Global, Obj, PersId
 from converters.torchzip.records import member_offset
 from converters.torchzip.serialization_id import serialization_id
 

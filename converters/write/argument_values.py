@@ -11,7 +11,7 @@ from typing import Any
 from converters.dtypes import dtype
 from converters.errors import RequestError, UnsupportedError, UsageError
 from converters.names import printable
-from converters.pickles import Global, Obj
+from converters.pickles.nodes import Global, Obj
 from converters.write.job_arguments import shown_argument
 
 _KINDS = {

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.base import Reader
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.planning.plan import Piece
     from converters.write.write_plan import ExtraFile
 

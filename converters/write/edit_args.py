@@ -27,7 +27,8 @@ from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.vocabulary import embedding_name
 from converters.names import printable, quoted
-from converters.pickles import Obj, dumps, fields, set_field
+from converters.pickles.emit import dumps
+from converters.pickles.nodes import Obj, fields, set_field
 from converters.planning.job import OutputFile, Slice
 from converters.torchzip.records import read_directory, read_pickle
 from converters.torchzip.records_out import with_pickle

@@ -12,7 +12,7 @@ from converters.megatron.layout import Layout
 from converters.megatron.megatron_flags import command_line, model_arguments
 from converters.megatron.split import padded_vocab
 from converters.names import quoted
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 from converters.write.bridge_files import bridge_files
 from converters.write.job_arguments import job_flags, layout_values
 from converters.write.write_plan import WriteOptions

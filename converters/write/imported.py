@@ -24,7 +24,7 @@ from converters.megatron.vocabulary import is_vocabulary
 from converters.models.quantized import dequantize
 from converters.models.text_part import text_part
 from converters.param_order import trainable
-from converters.pickles import Global, Obj
+from converters.pickles.nodes import Global, Obj
 from converters.planning.plan import Op
 from converters.planning.routes import target_box_of
 

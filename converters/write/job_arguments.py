@@ -8,7 +8,7 @@ from converters.megatron.layer_pattern import LayerPattern
 from converters.megatron.layout import Layout
 from converters.megatron.pipeline import parse_pp_layout
 from converters.names import quoted
-from converters.pickles import Global, Obj, fields, set_field
+from converters.pickles.nodes import Global, Obj, fields, set_field
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

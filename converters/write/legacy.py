@@ -38,7 +38,7 @@ from converters.megatron.vocabulary import embedding_name, end_of_documents, pad
 from converters.names import fold, listed_lines, parse_key, quoted
 from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
-from converters.pickles import Obj, fields, set_field
+from converters.pickles.nodes import Obj, fields, set_field
 from converters.words import counted
 from converters.write.job_arguments import (
     change_arguments,
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from converters.megatron.rank_state_dict import LocalTensor
     from converters.optimizer.state import OptimizerState
     from converters.param_order import Order
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.planning.plan import Drop
 
 # what of a common state belongs into every rank's file, in the order in which Megatron puts it there

@@ -25,7 +25,7 @@ from converters.megatron.pipeline import Pipeline
 from converters.model_parts import split_part
 from converters.names import parse_key, split_wrapper, stored_key
 from converters.optimizer.groups import common_optimizer
-from converters.pickles import Obj, fields
+from converters.pickles.nodes import Obj, fields
 from converters.torchzip.records_out import empty_object
 from converters.write.job_arguments import (
     change_arguments,

@@ -17,7 +17,7 @@ from converters.megatron.megatron_args import megatron_arguments
 from converters.megatron.model_args import ModelArgs
 from converters.names import quoted
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
-from converters.pickles import Global, Obj
+from converters.pickles.nodes import Global, Obj
 from converters.write.scheduler import build_scheduler
 from converters.write.write_plan import WriteOptions
 

@@ -21,7 +21,7 @@ from converters.megatron.rank_state_dict import LocalModel
 from converters.megatron.vocabulary import end_of_documents, is_embedding, is_vocabulary
 from converters.names import StateName, printable, state_names
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 from converters.planning.plan import Drop, Piece
 from converters.words import counted
 from converters.write.export import ExportOptions, choose_mapping

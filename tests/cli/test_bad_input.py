@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from converters.formats.dcp import reader as dcp
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from distckpt_cli.app import main
 from harness.checkpoints import copy_golden, edit_metadata, flip, payloads, run_cli, tree
 from harness.support import GOLDEN, nobody

@@ -12,7 +12,7 @@ import torch
 import converters
 from converters.errors import DistckptError
 from converters.events import Moved, StopFlag
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 from converters.torchzip.records import read_directory
 from converters.write.argument_values import LiteralText, argument_value
 from distckpt_cli.app import main

@@ -20,7 +20,7 @@ from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.megatron.layout import Layout
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from converters.write.reshard import plan_reshard
 from converters.write.write_plan import run_conversion
 from harness.checkpoints import GOLDENS, edit_metadata, flip, payloads, write_llama

@@ -9,7 +9,7 @@ import pytest
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from distckpt_cli.app import main
 from harness.checkpoints import edit_metadata
 from harness.conformance import Conformance, own_case

@@ -15,7 +15,7 @@ from converters.megatron.layout import Layout
 from converters.megatron.optimizer_layout import optimizer_layout
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from converters.write.export import ExportOptions, plan_export
 from converters.write.reshard import plan_reshard
 from converters.write.write_plan import run_conversion

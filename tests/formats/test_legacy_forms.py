@@ -14,7 +14,7 @@ from converters.formats.legacy.grid import find_grid
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
-from converters.pickles import pairs
+from converters.pickles.nodes import pairs
 from converters.torchzip.records import tensor_ref
 from converters.torchzip.records_out import archive as pack
 from converters.write.export import plan_export

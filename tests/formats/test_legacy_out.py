@@ -17,7 +17,7 @@ from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
 from converters.optimizer.state import optimizer_state
 from converters.param_order import Order
-from converters.pickles import set_field
+from converters.pickles.nodes import set_field
 from converters.write.legacy import LegacyOptions, plan_legacy
 from converters.write.write_plan import run_conversion
 from harness.checkpoints import GOLDENS, golden

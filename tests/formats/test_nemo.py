@@ -16,7 +16,7 @@ from converters.megatron.layout import Layout
 from converters.megatron.megatron_args import megatron_arguments
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.vocabulary import vocabulary_rows
-from converters.pickles import fields
+from converters.pickles.nodes import fields
 from converters.write.framework_files import companions
 from distckpt_cli.app import main
 from harness.checkpoints import golden, truth

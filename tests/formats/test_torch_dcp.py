@@ -8,7 +8,7 @@ import pytest
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from converters.formats.dcp.names import hugging_face, name_keys, paths
-from converters.pickles import fields
+from converters.pickles.nodes import fields
 from distckpt_cli.app import main
 from harness.checkpoints import edit_metadata
 from harness.conformance import Conformance, own_case

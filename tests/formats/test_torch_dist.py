@@ -10,7 +10,7 @@ from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from converters.formats.resolve import resolve
 from converters.megatron.optimizer_layout import optimizer_layout
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from harness.checkpoints import GOLDENS, copy_golden, edit_metadata, golden
 from harness.conformance import Conformance, megatron_case
 from harness.support import GOLDEN

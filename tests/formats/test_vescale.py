@@ -7,7 +7,8 @@ import pytest
 
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
-from converters.pickles import Global, Obj, fields, parse
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Global, Obj, fields
 from distckpt_cli.app import main
 from harness.conformance import Conformance, own_case
 from harness.support import GOLDEN, load_safetensors

@@ -19,7 +19,10 @@ from converters.formats.plain_json import parse_json
 from converters.formats.plain_yaml import read_yaml
 from converters.formats.zarr.array import parse_zarray
 from converters.names import printable
-from converters.pickles import Obj, describe, dumps, parse
+from converters.pickles.describe import describe
+from converters.pickles.emit import dumps
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Obj
 from converters.torchzip.records import locate_tensor, member_offset, read_directory, read_pickle, tensor_ref
 from fuzz.mutants import TARGETS, Mutant, contents
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.formats import open_checkpoint
-from converters.pickles import dumps, fields, parse, set_field
+from converters.pickles.emit import dumps
+from converters.pickles.machine import parse
+from converters.pickles.nodes import fields, set_field
 from harness.cli_support import here
 from harness.support import GOLDEN, load_safetensors
 

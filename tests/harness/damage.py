@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from converters.pickles import Global, Obj, fields, set_field
+from converters.pickles.nodes import Global, Obj, fields, set_field
 from harness.checkpoints import edit_metadata, flip, payloads
 
 if TYPE_CHECKING:

@@ -22,7 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from converters.pickles import Global, Obj, dumps, parse
+from converters.pickles.emit import dumps
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Global, Obj
 
 PATIENCE = 400.0  # seconds until a child is taken for one that hangs; what counts is its processor time
 
@@ -417,7 +419,7 @@ def bombs(_: str) -> dict[str, dict]:
 
         def run(data=case.data):
             from converters.errors import DistckptError
-            from converters.pickles import describe
+            from converters.pickles.describe import describe
 
             try:
                 tree = parse(data, what="bomb")

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from converters.formats import open_checkpoint
 from converters.formats.common_state import Archive
 from converters.megatron.layout import Layout
-from converters.pickles import fields
+from converters.pickles.nodes import fields
 from converters.write.reshard import ReshardOptions, plan_reshard
 from converters.write.write_plan import run_conversion
 from harness.checkpoints import GOLDENS, golden, truth

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.formats.common_state import Archive
-from converters.pickles import Global, Obj, PersId, dumps, fields, parse, set_field
+from converters.pickles.emit import dumps
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Global, Obj, PersId, fields, set_field
 from harness import damage
 from harness import hostile_headers as containers
 from harness import hostile_pickles as pickles

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from converters.formats.common_state import Archive
-from converters.pickles import Global, Obj, fields, set_field
+from converters.pickles.nodes import Global, Obj, fields, set_field
 from harness import hostile_headers as containers
 from harness.checkpoints import edit_metadata
 from hostile.corpus import GOOD, ITERATION, Case, copied, first_key, renamed_key

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from converters import Layout
 from converters.formats import open_checkpoint
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 from harness import import_cases as cases
 from harness.imports import imported, megatron_bits
 from oracle.fixtures import run_oracle

@@ -24,7 +24,7 @@ from converters.model_parts import model_parts, second_names, split_part
 from converters.names import parse_key, stored_key
 from converters.optimizer.state import optimizer_state
 from converters.param_order import Order
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from converters.write.framework_files import companions
 from harness.checkpoints import copy_golden, edit_metadata, golden, tree
 from harness.cli_support import here

@@ -21,7 +21,7 @@ from converters.loading.loader import load as load_ranks
 from converters.megatron.layout import Layout
 from converters.optimizer.state import optimizer_state
 from converters.optimizer.storage import complete_masters, keeps_remainders
-from converters.pickles import Global, fields, set_field
+from converters.pickles.nodes import Global, fields, set_field
 from converters.verification.run import VerifyOptions, verify
 from converters.write.container import plan_torch
 from converters.write.legacy import plan_legacy

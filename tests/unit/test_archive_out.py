@@ -30,7 +30,7 @@ from converters.torchzip.records_out import global_node, tensor_node
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.pickles import Obj
+    from converters.pickles.nodes import Obj
 
 
 class Raw(Reader):

@@ -17,20 +17,11 @@ from pathlib import Path
 import pytest
 
 from converters.errors import FormatError, RequestError
-from converters.pickles import (
-    Global,
-    Limits,
-    Obj,
-    PersId,
-    PickleFormatError,
-    describe,
-    dumps,
-    fields,
-    pairs,
-    parse,
-    parse_stream,
-    set_field,
-)
+from converters.pickles.describe import describe
+from converters.pickles.emit import dumps
+from converters.pickles.limits import Limits
+from converters.pickles.machine import Machine, parse
+from converters.pickles.nodes import Global, Obj, PersId, PickleFormatError, fields, pairs, set_field
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "pickles"
 REAL = sorted(path.name for path in GOLDEN.iterdir())
@@ -206,14 +197,8 @@ def test_dict_subclasses_and_slots():
 
 
 def test_concatenated_pickles():
-    data = b"".join(pickle.dumps(value, 2) for value in (1, "two", [3]))
-    values, at = [], 0
-    while at < len(data):
-        value, at = parse_stream(data, at)
-        values.append(value)
-    assert values == [1, "two", [3]]
     with pytest.raises(PickleFormatError, match="follow the end"):
-        parse(data)
+        parse(b"".join(pickle.dumps(value, 2) for value in (1, "two", [3])))
 
 
 def test_describe_is_bounded():
@@ -237,7 +222,7 @@ def test_errors_name_file_offset_and_opcode():
     with pytest.raises(FormatError, match="ends before STOP"):
         parse(b"\x80\x04K")
     with pytest.raises(FormatError, match="larger than"):
-        parse(b"\x80\x04N.", limits=Limits(data_bytes=3))
+        Machine(b"\x80\x04N.", Limits(data_bytes=3), "x").run()
 
 
 def test_dumps_refuses_what_it_cannot_write():
@@ -254,7 +239,7 @@ def test_dumps_refuses_what_it_cannot_write():
 
 def test_torch_is_not_imported():
     code = (
-        "import sys, converters.pickles, converters.formats.dcp.metadata as m, pathlib;"
+        "import sys, converters.formats.dcp.metadata as m, pathlib;"
         f"m.read_metadata(pathlib.Path({str(GOLDEN / 'v016_deepseek.metadata')!r}).read_bytes());"
         "sys.exit(any(name.split('.')[0] in ('torch', 'megatron') for name in sys.modules))"
     )

@@ -13,8 +13,11 @@ import pytest
 
 from converters.errors import DistckptError
 from converters.formats.dcp.metadata import read_metadata
-from converters.pickles import Global, describe, dumps, parse
-from converters.pickles import hostile as is_hostile
+from converters.pickles.describe import describe
+from converters.pickles.emit import dumps
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Global
+from converters.pickles.policy import hostile as is_hostile
 from converters.pickles.policy import hostile_tail
 from harness import hostile_pickles as hostile
 

@@ -26,9 +26,11 @@ from torch.distributed.checkpoint.metadata import (
 import bench_metadata
 from converters.errors import FormatError
 from converters.formats.dcp.metadata import read_metadata
-from converters.pickles import Global, Limits, Obj, dumps, fields, parse, set_field
 from converters.pickles.columns import Columns
-from converters.pickles.machine import Machine
+from converters.pickles.emit import dumps
+from converters.pickles.limits import Limits
+from converters.pickles.machine import Machine, parse
+from converters.pickles.nodes import Global, Obj, fields, set_field
 
 if TYPE_CHECKING:
     from converters.formats.dcp.stored import DcpMetadata

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from converters.formats import open_checkpoint
-from converters.pickles import fields, set_field
+from converters.pickles.nodes import fields, set_field
 from distckpt_cli.app import main
 from harness.checkpoints import copy_golden, edit_metadata
 from harness.support import GOLDEN

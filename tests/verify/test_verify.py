@@ -26,7 +26,7 @@ from converters.execute.manifest import MEGATRON, read_manifest, write_manifest
 from converters.formats import open_checkpoint
 from converters.io.arithmetic import Arithmetic, examine_blocks
 from converters.optimizer.state import optimizer_state
-from converters.pickles import fields
+from converters.pickles.nodes import fields
 from converters.verification.report import Check
 from converters.verification.run import VerifyOptions, verify
 from converters.verification.structure import check_structure

@@ -18,7 +18,8 @@ from converters.formats.registry import detect
 from converters.formats.resolve import resolve
 from converters.megatron.layout import Layout
 from converters.megatron.vocabulary import vocabulary_rows
-from converters.pickles import dumps, fields, set_field
+from converters.pickles.emit import dumps
+from converters.pickles.nodes import fields, set_field
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.write_plan import run_conversion
 from distckpt_cli.app import main

@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from converters.formats.common_state import Archive
-from converters.pickles import set_field
+from converters.pickles.nodes import set_field
 from harness.checkpoints import copy_golden, golden
 from harness.reshard_cases import folder_of, param_groups, reshard, truth_of
 

@@ -29,7 +29,7 @@ RNG = {"no_save_rng": True}
 
 
 def source_args(name):
-    from converters.pickles import fields
+    from converters.pickles.nodes import fields
 
     return fields(open_common(open_checkpoint(golden(name)))[1]["args"])
 

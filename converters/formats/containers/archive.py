@@ -14,7 +14,7 @@ from converters.chunks import StoredArray
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.base import Reader, digest_of
 from converters.formats.folder import open_source, status
-from converters.pickles import PickleFormatError, parse_stream
+from converters.formats.registry import BEFORE_ZIP
 from converters.torchzip.records import (
     Member,
     check_storage_size,
@@ -102,11 +102,7 @@ class PtFile:
 def _no_archive(head: bytes, name: str, size: int) -> FormatError:
     if not size:
         return FormatError(f"{name} is empty")
-    try:  # the magic number, alone in a pickle, that torch.save began its files with
-        old = parse_stream(head, what=name)[0] == 0x1950A86A20F9469CFC6C
-    except PickleFormatError:
-        old = False
-    if old:
+    if head.startswith(BEFORE_ZIP):
         return UnsupportedError(
             f"{name} was saved by a torch before 1.6, or with _use_new_zipfile_serialization=False: its tensors cannot be "
             "located without unpickling all of it",

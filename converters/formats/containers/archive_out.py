@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.crc import crc32
 from converters.errors import DistckptError, RequestError
-from converters.pickles import PersId, dumps, references
+from converters.pickles.emit import dumps
+from converters.pickles.nodes import PersId, references
 from converters.planning.job import OutputFile, Slice
 from converters.planning.plan import Op
 from converters.planning.routes import CopyRoutes, Location
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from converters.dtypes import DType
-    from converters.pickles import Node, Obj
+    from converters.pickles.nodes import Node, Obj
     from converters.planning.plan import Piece
 
 

@@ -29,7 +29,7 @@ from converters.formats.legacy.rank_model import RankModel, flattened
 from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
 from converters.names import StateName, natural_key, parameter_of, printable
-from converters.pickles import Global, Obj, PickleFormatError, pairs
+from converters.pickles.nodes import Global, Obj, PickleFormatError, pairs
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.containers.archive import TensorFile
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.torchzip.records import TensorRef
 
 _V = TypeVar("_V")

@@ -21,7 +21,7 @@ from converters.formats.containers.index import indexed_tensors, read_index
 from converters.formats.containers.reader import WholeReader, entries, unique_names
 from converters.formats.folder import exists, is_folder
 from converters.names import printable
-from converters.pickles import Obj, PickleFormatError, pairs
+from converters.pickles.nodes import Obj, PickleFormatError, pairs
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.catalog import Problem
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.torchzip.records import TensorRef
 
 SINGLE, NEMO, INDEX = "pytorch_model.bin", "model_weights.ckpt", "pytorch_model.bin.index.json"

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from converters.catalog import Problem
 from converters.names import listed
-from converters.pickles import Obj, references
+from converters.pickles.nodes import Obj, references
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from converters.formats.containers.archive import PtFile
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 # what is carried as it is, or read for one rank and is the same on all
 _ELSEWHERE = ("step", "param_groups", "grad_scaler")

@@ -28,7 +28,8 @@ from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.names import natural_key, parameter_of, printable
-from converters.pickles import Obj, fields, parse
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Obj, fields
 from converters.torchzip.records import Payload, tensor_ref
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from converters.torchzip.records_out import storage_node, tensor_node
 if TYPE_CHECKING:
     from converters.formats.dcp.names import Path as KeyPath
     from converters.formats.dcp.stored import StoredTensor
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _MODEL = re.compile(r"model\d*\.(?:module\.)*(.*)", re.DOTALL)
 _STATE = re.compile(r"optimizer\.(?:\d+\.)?state\.(?:module\.)+(.*)\.(\w+)", re.DOTALL)

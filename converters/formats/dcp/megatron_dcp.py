@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import ObjectInfo
     from converters.formats.dcp.names import Path as KeyPath
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _MASTERS = "fp32_from_fp16_params"
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from converters.errors import FormatError
 from converters.formats.dcp.schema import Schema
-from converters.pickles import Limits, UnsafePickle
 from converters.pickles.columns import Bail, Columns
+from converters.pickles.limits import Limits
 from converters.pickles.machine import Machine
+from converters.pickles.nodes import UnsafePickle
 from converters.pickles.policy import hostile_tail
 
 if TYPE_CHECKING:
@@ -59,10 +60,8 @@ def _read(data: bytes, what: str, columns: Columns | None) -> DcpMetadata:
         root, stopped = machine.run(), None
     if stopped is not None:
         _check_tail(data, stopped, what)
-    elif machine.pos != len(data):
-        raise UnsafePickle(
-            f"{what}: {len(data) - machine.pos} bytes follow the end of the pickle at byte {machine.pos}"
-        )
+    else:
+        machine.refuse_more()
     return Schema(what, machine, columns).read(root)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
-from converters.pickles import Obj, PickleFormatError, dumps, fields, parse, set_field
+from converters.pickles.emit import dumps
+from converters.pickles.machine import parse
+from converters.pickles.nodes import Obj, PickleFormatError, fields, set_field
 
 if TYPE_CHECKING:
     from converters.catalog import ObjectInfo

@@ -20,12 +20,12 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from converters.names import StateName
-from converters.pickles import Global
+from converters.pickles.nodes import Global
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _MODEL = re.compile(r"model(_?state(_?dict)?)?|module|state_dict|weights|net(work)?", re.IGNORECASE)
 _OPTIMIZER = re.compile(r"optim(izer)?s?(_?state(_?dict)?)?", re.IGNORECASE)

@@ -28,9 +28,9 @@ from converters.formats.dcp.stored import (
     StoredTensor,
     match,
 )
-from converters.pickles import Global, Node, Obj, describe, fields
 from converters.pickles.columns import Bail, Batch, Columns
-from converters.pickles.nodes import Run, Slot
+from converters.pickles.describe import describe
+from converters.pickles.nodes import Global, Node, Obj, Run, Slot, fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable

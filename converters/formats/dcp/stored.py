@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from converters.megatron.rank_state_dict import LocalModel, LocalTensor
     from converters.optimizer.groups import ChainedOptimizer
     from converters.optimizer.state import OptimizerState
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _ADAM = ("param", "exp_avg", "exp_avg_sq")
 _Chunks = Sequence[Sequence["LocalTensor"]]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.containers.archive import PtFile
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _OUTER = ("embedding.word_embeddings.weight", "output_layer.weight")
 

@@ -24,7 +24,7 @@ from converters.megatron.vocabulary import embedding_name, is_embedding
 from converters.model_parts import LANGUAGE, language_name, split_part, untrained
 from converters.names import parse_key, printable
 from converters.param_order import trainable
-from converters.pickles import Obj
+from converters.pickles.nodes import Obj
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from converters.formats.containers.archive import Storages
     from converters.formats.legacy.grid import Grid
     from converters.formats.legacy.rank_model import RankModel
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 Rank = tuple[int, int, int]
 """(tp, pp, ep)"""

@@ -24,7 +24,7 @@ from converters.formats.legacy.groups import group_members
 from converters.megatron.buffers import Local, arrange
 from converters.megatron.rank_state_dict import LocalTensor
 from converters.names import StateName
-from converters.pickles import Obj
+from converters.pickles.nodes import Obj
 from converters.planning.plan import end_to_end
 from converters.torchzip.records_out import global_node, tensor_node
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.formats.containers.archive_out import ArchiveFile
     from converters.megatron.buffers import Rules
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
     from converters.planning.plan import Piece
 
 

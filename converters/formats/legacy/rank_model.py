@@ -11,14 +11,14 @@ from converters.formats.containers.archive import FileTensor
 from converters.formats.legacy.names import plain_name
 from converters.formats.legacy.optimizer import DEEPEST
 from converters.names import listed, natural_key
-from converters.pickles import PickleFormatError, pairs
+from converters.pickles.nodes import PickleFormatError, pairs
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from converters.formats.containers.archive import PtFile, TensorFile
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 CHUNK = re.compile(r"model(\d*)")
 EXTRA = "._extra_state"

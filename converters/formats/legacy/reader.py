@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
     from converters.formats.legacy.grid import Grid
     from converters.megatron.layout import Layout
-    from converters.pickles import Node
+    from converters.pickles.nodes import Node
 
 _AXES = ("tensor", "pipeline", "expert")  # of `Rank`
 

@@ -22,7 +22,7 @@ from converters.formats.common_state import read_tree
 from converters.formats.dcp.reader import DcpReader
 from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, megatron_catalog
-from converters.pickles import Obj, fields
+from converters.pickles.nodes import Obj, fields
 
 if TYPE_CHECKING:
     from converters.formats.dcp.stored import DcpMetadata
