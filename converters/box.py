@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import EllipsisType
 
     from numpy.typing import NDArray
@@ -206,6 +206,15 @@ def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
         steps = min((end - position) // inner[axis], shape[axis] - index[axis])
         yield Box(tuple(index), (*(1,) * axis, steps, *shape[axis + 1 :]))
         position += steps * inner[axis]
+
+
+def ranges_between(ranges: Iterable[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
+    """What ranges, in any order, leave out of the first `size` numbers: `(first, one past the last)`."""
+    at = 0
+    for start, end in (*sorted(ranges), (size, size)):
+        if start > at:
+            yield at, start
+        at = max(at, end)
 
 
 def tiling_fault(shape: Sequence[int], starts: Corners, sizes: Corners) -> tuple[Box, list[int]] | None:

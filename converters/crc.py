@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from isal.isal_zlib import crc32 as crc32
 from isal.isal_zlib import crc32_combine as crc32_combine
 
+from converters.box import ranges_between
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -86,12 +88,6 @@ class RecordSums:
 
     def gaps(self, record: int, nbytes: int) -> list[tuple[int, int]]:
         """`(first byte, bytes)` of what has not been read of a record of `nbytes` bytes."""
-        out, at = [], 0
         with self._lock:
-            for start, n, _ in sorted(self.pieces.get(record, {}).values()):
-                if start > at:
-                    out.append((at, start - at))
-                at = max(at, start + n)
-        if at < nbytes:
-            out.append((at, nbytes - at))
-        return out
+            ranges = [(start, start + n) for start, n, _ in self.pieces.get(record, {}).values()]
+        return [(start, end - start) for start, end in ranges_between(ranges, nbytes)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+import contextlib
+from typing import TYPE_CHECKING
 
 from converters.errors import DamagedFileError, FormatError, UnsupportedError
 from converters.formats.folder import is_file, open_source
@@ -10,11 +11,9 @@ from converters.names import printable, quoted
 from converters.pickles.nodes import PickleFormatError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
     from pathlib import Path
 
-_T = TypeVar("_T")
-_P = ParamSpec("_P")
 _DESCRIBING = (".metadata", "metadata.json", "common.pt")
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 
@@ -25,23 +24,19 @@ def damaged_file(folder: Path, files: dict[str, str], *details: str) -> DamagedF
     return DamagedFileError(str(folder), files, details=details, hint=hint)
 
 
-def read_part(
-    read: Callable[Concatenate[Path, str, _P], _T], folder: Path, name: str, /, *args: _P.args, **more: _P.kwargs
-) -> _T:
-    """What a function reads of a file that is a part of a checkpoint; that it is missing, cut or no such file is damage.
+@contextlib.contextmanager
+def damage_in(folder: Path, name: str) -> Iterator[None]:
+    """While a file that is a part of a checkpoint is read: that it is missing, cut or no such file is damage.
 
     Args:
-        read: Takes folder and name.
         folder: The checkpoint.
         name: The file.
-        args: For `read`.
-        more: For `read`.
 
     Raises:
         DamagedFileError: It is; hostile files, and those that may not be read, keep the error that they have.
     """
     try:
-        return read(folder, name, *args, **more)
+        yield
     except (PickleFormatError, DamagedFileError, UnsupportedError):
         raise
     except FormatError as error:

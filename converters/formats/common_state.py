@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _LIMIT = 1 << 30
 
 
-def read_tree(path: Path, what: str, start: int = 0, length: int | None = None) -> Any:
+def read_object(path: Path, what: str, start: int = 0, length: int | None = None) -> Any:
     """The inert tree of a `torch.save` archive; its tensors are not read.
 
     Args:

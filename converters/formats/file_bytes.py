@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from converters.box import Box
+from converters.box import Box, ranges_between
 from converters.catalog import TensorInfo
 from converters.chunks import Part, StoredArray
 from converters.dtypes import dtype
@@ -19,7 +19,7 @@ from converters.planning.routes import CopyRoutes, Location
 from converters.torchzip.records import Payload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from converters.formats.base import Reader
@@ -102,7 +102,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
     drops = [
         Drop(str(path), Box((start,), (end - start,)), reason)
         for (path, ranges), size in zip(taken.items(), sizes, strict=True)
-        for start, end in _between(ranges, size)
+        for start, end in ranges_between(ranges, size)
     ]
     both = ReaderPair(reader, _FileBytes(reader, list(taken), sizes), _BEHIND, reader.catalog)
     return ByteCopies(both, sources, CopyRoutes.of(located), rest, drops)
@@ -111,14 +111,3 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
 def _array(name: str, size: int, record: int) -> TensorInfo:
     stored = StoredArray.one_chunk(name, (size,), _BEHIND + record)
     return TensorInfo(name, _BYTE, (size,), "other", (Part(stored),))
-
-
-def _between(ranges: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int]]:
-    """The ranges of a file between given ones: `(first byte, one past the last)`."""
-    at = 0
-    for start, end in sorted(ranges):
-        if start > at:
-            yield at, start
-        at = max(at, end)
-    if at < size:
-        yield at, size

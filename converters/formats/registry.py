@@ -6,7 +6,6 @@ A declaration says how the format is recognised by names and small files, which 
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, cast
 from converters.errors import FormatError
 from converters.formats.broken import damaged_file
 from converters.formats.folder import exists, is_file, is_folder, listing, open_source, read_small
-from converters.names import natural_key, printable
+from converters.formats.plain_json import read_json
+from converters.names import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,19 +107,15 @@ def backend_of(folder: Path) -> str | None:
     """The `sharded_backend` that `metadata.json` names; None if there is no such file.
 
     Raises:
-        FormatError: It is not the JSON that Megatron writes.
+        DamagedFileError: It is not the JSON that Megatron writes.
     """
     path = folder / "metadata.json"
     if not exists(path):
         return None
-    raw = read_small(path, 1 << 20)
-    try:
-        document = json.loads(raw)
-        backend = document.get("sharded_backend")
-    except (ValueError, RecursionError, AttributeError) as error:
-        what = "is not the JSON that Megatron writes: cut short or damaged" if raw else "is empty (0 bytes)"
-        raise damaged_file(folder, {path.name: f"{path.name} {what}"}, printable(str(error))) from error
-    return str(backend)
+    document = read_json(path, 1 << 20)
+    if not isinstance(document, dict):
+        raise damaged_file(folder, {path.name: f"{path.name} is not what Megatron writes: a dictionary"})
+    return str(document.get("sharded_backend"))
 
 
 def _has_file(path: Path) -> bool:

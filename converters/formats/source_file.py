@@ -59,13 +59,12 @@ class FileContent:
         assert rows.shape is not None
         length, flat = rows.shape[1], rows.cast("B")
         for number in range(rows.shape[0]):
-            row = flat[number * length : (number + 1) * length]
-            at, got = offset + number * stride, os.preadv(self.fd, [row], offset + number * stride)
-            while got < length:  # network file systems may give less than was asked for
-                more = os.preadv(self.fd, [row[got:]], at + got)
-                if not more:
+            row, filled = flat[number * length : (number + 1) * length], 0
+            while filled < length:  # network file systems may give less than was asked for
+                count = os.preadv(self.fd, [row[filled:] if filled else row], offset + number * stride + filled)
+                if not count:
                     raise EOFError
-                got += more
+                filled += count
 
 
 class SourceFile:
@@ -120,15 +119,7 @@ class SourceFile:
         count, length = rows.shape
         if offset + (count - 1) * stride + length > self.size:
             raise EOFError
-        if count > 1:
-            self.content.read_rows(rows, self.base + offset, stride)
-            return
-        row, filled = rows.cast("B"), 0
-        while filled < length:  # network file systems may give less than was asked for
-            more = self.content.read_into(row[filled:], self.base + offset + filled)
-            if not more:
-                raise EOFError
-            filled += more
+        self.content.read_rows(rows, self.base + offset, stride)
 
     def forget(self, offset: int, length: int) -> None:
         """Lets the page cache drop a range."""

@@ -131,6 +131,9 @@ class RemoteContent:
         assert rows.shape is not None
         count, length = rows.shape
         flat = rows.cast("B")
+        if count == 1:
+            self.read_into(flat, offset)
+            return
         step = max(1, _PIECE // stride)
         for first in range(0, count, step):
             several = min(step, count - first)

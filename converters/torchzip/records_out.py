@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import struct
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters.crc import crc32
 from converters.dtypes import dtype
@@ -23,11 +23,12 @@ from converters.torchzip.records import member_offset
 from converters.torchzip.serialization_id import serialization_id
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from converters.dtypes import DType
     from converters.torchzip.records import Member, Read
 
+_Content = TypeVar("_Content")
 _ALIGNMENT = 64
 _LIMIT32 = 0xFFFFFFFF
 _VERSION = b"3\n"
@@ -159,12 +160,26 @@ def archive(top: str, members: Mapping[str, bytes]) -> bytes:
         top: Folder inside it.
         members: Contents by name, in order.
     """
-    out, members_out = bytearray(), []
-    for name, data in members.items():
-        member = _Member(name, len(out), len(data), top, crc32(data))
-        out += member.local_header() + data + member.descriptor()
-        members_out.append(member)
-    return bytes(out) + _directory(members_out)
+    contents = ((name, len(data), crc32(data), data) for name, data in members.items())
+    return b"".join(data for _, data in _pieces(top, contents))
+
+
+def _pieces(top: str, contents: Iterable[tuple[str, int, int, _Content]]) -> list[tuple[int, bytes | _Content]]:
+    """`(offset, content)` of all that an archive consists of, in order.
+
+    Args:
+        contents: Name, bytes, CRC-32 and content of each member.
+    """
+    pieces: list[tuple[int, bytes | _Content]] = []
+    members, at = [], 0
+    for name, size, crc, content in contents:
+        member = _Member(name, at, size, top, crc)
+        pieces.append((at, member.local_header()))
+        if size:
+            pieces += [(member.data, content), (member.data + size, member.descriptor())]
+        members.append(member)
+        at = member.end
+    return [*pieces, (at, _directory(members))]
 
 
 def with_pickle(
@@ -182,21 +197,15 @@ def with_pickle(
         `(offset, content)` of all that the result consists of, the content as bytes or as `(offset, bytes)` of the source
         file; and the bytes of the result.
     """
-    pieces: list[tuple[int, bytes | tuple[int, int]]] = []
-    members, at = [], 0
+    contents: list[tuple[str, int, int, bytes | tuple[int, int]]] = []
     for name, old in sorted(stored.items(), key=lambda item: item[1].header):
-        if name == ".data/serialization_id":  # a fingerprint of contents that have changed; readers need none
-            continue
-        replaced = name == "data.pkl"
-        member = _Member(name, at, len(pickle) if replaced else old.size, top, crc32(pickle) if replaced else old.crc)
-        pieces.append((at, member.local_header()))
-        if member.size:
-            content = pickle if replaced else (member_offset(read, 0, old, what), old.size)
-            pieces += [(member.data, content), (member.data + member.size, member.descriptor())]
-        members.append(member)
-        at = member.end
-    directory = _directory(members)
-    return [*pieces, (at, directory)], at + len(directory)
+        if name == "data.pkl":
+            contents.append((name, len(pickle), crc32(pickle), pickle))
+        elif name != ".data/serialization_id":  # a fingerprint of contents that have changed; readers need none
+            contents.append((name, old.size, old.crc, (member_offset(read, 0, old, what), old.size)))
+    pieces = _pieces(top, contents)
+    at, directory = pieces[-1]
+    return pieces, at + len(directory)
 
 
 def _directory(members: Sequence[_Member]) -> bytes:

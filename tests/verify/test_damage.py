@@ -90,7 +90,7 @@ def test_a_lost_object(tmp_path):
     [
         (".metadata", b"", "is empty (0 bytes)"),
         (".metadata", None, "is missing: the save was not finished, or the hidden file was not copied"),
-        ("metadata.json", b"{bad", "is not the JSON that Megatron writes"),
+        ("metadata.json", b"{bad", "is not JSON"),
         ("metadata.json", b"", "is empty (0 bytes)"),
     ],
 )

@@ -13,6 +13,7 @@ from converters.catalog import FileInfo
 from converters.chunks import StoredArray
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.base import Reader, digest_of
+from converters.formats.broken import damage_in
 from converters.formats.folder import open_source, status
 from converters.formats.registry import BEFORE_ZIP
 from converters.torchzip.records import (
@@ -69,13 +70,14 @@ class PtFile:
         Raises:
             FormatError: Missing, cut short, unsafe, or not a zip archive at all.
         """
-        with open_source(folder / name) as source:
+        with damage_in(folder, name), open_source(folder / name) as source:
             read, size = source.read, source.size
             if read(0, 4) != b"PK\x03\x04":
                 raise _no_archive(read(0, 256), name, size)
             members = read_directory(read, 0, size, name)
             refuse_big_endian(read, 0, members, name)
-            return cls(name, size, read_pickle(read, 0, size, name, members=members), members)
+            tree = read_pickle(read, 0, size, name, members=members)
+        return cls(name, size, tree, members)
 
     def storages(self) -> dict[str, int]:
         """Bytes of every storage, by its key."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
-from converters.formats.broken import read_part
+from converters.formats.broken import damage_in
 from converters.formats.containers.archive import FileTensor
 from converters.formats.containers.index import indexed_tensors, read_index
 from converters.formats.containers.reader import WholeReader
@@ -81,7 +81,10 @@ class SafetensorsReader(WholeReader):
         """
         folder, wanted = (path, _shards(path)) if is_folder(path) else (path.parent, {path.name: None})
         problems: list[Problem] = []
-        files = [read_part(_read, folder, name, problems) for name in wanted]
+        files = []
+        for name in wanted:
+            with damage_in(folder, name):
+                files.append(_read(folder, name, problems))
         tensors: dict[str, FileTensor] = {}
         for file in files:
             stored, names = file.tensors, wanted[file.name]

@@ -15,7 +15,6 @@ import re
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.errors import FormatError, UnsupportedError
-from converters.formats.broken import read_part
 from converters.formats.containers.archive import FileTensor, PtFile
 from converters.formats.containers.index import indexed_tensors, read_index
 from converters.formats.containers.reader import WholeReader, entries, unique_names
@@ -54,10 +53,10 @@ class TorchFileReader(WholeReader):
             folder, name = (
                 (path, SINGLE if exists(path / SINGLE) else NEMO) if is_folder(path) else (path.parent, path.name)
             )
-            file = read_part(PtFile.read, folder, name)
+            file = PtFile.read(folder, name)
             return cls(path, [file], file.name, *_split(file))
         wanted = read_index(path, INDEX, ".bin")
-        files = [read_part(PtFile.read, path, name) for name in wanted]
+        files = [PtFile.read(path, name) for name in wanted]
         tensors: dict[str, FileTensor] = {}
         problems: list[Problem] = []
         for file in files:

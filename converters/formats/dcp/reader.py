@@ -23,9 +23,9 @@ from converters.chunks import StoredArray
 from converters.dtypes import dtype
 from converters.errors import FormatError
 from converters.formats.base import Reader, StoredArchive, digest_of
-from converters.formats.broken import damaged_file, read_part
+from converters.formats.broken import damage_in, damaged_file
 from converters.formats.canonical import KeyedArray, TensorsInside, object_info
-from converters.formats.common_state import read_tree
+from converters.formats.common_state import read_object
 from converters.formats.dcp.geometry import tiling_problem
 from converters.formats.dcp.metadata import read_metadata
 from converters.formats.folder import exists, is_folder, read_small, scan, status
@@ -133,7 +133,8 @@ class DcpReader(Reader):
             return None
         what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
         path, name = self.files[stored.file], self.metadata.files[stored.file]
-        return read_part(lambda *_: read_tree(path, what, stored.offset, stored.length), self.folder, name)
+        with damage_in(self.folder, name):
+            return read_object(path, what, stored.offset, stored.length)
 
     def object_array(self, key: str, ref: TensorRef) -> StoredArray:
         """A tensor inside a stored object as an array of one chunk, with a record number of its own."""

@@ -24,7 +24,6 @@ from converters.box import Box
 from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInfo
 from converters.chunks import FlatPart
 from converters.errors import DamagedFileError, FormatError, RequestError, UnsupportedError
-from converters.formats.broken import read_part
 from converters.formats.canonical import object_info
 from converters.formats.common_state import Archive
 from converters.formats.containers.archive import PtFile, StorageReader, Storages
@@ -100,9 +99,9 @@ class LegacyReader(StorageReader):
         for rank, name in grid.folders.items():
             files[rank] = first if name == names[0] else _read_model(folder, name)
             if exists(folder / name / OPTIMIZER):
-                flat[rank] = read_part(PtFile.read, folder, f"{name}/{OPTIMIZER}")
+                flat[rank] = PtFile.read(folder, f"{name}/{OPTIMIZER}")
             if mine := list(_layer_files(folder / name)):
-                layers[rank] = [read_part(PtFile.read, folder, f"{name}/{file}") for file in mine]
+                layers[rank] = [PtFile.read(folder, f"{name}/{file}") for file in mine]
         _refuse_mixture(folder, files)
         try:
             return cls(folder, grid, files, flat, layers)
@@ -297,7 +296,7 @@ def _layer_files(folder: Path) -> Iterator[str]:
 
 
 def _read_model(folder: Path, name: str) -> PtFile:
-    file = read_part(PtFile.read, folder, f"{name}/{MODEL}")
+    file = PtFile.read(folder, f"{name}/{MODEL}")
     if not isinstance(file.tree, dict):
         raise FormatError(f"{file.name} does not hold a dictionary, so it is not what Megatron-LM saves")
     return file

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.catalog import Catalog, Problem
 from converters.formats.base import COMMON_OBJECT
-from converters.formats.broken import read_part
+from converters.formats.broken import damage_in
 from converters.formats.canonical import canonical_tensors
-from converters.formats.common_state import read_tree
+from converters.formats.common_state import read_object
 from converters.formats.dcp.reader import DcpReader
 from converters.formats.folder import exists
 from converters.formats.megatron import common_facts, megatron_catalog
@@ -63,9 +63,10 @@ class TorchDistReader(DcpReader):
 
     def _common(self) -> Any:
         path = self.folder / "common.pt"
-        if exists(path):
-            return read_part(lambda *_: read_tree(path, "common.pt"), self.folder, "common.pt")
-        return self.object_value(COMMON_OBJECT)
+        if not exists(path):
+            return self.object_value(COMMON_OBJECT)
+        with damage_in(self.folder, path.name):
+            return read_object(path, path.name)
 
 
 def _producer(facts: CommonFacts, metadata: DcpMetadata) -> tuple[str, str] | None:

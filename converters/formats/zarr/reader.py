@@ -28,7 +28,7 @@ from converters.catalog import Catalog, FileInfo, ObjectInfo, Problem, TensorInf
 from converters.errors import FormatError
 from converters.formats.base import Reader, digest_of
 from converters.formats.canonical import KeyedArray, TensorsInside, canonical_tensors, object_info
-from converters.formats.common_state import read_tree
+from converters.formats.common_state import read_object
 from converters.formats.folder import exists, read_small, scan, status, walk
 from converters.formats.links import follows_links
 from converters.formats.megatron import megatron_catalog
@@ -109,7 +109,7 @@ class ZarrReader(Reader):
         stored = self._objects.get(key)
         if stored is None:
             return None
-        return read_tree(self._folder / stored.file, printable(stored.file))
+        return read_object(self._folder / stored.file, printable(stored.file))
 
     def object_array(self, key: str, ref: TensorRef) -> StoredArray:
         """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
@@ -132,7 +132,7 @@ class ZarrReader(Reader):
             problems += _chunk_problems(key, chunks)
         problems += _object_problems(self._objects.values())
         path = folder / "common.pt"
-        common = read_tree(path, "common.pt") if exists(path) else None
+        common = read_object(path, "common.pt") if exists(path) else None
         return megatron_catalog(
             self.name,
             folder,
