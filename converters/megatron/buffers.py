@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from converters.errors import RequestError
 from converters.words import counted
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from converters.box import Box
     from converters.dtypes import DType
     from converters.megatron.layout import Layout
+    from converters.megatron.rank_state_dict import LocalTensor
+
+
+_P = TypeVar("_P", "Local", "LocalTensor")
 
 
 class Misfit(RequestError):
@@ -58,7 +62,7 @@ class Local:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(Generic[_P]):
     """A part of a buffer.
 
     Attributes:
@@ -67,18 +71,9 @@ class Bucket:
         numel: Elements in memory, a multiple of the data-parallel size.
     """
 
-    members: tuple[tuple[Local, int], ...]
+    members: tuple[tuple[_P, int], ...]
     numel_unpadded: int
     numel: int
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """The parameters of one model chunk and one element type, in the order of `named_parameters()`."""
-
-    chunk: int
-    dtype: DType
-    parameters: tuple[Local, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +135,35 @@ class Rules:
         return _ceil(numel, math.lcm(self.dp, 128, 1 << 16 if self.busbw else 1))
 
 
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """The parameters of one model chunk and one element type, in the order of `named_parameters()`.
+
+    Attributes:
+        rules: How the job cuts it.
+    """
+
+    dtype: DType
+    parameters: tuple[LocalTensor, ...]
+    rules: Rules
+
+    def buckets(self) -> list[Bucket[LocalTensor]]:
+        """Its buckets as Megatron makes them."""
+        return arrange(self.parameters, self.rules)
+
+
 def _ceil(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
+def arrange(parameters: Sequence[_P], rules: Rules) -> list[Bucket[_P]]:
     """Buckets of a buffer as Megatron makes them.
 
     Args:
         parameters: In the order of `named_parameters()`.
     """
-    out: list[Bucket] = []
-    members: list[tuple[Local, int]] = []
+    out: list[Bucket[_P]] = []
+    members: list[tuple[_P, int]] = []
     at = 0  # in the open bucket: buckets begin at multiples of 128, so that alignment may be counted from there
 
     def close() -> None:
@@ -174,7 +186,7 @@ def arrange(parameters: Sequence[Local], rules: Rules) -> list[Bucket]:
     return out
 
 
-def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str) -> list[Bucket]:
+def fit(parameters: Sequence[_P], sizes: Sequence[int], align: int, what: str) -> list[Bucket[_P]]:
     """Buckets of a buffer whose sizes are known.
 
     Args:
@@ -185,8 +197,8 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
     Raises:
         Misfit: The parameters do not fill the buckets exactly.
     """
-    out: list[Bucket] = []
-    members: list[tuple[Local, int]] = []
+    out: list[Bucket[_P]] = []
+    members: list[tuple[_P, int]] = []
     at = 0
     for parameter in reversed(parameters):
         start = _ceil(at, align)
@@ -207,8 +219,8 @@ def fit(parameters: Sequence[Local], sizes: Sequence[int], align: int, what: str
 
 
 def _closed(
-    members: list[tuple[Local, int]], end: int, size: int, align: int, what: str, *, shared: bool = False
-) -> Bucket:
+    members: list[tuple[_P, int]], end: int, size: int, align: int, what: str, *, shared: bool = False
+) -> Bucket[_P]:
     padded = shared and size % 128 == 0 and end <= size < end + (1 << 17)  # see `Rules.early`
     if size not in (end, _ceil(end, align)) and not padded:
         names = f"up to {members[-1][0].name}"
@@ -216,7 +228,7 @@ def _closed(
     return Bucket(tuple(members), size, size)
 
 
-def dp_chunks(bucket: Bucket, dp: int) -> list[list[tuple[int, int, int]]]:
+def dp_chunks(bucket: Bucket[_P], dp: int) -> list[list[tuple[int, int, int]]]:
     """What each data-parallel rank stores of a bucket: `(start, length, position in bucket.members)`, in order.
 
     As `sharded_param_state_dp_reshardable` of 0.16.1 does: each rank has an equal share of the padded bucket, stored as a

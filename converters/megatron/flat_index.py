@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Collected:
+class FlatIndex:
     """Stored pieces of every tensor that were found so far.
 
     Attributes:

@@ -27,11 +27,11 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.box import Box, uncovered
 from converters.errors import RequestError
-from converters.megatron.buffers import Buffer, Local
+from converters.megatron.buffers import Buffer, Local, Rules
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import trained_weights
 from converters.megatron.outline import Outline
@@ -43,11 +43,12 @@ from converters.param_order import Order, trainable
 from converters.planning.plan import Copy, Op, Piece, Target
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
     from converters.megatron.layout import DataParallelGroup, Layout
+    from converters.megatron.optimizer_chain import ChainMember
     from converters.megatron.pipeline import Stage
     from converters.megatron.split import Shard
 
@@ -72,28 +73,34 @@ class LocalTensor(Piece):
     GroupedMLP's `weight1`.
 
     Attributes:
+        parts: Canonical names of the whole tensors that it has parts of, be they rows of padding alone.
         trained: It is a parameter, so that the optimizer has state for it; otherwise a buffer.
         expert: It belongs to routed experts.
         first: No rank before this one holds the same elements; others hold replicas.
         shared: Another pipeline stage trains a copy of it: the embedding, where it is tied or used by MTP.
     """
 
+    parts: tuple[str, ...] = ()
     trained: bool = True
     expert: bool = False
     first: bool = True
     shared: bool = False
 
-    def flattened(self, name: str) -> Local:
-        """Its elements one behind the other, as boxes of whole tensors; `name` is that of the parameter."""
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    def flattened(self, order: Order) -> Local:
+        """Its elements one behind the other, as boxes of whole tensors that have them all."""
         segments: list[tuple[str, Box]] = []
         for source, copies in itertools.groupby(self.copies, key=lambda copy: copy.source):
-            held = list(copies)
-            boxes = [copy.source_box for copy in held]
-            if held[0].op is Op.TRANSPOSE:  # column by column of gate, then of up
-                boxes = [_column(box, n) for n in range(boxes[0].shape[1]) for box in boxes]
+            of_source = list(copies)
+            boxes = [copy.source_box for copy in of_source]
+            if of_source[0].op is Op.TRANSPOSE:  # column by column of gate, then of up
+                boxes = [column(box, n) for n in range(boxes[0].shape[1]) for box in boxes]
             segments += [(source, box) for box in boxes]
-        numel = sum(box.volume for _, box in segments)
-        return Local(name, self.dtype, tuple(segments), numel, self.first, self.shared)
+        return Local(order.parameter(self.parts[0]), self.dtype, tuple(segments), self.numel, self.first, self.shared)
 
 
 def likely_order(catalog: Catalog) -> Order:
@@ -247,33 +254,42 @@ class LocalModel:
     def buffers(
         self,
         group: DataParallelGroup,
-        chunks: Iterable[int],
+        member: ChainMember,
+        args: Mapping[str, Any],
         *,
-        experts: bool | None,
-        names: Container[str] | None = None,
+        align: int = 64,
+        early: bool = False,
     ) -> list[Buffer]:
         """The flat buffers of one optimizer of a rank, in Megatron's numbering (`gbuf_idx`).
 
         Args:
-            group: The rank's data-parallel group; of the experts' grid if `experts`.
-            chunks: The model chunks that the optimizer is for.
-            experts: True for experts only, False for all others, None for all parameters.
-            names: Canonical names of the parameters that the optimizer has, if they are not all.
+            group: The rank's data-parallel group; of the experts' grid if the optimizer has only experts.
+            member: The optimizer.
+            args: The job's training arguments, as far as they decide how buffers are cut; see `Rules.of`.
+            align: See `Rules`.
+            early: See `Rules`.
 
         Raises:
             RequestError: It is not known where a parameter stands in the order.
         """
         out = []
-        for chunk in chunks:
-            by_type: dict[DType, list[Local]] = {}
+        for chunk in range(self.layout.chunks):
+            by_type: dict[DType, list[LocalTensor]] = {}
             for tensor in self.chunk(pp=group.pp, chunk=chunk, tp=group.tp, ep=group.ep or 0):
-                trains = names is None or tensor.sources[0] in names
-                if trains and tensor.trained and experts in (None, tensor.expert):
-                    self.order.position(tensor.sources[0])
-                    name = self.order.parameter(tensor.sources[0])
-                    by_type.setdefault(tensor.dtype, []).append(tensor.flattened(name))
-            out += [Buffer(chunk, kind, tuple(locals_)) for kind, locals_ in by_type.items()]
+                if tensor.trained and member.has(tensor.parts[0], chunk):
+                    self.order.position(tensor.parts[0])
+                    by_type.setdefault(tensor.dtype, []).append(tensor)
+            job = (args, self.layout, self.numel, group.pp, chunk)
+            rules = Rules.of(*job, experts=member.experts, align=align, early=early)
+            out += [Buffer(dtype, tuple(tensors), rules) for dtype, tensors in by_type.items()]
         return out
+
+    def data_parallel_buffers(
+        self, member: ChainMember, args: Mapping[str, Any], **rules: Any
+    ) -> Iterator[tuple[int, DataParallelGroup, list[Buffer]]]:
+        """The flat buffers of one optimizer of the job: `dp_group_idx`, the ranks that share buffers, and these buffers."""
+        for index, group in enumerate(self.layout.data_parallel_groups(experts=member.experts is True)):
+            yield index, group, self.buffers(group, member, args, **rules)
 
     def modules(self, name: str) -> Iterator[tuple[int, int, str]]:
         """`(pp, chunk, name there)` of what a canonical tensor or extra state is on, the stage that saves it first.
@@ -364,7 +380,8 @@ class LocalModel:
         first &= stage == (homes[0].pp, homes[0].vp)
         shared = self.layout.pp > 1 and is_embedding(names[0]) and (self.outline.tied or self.outline.mtp_layers > 0)
         kind, trained = self.tensors[names[0]].dtype, self.trains(names[0])
-        return LocalTensor(parameter, kind, shape, matrix, tuple(copies), tuple(fills), trained, expert, first, shared)
+        filled = (tuple(copies), tuple(fills), tuple(names))
+        return LocalTensor(parameter, kind, shape, matrix, *filled, trained, expert, first, shared)
 
     def _parts(self, name: str, shard: Shard) -> Iterator[tuple[Box | None, Box]]:
         """`(box of the source, box of the rank's part)`; None for rows that the source lacks."""
@@ -379,7 +396,8 @@ class LocalModel:
         yield None, Box((local.start[0] + present, *local.start[1:]), (local.shape[0] - present, *local.shape[1:]))
 
 
-def _column(box: Box, number: int) -> Box:
+def column(box: Box, number: int) -> Box:
+    """One column of a matrix."""
     return Box((box.start[0], box.start[1] + number), (box.shape[0], 1))
 
 

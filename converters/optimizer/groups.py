@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.megatron.optimizer_chain import ChainMember, is_expert
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from converters.pickles.nodes import Node
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_decoupled_lr")
-_EXPERT = ".mlp.experts."
 
 
 @dataclass(frozen=True)
@@ -40,25 +40,16 @@ class ChainedOptimizer:
     """One of the optimizers of a job (`ChainedOptimizer` of Megatron), or the only one.
 
     Attributes:
-        number: Its place in the chain; None if there is no other.
-        part: Algorithm, storage, and names of the parameters that it may have.
-        experts: It has only the experts of these (True), only the others (False), or all (None).
+        member: Its place in the chain, and the parameters that it has.
+        part: Algorithm and storage.
         groups: Its param groups, without the parameters.
+        prefix: What stands before keys where optimizers are told apart: `chained_1.`; nothing if there is no other.
     """
 
-    number: int | None
+    member: ChainMember
     part: OptimizerPart
-    experts: bool | None
     groups: tuple[dict[str, Node], ...]
-
-    @property
-    def prefix(self) -> str:
-        """What stands before keys where they are told apart: `chained_1.`."""
-        return "" if self.number is None else f"chained_{self.number}."
-
-    def has(self, name: str) -> bool:
-        """Whether it trains the parameter of this canonical name."""
-        return name in self.part.names and self.experts in (None, _EXPERT in name)
+    prefix: str = ""
 
     def state_key(self, state: str, sharding_type: str) -> str:
         """What stands before a parameter's key for one of its states, stored as a whole tensor.
@@ -91,14 +82,14 @@ class PartGroups:
     @property
     def has_experts(self) -> bool:
         """Some of the parameters are experts'."""
-        return any(_EXPERT in name for name in self.part.names)
+        return any(map(is_expert, self.part.names))
 
     def for_experts(self) -> tuple[dict[str, Node], ...]:
         """Groups of the experts, made from the dense ones if there are none."""
         if self.experts:
             return self.experts
         groups = [dict(group) for group in self.dense if not group.get("is_decoupled_lr")]
-        if not any(_EXPERT in name and name.endswith(".bias") for name in self.part.names):  # biases are not decayed
+        if not any(is_expert(name) and name.endswith(".bias") for name in self.part.names):  # biases are not decayed
             groups = [group for group in groups if group_value(group, "wd_mult") != 0.0] or groups[:1]
         return tuple({**group, "is_expert_parallel": True} for group in groups)
 
@@ -162,17 +153,22 @@ class ParamGroups:
         Args:
             ep: Expert-parallel size.
         """
-        members: list[tuple[OptimizerPart, bool | None, tuple[dict[str, Node], ...]]] = []
+        optimizers: list[tuple[OptimizerPart, bool | None, tuple[dict[str, Node], ...]]] = []
         for groups in self.parts:
             if ep == 1 or not groups.has_experts:
-                members.append((groups.part, None, groups.merged() if ep == 1 else groups.dense))
+                optimizers.append((groups.part, None, groups.merged() if ep == 1 else groups.dense))
             elif groups.apart:
-                members.append((groups.part, False, groups.dense))
-                members.append((groups.part, True, groups.for_experts()))
+                optimizers.append((groups.part, False, groups.dense))
+                optimizers.append((groups.part, True, groups.for_experts()))
             else:
-                members.append((groups.part, None, (*groups.dense, *groups.for_experts())))
-        alone = len(members) == 1
-        return [ChainedOptimizer(None if alone else number, *entry) for number, entry in enumerate(members)]
+                optimizers.append((groups.part, None, (*groups.dense, *groups.for_experts())))
+        alone = len(optimizers) == 1
+        return [
+            ChainedOptimizer(
+                ChainMember(number, part.names, experts), part, groups, "" if alone else f"chained_{number}."
+            )
+            for number, (part, experts, groups) in enumerate(optimizers)
+        ]
 
 
 def common_optimizer(groups: ParamGroups, chain: Sequence[ChainedOptimizer], sharding_type: str) -> Node:

@@ -16,8 +16,8 @@ from converters.megatron.optimizer_parts import (
     torch_state,
 )
 from converters.names import quoted
-from converters.optimizer.flat import stored_groups
 from converters.optimizer.groups import ParamGroups, PartGroups, group_value
+from converters.optimizer.stored_buckets import stored_groups
 from converters.param_order import trainable
 from converters.pickles.nodes import Global, Obj, PersId
 from converters.torchzip.records import tensor_ref
@@ -164,11 +164,11 @@ def _groups(value: Node) -> list[dict[str, Node]]:
 def _from_objects(reader: Reader, scalers: list[tuple[str | None, Node]]) -> dict[int, list[dict[str, Node]]]:
     """The groups of the first data-parallel group of each optimizer, by number; they are the same on every rank."""
     out: dict[int, list[dict[str, Node]]] = {}
-    for (chain, _), group in sorted(stored_groups(reader).items(), key=lambda item: (item[0][0] or 0, item[0][1])):
-        if (chain or 0) in out:
+    for (number, _), group in sorted(stored_groups(reader).items()):
+        if number in out:
             continue
         value = reader.object_value(group.key("optimizer"))
-        out[chain or 0] = _groups(value.get("param_groups")) if isinstance(value, Mapping) else []
+        out[number] = _groups(value.get("param_groups")) if isinstance(value, Mapping) else []
         key = group.key("grad_scaler")
         if key in reader.catalog.objects:
             scalers.append((key, reader.object_value(key)))

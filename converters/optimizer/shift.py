@@ -19,21 +19,21 @@ import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.box import Box, flat_range
 from converters.errors import RequestError
 from converters.io.gather import Gatherer
 from converters.io.sources import Sources
-from converters.megatron.buffers import Rules, arrange
 from converters.megatron.layout import Layout
+from converters.megatron.optimizer_chain import adam_chain, is_expert
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.names import MASTER, StateName, printable, quoted
+from converters.optimizer.buckets import flat_pieces
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
-    from converters.megatron.buffers import Local
+    from converters.megatron.rank_state_dict import LocalTensor
 
 _STATES = (MASTER, "exp_avg", "exp_avg_sq")
 
@@ -53,48 +53,35 @@ def refuse_shifted(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
         name: replace(info, dtype=info.remainders.dtype, remainders=None) if info.remainders else info
         for name, info in tensors.items()
     }
-    padded: Local | None = None
+    padded: str | None = None
     with contextlib.closing(Gatherer(Sources(reader, stored, checked=False))) as gatherer:
-        for local, padding in _padded_buffers(catalog):
-            padded = padded or local
-            for name, box in _end_of(local, padding):
-                for key in (str(StateName(state, name)) for state in _STATES):
-                    if key in stored and gatherer.gather(key, box).any():
-                        return
+        for tensor, padding in _padded_buffers(catalog):
+            padded = padded or tensor.parts[0]
+            length = min(padding, tensor.numel)
+            for _, piece in flat_pieces(tensor, tensor.numel - length, length):
+                for copy in piece.copies:
+                    for key in (str(StateName(state, copy.source)) for state in _STATES):
+                        if key in stored and gatherer.gather(key, copy.source_box).any():
+                            return
     if padded is not None:
         raise RequestError(
             "the optimizer state may have been saved shifted by the padding of its buckets, as Megatron-Core 0.15.0 to "
             "0.19.0 do, and its master weights are remainders, which do not show whether it was",
-            details=[
-                f"the state behind a padded bucket ends with zeros, as shifted state does: {printable(padded.name)}"
-            ],
+            details=[f"the state behind a padded bucket ends with zeros, as shifted state does: {printable(padded)}"],
             hint=f"--optimizer none leaves the state out; distckpt convert {quoted(catalog.root)} OUT --to safetensors "
             "keeps the weights",
-            tensor=padded.name,
+            tensor=padded,
         )
 
 
-def _padded_buffers(catalog: Catalog) -> Iterator[tuple[Local, int]]:
+def _padded_buffers(catalog: Catalog) -> Iterator[tuple[LocalTensor, int]]:
     """Of each buffer of the job that saved whose buckets but the last have padding: its last parameter, and how much."""
-    layout, args = Layout.saved(catalog), catalog.job_options
+    layout = Layout.saved(catalog)
     model = LocalModel.trained(catalog, layout, likely_order(catalog))
-    apart = layout.ep > 1 and any(".mlp.experts." in name for name in model.tensors)
-    for experts in (False, True) if apart else (None,):
-        for group in layout.data_parallel_groups(experts=experts is True):
-            for buffer in model.buffers(group, range(layout.chunks), experts=experts):
-                rules = Rules.of(args, layout, model.numel, group.pp, buffer.chunk, experts=experts)
-                buckets = arrange(buffer.parameters, rules)
+    experts_apart = layout.ep > 1 and any(map(is_expert, model.tensors))
+    for member in adam_chain(range(2) if experts_apart else [0], layout.chunks, "the job", experts_apart=experts_apart):
+        for _, _, buffers in model.data_parallel_buffers(member, catalog.job_options):
+            for buckets in (buffer.buckets() for buffer in buffers):
                 padding = sum(bucket.numel - bucket.numel_unpadded for bucket in buckets[:-1])
                 if padding:
                     yield buckets[-1].members[-1][0], padding
-
-
-def _end_of(local: Local, numel: int) -> Iterator[tuple[str, Box]]:
-    """Boxes of the tensors that the last elements of a parameter are in."""
-    for tensor, box in reversed(local.segments):
-        length = min(numel, box.volume)
-        for inner in flat_range(box.shape, box.volume - length, length):
-            yield tensor, inner.shifted(box.start)
-        numel -= length
-        if not numel:
-            return

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 
 from converters.catalog import TensorInfo
 from converters.errors import FormatError, IntegrityError, RequestError
-from converters.megatron.buffers import Misfit, Rules
-from converters.megatron.flat_index import Collected
-from converters.megatron.layout import DataParallelGroup, Layout
+from converters.megatron.buffers import Misfit
+from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts
-from converters.megatron.rank_state_dict import LocalModel, likely_order
-from converters.names import StateName, master_name, printable, quoted, state_names
-from converters.optimizer.flat import collect_states, stored_groups
+from converters.megatron.rank_state_dict import likely_order
+from converters.names import StateName, master_name, printable, quoted
+from converters.optimizer.buckets import unflatten
 from converters.optimizer.proof import mismatches, refusal
 from converters.optimizer.shift import refuse_shifted
 from converters.optimizer.storage import complete_masters, keeps_remainders
+from converters.optimizer.stored_buckets import stored_groups
 from converters.param_order import EXPERTS, Order
 from converters.words import counted
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.formats.base import Reader
-    from converters.optimizer.flat import StoredGroup
+    from converters.optimizer.stored_buckets import StoredGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,9 @@ def optimizer_state(reader: Reader, layout: Layout | None = None, *, refuse_doub
                 "the job's arguments are missing; they say which parameters the optimizer's flat buckets hold",
                 hint=f"distckpt convert {quoted(catalog.root)} OUT --to safetensors keeps the weights",
             )
-        state = _unflatten(reader, groups, layout or Layout.saved(catalog), recognised, refuse_doubtful=refuse_doubtful)
+        state = _unflattened(
+            reader, groups, layout or Layout.saved(catalog), recognised, refuse_doubtful=refuse_doubtful
+        )
         return replace(state, tensors=state.tensors | _parameter_states(catalog), recognised=recognised)
     tensors = _parameter_states(catalog)
     notes = _add_fp32_masters(catalog, tensors) if catalog.megatron else ()
@@ -207,9 +209,9 @@ def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
         yield Candidate(Order(norm, kind, conv, likely.fused_down), align, count)
 
 
-def _unflatten(
+def _unflattened(
     reader: Reader,
-    groups: Mapping[tuple[int | None, int], StoredGroup],
+    groups: Mapping[tuple[int, int], StoredGroup],
     layout: Layout,
     recognised: Recognised,
     *,
@@ -223,15 +225,15 @@ def _unflatten(
     best: OptimizerState | None = None
     for candidate in candidates(catalog, layout):
         try:
-            attempt = _Unflattener(catalog, groups, layout, candidate, names)
-            tensors = complete_masters(reader, attempt.run())
+            tensors, within_chunks = unflatten(catalog, groups, layout, candidate, names)
+            tensors = complete_masters(reader, tensors)
         except Misfit as error:
             reason = reason or error
             continue
         # dp_reshardable has a chunk for each parameter; what else there is has none that end with one
         edges = catalog.content.get("distrib_optim_sharding_type") == "dp_reshardable"
-        if keeps_remainders(tensors) and attempt.collected.inside and (edges or not _order_stated(catalog)):
-            reason = reason or _order_unknown(catalog, min(attempt.collected.inside))
+        if keeps_remainders(tensors) and within_chunks and (edges or not _order_stated(catalog)):
+            reason = reason or _order_unknown(catalog, min(within_chunks))
             continue
         wrong = mismatches(reader, tensors)
         if not wrong:
@@ -272,78 +274,3 @@ def _replaced(catalog: Catalog) -> dict[str, str]:
         if item.of_optimizer:
             out[key] = "optimizer state of one data-parallel group"
     return out
-
-
-class _Unflattener:
-    """One attempt, with one candidate."""
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        groups: Mapping[tuple[int | None, int], StoredGroup],
-        layout: Layout,
-        candidate: Candidate,
-        names: frozenset[str],
-    ) -> None:
-        self.groups, self.layout, self.candidate, self.args = groups, layout, candidate, catalog.job_options
-        self.names = names
-        producer = catalog.producer[0] if catalog.producer else ""
-        self.early = producer.startswith(("Megatron-Core 0.8", "Megatron-Core 0.11"))
-        self.model = LocalModel.trained(catalog, layout, candidate.order)
-        self.collected = Collected()
-        self.used: set[tuple[int | None, int]] = set()
-
-    def run(self) -> dict[str, TensorInfo]:
-        """The tensors."""
-        for chain, chunks, experts in self._chains():
-            for number, group in enumerate(self.layout.data_parallel_groups(experts=experts is True)):
-                self._collect_group(chain, chunks, experts, number, group)
-        extra = [group for where, group in self.groups.items() if where not in self.used]
-        if extra:
-            raise Misfit(f"no rank of the job has {extra[0].label(0)}", details=[f"{len(extra)} such groups"])
-        return self._tensors()
-
-    def _chains(self) -> list[tuple[int | None, range, bool | None]]:
-        """Number, model chunks and kind of parameters of each chained optimizer (get_megatron_optimizer)."""
-        numbers = sorted({-1 if chain is None else chain for chain, _ in self.groups})
-        every = range(self.layout.chunks)
-        if len(numbers) == 1:
-            return [(None if numbers[0] < 0 else numbers[0], every, None)]
-        expert = [] if self.layout.ep == 1 else [(numbers[-1], every, True)]
-        dense = numbers[: len(numbers) - len(expert)]
-        kind = False if expert else None
-        if len(dense) == 2:
-            # overlap_param_gather_with_optimizer_step: the first model chunk has an optimizer of its own
-            return [(dense[0], range(1), kind), (dense[1], every[1:], kind), *expert]
-        if len(dense) != 1:
-            raise Misfit(f"{len(numbers)} chained optimizers are not known to Megatron with ep {self.layout.ep}")
-        return [(dense[0], every, kind), *expert]
-
-    def _collect_group(
-        self, chain: int | None, chunks: range, experts: bool | None, index: int, group: DataParallelGroup
-    ) -> None:
-        layout = self.layout
-        if group.ep is not None and self.candidate.expert_groups == "ep-pp-tp":
-            index = (group.ep * layout.pp + group.pp) * layout.tp + group.tp
-        stored_group = self.groups.get((chain, index))
-        expected = self.model.buffers(group, chunks, experts=experts, names=self.names)
-        buffers = stored_group.buffers if stored_group else {}
-        self.used.add((chain, index))
-        if len(expected) != len(buffers):
-            raise Misfit(
-                f"data-parallel group {index} has {counted(len(buffers), 'buffer')}, its parameters make {len(expected)}",
-                details=[f"pipeline rank {group.pp}, tensor-parallel rank {group.tp}"],
-            )
-        for number, buffer in enumerate(expected):
-            assert stored_group is not None
-            stored, what = buffers.get(number), stored_group.label(number)
-            if stored is None or (stored.dtype is not None and stored.dtype != buffer.dtype):
-                raise Misfit(f"{what} should hold {buffer.dtype} parameters")
-            job = (self.args, layout, self.model.numel, group.pp, buffer.chunk)
-            rules = Rules.of(*job, experts=experts, align=self.candidate.align, early=self.early)
-            collect_states(stored, buffer.parameters, [rules], what, self.collected)
-
-    def _tensors(self) -> dict[str, TensorInfo]:
-        states = sorted({parts.state for _, parts in state_names(self.collected.pieces)})
-        names = ((str(StateName(state, n)), t.shape) for n, t in self.model.tensors.items() for state in states)
-        return {n: self.collected.tensor(n, shape, "optimizer") for n, shape in names if n in self.collected.pieces}

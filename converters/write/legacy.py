@@ -27,9 +27,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.formats.containers.archive_out import ArchiveFile, ArchiveOutput
-from converters.formats.legacy.chains import Chains
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, rank_folder
-from converters.formats.legacy.output import flat_optimizer, model_state, plain_optimizer
+from converters.formats.legacy.output import RankOptimizers, model_state
 from converters.formats.resolve import TRACKER
 from converters.megatron.damage import refuse_damaged_object
 from converters.megatron.extra_states import with_extra_states
@@ -189,8 +188,8 @@ class _Writer:
         self._completed = keeps_remainders(state.tensors)
         self._common = self._prepare_common()
         distributed = options.optimizer == "distributed"
-        self._chains = (
-            Chains(reader, state, self._model, self._args, distributed=distributed) if state.tensors else None
+        self._optimizers = (
+            RankOptimizers(reader, state, self._model, self._args, distributed=distributed) if state.tensors else None
         )
 
     # ------------------------------------------------------------------ what all ranks share
@@ -266,8 +265,8 @@ class _Writer:
         file = ArchiveFile(f"{folder}/{MODEL}")
         file.tree = self._rank_tree(file, tp, pp, ep, chunks)
         yield file
-        if self._chains and self._options.optimizer == "distributed":
-            yield self._chains.flat_file(f"{folder}/{OPTIMIZER}", pp, ep, chunks)
+        if self._optimizers and self._options.optimizer == "distributed":
+            yield self._optimizers.flat_file(f"{folder}/{OPTIMIZER}", pp, tp, ep)
 
     def _rank_tree(
         self, file: ArchiveFile, tp: int, pp: int, ep: int, chunks: list[list[LocalTensor]]
@@ -283,13 +282,8 @@ class _Writer:
         for number, chunk in enumerate(chunks):
             entries = self._model_entries(file, chunk, pp, number)
             tree["model" if len(chunks) == 1 else f"model{number}"] = model_state(file, entries)
-        if self._chains:
-            distributed = self._options.optimizer == "distributed"
-            optimizers = [
-                flat_optimizer(file, chain) if distributed else plain_optimizer(file, chain, file.name)
-                for chain in self._chains.of(chunks)
-            ]
-            tree["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
+        if self._optimizers:
+            tree["optimizer"] = self._optimizers.model_file_entry(file, chunks)
         common = file.adopt(copy.deepcopy(self._common), self._archive.members)
         tree |= {key: common[key] for key in _SCHEDULE if key in common}
         if self._keep_rng:
@@ -328,9 +322,9 @@ class _Writer:
         Raises:
             RequestError: A parameter lacks its optimizer state.
         """
-        trained = self._chains.trained if self._chains else set()
+        trained = self._optimizers.trained if self._optimizers else set()
         lost = sorted(n for n in self._catalog.weights if self._model.trains(n) and n not in trained)
-        if lost and self._chains and self._options.optimizer == "distributed":
+        if lost and self._optimizers and self._options.optimizer == "distributed":
             raise RequestError(
                 f"a distributed optimizer needs state that {counted(len(lost), 'parameter', verb='lacks/lack')}",
                 details=listed_lines([text for text, _ in fold(lost)], 8),
@@ -338,7 +332,7 @@ class _Writer:
             )
         drops = list(padding_rows(sources, lambda name, _: self._model.tensors[name].shape[0]))
         self.dropped += [(drop.source, drop.reason) for drop in drops if drop.source in self._catalog.weights]
-        if not self._chains:
+        if not self._optimizers:
             self.dropped += unwanted_state(self._catalog)
         return drops
 
@@ -347,7 +341,7 @@ class _Writer:
         out = list(self._notes)
         if not self._keep_rng:
             out.append("random states are not carried over: the job must be started with --no-load-rng")
-        if self._chains and self._options.optimizer == "distributed" and self._chains.buckets_matter():
+        if self._optimizers and self._options.optimizer == "distributed" and self._optimizers.buckets_matter():
             overlap = f"with --overlap-grad-reduce, the same --ddp-bucket-size and --dp {self._layout.dp}"
             cut = overlap if self._args.get("overlap_grad_reduce") is True else "without --overlap-grad-reduce"
             out.append(f"distrib_optim.pt fits only a job that cuts the same buckets: {cut}")
@@ -364,7 +358,7 @@ class _Writer:
         """What Megatron-LM has to be told to load the result."""
         words = ["--ckpt-format torch"]
         form = self._options.optimizer
-        words += optimizer_flags(self._args, self._chains.groups, form) if self._chains else ["--no-load-optim"]
+        words += optimizer_flags(self._args, self._optimizers.groups, form) if self._optimizers else ["--no-load-optim"]
         words += [] if self._keep_rng else ["--no-load-rng"]
         return job_flags(root, self._layout, *words)
 

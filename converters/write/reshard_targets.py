@@ -12,6 +12,7 @@ from converters.errors import RequestError
 from converters.formats.torch_dist.columns import Columns
 from converters.formats.torch_dist.parts import ArrayOut, Cut
 from converters.megatron.heterogeneous import ENCODED
+from converters.megatron.rank_state_dict import LocalModel
 from converters.megatron.split import holders, shards
 from converters.megatron.vocabulary import embedding_name, is_vocabulary, padding_rows, vocabulary_rows
 from converters.model_parts import language_name, split_part, untrained
@@ -153,7 +154,7 @@ class Targets:
     def _array_number(self, name: str, state: str, family: _Family) -> int:
         key = self._wrapper + stored_key(name, stacked=split_part(name)[0] in self.stacked).key
         if state:
-            chained = next(chained for chained in self._chain if chained.has(name))
+            chained = next(chained for chained in self._chain if chained.member.has(name))
             key = f"{chained.state_key(state, self.options.optimizer)}.{key}"
         number = self._keys.setdefault(key, len(self._keys))
         if number == len(self._arrays):
@@ -230,16 +231,13 @@ class Targets:
         }
         order = optimizer.candidate.order if optimizer.candidate else next(candidates(self.catalog, self.layout)).order
         whole = {n for chained in self._chain if not chained.part.distributed for n in chained.part.names}
+        available = {name: self.catalog.weights[name].shape for name in parameters}
         return flatten(
-            parameters,
-            self.layout,
-            self.outline,
-            order,
-            states={s: optimizer.tensors[k].dtype for k, (s, n) in state_names(optimizer.tensors) if n not in whole},
-            chain=self._chain,
+            LocalModel(parameters, self.layout, self.outline, order, available),
+            {s: optimizer.tensors[k].dtype for k, (s, n) in state_names(optimizer.tensors) if n not in whole},
+            self._chain,
+            self.catalog.job_options,
             scaler=(self.groups.scaler, self.groups.storages),
-            args=self.catalog.job_options,
-            available={name: self.catalog.weights[name].shape for name in parameters},
         )
 
     def _target_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,13 +17,14 @@ from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import OptimizerPart
 from converters.megatron.outline import Outline
+from converters.megatron.rank_state_dict import LocalModel
 from converters.optimizer.buckets import flatten
 from converters.optimizer.groups import PartGroups, common_optimizer
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import may_be_shifted, optimizer_state
 from converters.param_order import trainable
-from converters.planning.plan import Target
+from converters.planning.plan import Op, Target
 from converters.torchzip.records_out import object_record
 from harness.checkpoints import GOLDENS, copy_golden, golden, truth
 from harness.on_disk import swap_on_disk
@@ -243,15 +244,8 @@ def test_flatten_is_what_megatron_wrote(name):
     catalog, found = reader.catalog, optimizer_state(reader)
     parameters, layout, outline = target_of(catalog)
     chain = read_param_groups(reader).chain(layout.ep)
-    pieces, objects = flatten(
-        parameters,
-        layout,
-        outline,
-        found.candidate.order,
-        states=FP32,
-        chain=chain,
-        args=catalog.args,
-    )
+    model = LocalModel(parameters, layout, outline, found.candidate.order)
+    pieces, objects = flatten(model, FP32, chain, catalog.args)
     stored = {t.name: t for t in catalog.tensors.values() if t.opaque}
     buckets = {key: [piece for piece in pieces if piece.key == key] for key in dict.fromkeys(p.key for p in pieces)}
     assert stored.keys() == buckets.keys()
@@ -271,9 +265,11 @@ def test_flatten_is_what_megatron_wrote(name):
                 end = first + math.prod(piece.shape)
                 assert not known[first:end].any()
                 known[first:end] = True
+                stored_piece = wanted[first:end].reshape(piece.laid)
                 for copy in piece.copies:  # a gap holds whatever was in memory
-                    value = values[copy.source][copy.source_box.slices].reshape(-1)
-                    assert np.array_equal(wanted[first:end], value), copy.source
+                    value = values[copy.source][copy.source_box.slices]
+                    value = value.T if copy.op is Op.TRANSPOSE else value
+                    assert np.array_equal(stored_piece[copy.target_box.slices], value), copy.source
                 first = end
             assert first == part.start + part.length
         assert known.all()
@@ -290,11 +286,4 @@ def test_a_rank_without_parameters_is_refused():
     order = optimizer_state(reader).candidate.order
     chain = read_param_groups(reader).chain(1)
     with pytest.raises(RequestError, match="leaves data-parallel rank"):
-        flatten(
-            parameters,
-            Layout(pp=4, dp=2048),
-            outline,
-            order,
-            states=FP32,
-            chain=chain,
-        )
+        flatten(LocalModel(parameters, Layout(pp=4, dp=2048), outline, order), FP32, chain, {})

@@ -20,6 +20,7 @@ from converters.formats.common_state import Archive
 from converters.io.arithmetic import rounded
 from converters.megatron.buffers import Local, Misfit, Rules, arrange, dp_chunks, fit
 from converters.megatron.layout import DataParallelGroup, Layout
+from converters.megatron.optimizer_chain import ChainMember
 from converters.megatron.optimizer_parts import OptimizerPart
 from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel
@@ -28,7 +29,7 @@ from converters.optimizer.groups import ParamGroups, PartGroups
 from converters.optimizer.proof import prove_masters
 from converters.optimizer.state import candidates, optimizer_state
 from converters.param_order import EXPERTS, Order, trainable
-from converters.planning.plan import Target
+from converters.planning.plan import Op, Target
 from converters.torchzip.records import Payload
 from harness.support import read_tensor
 
@@ -318,9 +319,11 @@ def make(path, shapes, layout, order, args, flat, values):
             end = 0
             for inner in piece.pieces:
                 begin, end = end, end + math.prod(inner.shape)
+                filled = data[begin:end].reshape(inner.laid)
                 for copy in inner.copies:
                     _, _, state, name = copy.source.split(".", 3)
-                    data[begin:end] = values[state, name][copy.source_box.slices].reshape(-1)
+                    value = values[state, name][copy.source_box.slices]
+                    filled[copy.target_box.slices] = value.T if copy.op is Op.TRANSPOSE else value
             assert end == piece.length
             stored.append(((piece.start,), data))
         reader.add(key, FP32, (mine[0].numel,), stored, "flat optimizer bucket")
@@ -348,9 +351,8 @@ def test_what_is_flattened_is_found_again(tmp_path, job, seed):
     )
     chain = chain_of(shapes, layout.ep)
     try:
-        flat = flatten(
-            targets, layout, outline, order, states=dict.fromkeys(("param", "exp_avg"), FP32), chain=chain, args=args
-        )
+        states = dict.fromkeys(("param", "exp_avg"), FP32)
+        flat = flatten(LocalModel(targets, layout, outline, order), states, chain, args)
     except RequestError:
         assume(False)  # a data-parallel rank without parameters
     random = np.random.default_rng(seed)
@@ -372,8 +374,8 @@ def test_rows_that_the_source_lacks_are_filled():
     name = "embedding.word_embeddings.weight"
     shapes = {name: (24, 8), "decoder.final_layernorm.weight": (8,), "decoder.layers.0.mlp.linear_fc2.weight": (8, 4)}
     targets = {n: Target(n, BF16, shape) for n, shape in shapes.items()}
-    job = (targets, Layout(tp=2), Outline(1), Order())
-    pieces, _ = flatten(*job, states={"param": FP32}, chain=chain_of(shapes, 1), available={name: (17, 8)})
+    model = LocalModel(targets, Layout(tp=2), Outline(1), Order(), {name: (17, 8)})
+    pieces, _ = flatten(model, {"param": FP32}, chain_of(shapes, 1), {})
     rows = Counter()
     for piece in pieces:
         assert sum(math.prod(inner.shape) for inner in piece.pieces) == piece.length
@@ -404,9 +406,9 @@ def test_a_copy_of_the_embedding_is_not_read():
     shapes = gpt(2, experts=0, gated=True, tied=True, bias=False, mtp=0)
     targets = {n: Target(n, BF16, shape) for n, shape in shapes.items()}
     model = LocalModel(targets, Layout(pp=2), Outline(2, gated=True, tied=True), Order())
-    (first,) = model.buffers(DataParallelGroup(0, 0), range(1), experts=None)
-    (last,) = model.buffers(DataParallelGroup(1, 0), range(1), experts=None)
-    assert first.parameters[0].name == last.parameters[-1].name == "embedding.word_embeddings.weight"
+    (first,) = model.buffers(DataParallelGroup(0, 0), ChainMember(), {})
+    (last,) = model.buffers(DataParallelGroup(1, 0), ChainMember(), {})
+    assert first.parameters[0].parts == last.parameters[-1].parts == ("embedding.word_embeddings.weight",)
     assert (first.parameters[0].first, last.parameters[-1].first) == (True, False)
     assert first.parameters[0].shared
     assert last.parameters[-1].shared

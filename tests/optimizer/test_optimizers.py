@@ -133,7 +133,7 @@ def test_chains_with_expert_parallelism(name):
     first = groups.parts[0]
     part = replace(first.part, names=first.part.names | {expert})
     chain = replace(groups, parts=(replace(first, part=part), *groups.parts[1:])).chain(4)
-    kinds = [(c.part.algorithm, c.experts, [g["is_expert_parallel"] for g in c.groups]) for c in chain]
+    kinds = [(c.part.algorithm, c.member.experts, [g["is_expert_parallel"] for g in c.groups]) for c in chain]
     if name == "muon16p_tp2":
         assert kinds[:2] == [("Muon", False, [False]), ("Muon", True, [True])]
     else:

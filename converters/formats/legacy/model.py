@@ -15,7 +15,7 @@ from converters.formats.legacy.names import Piece, QkvOrder, layer_number, local
 from converters.formats.legacy.optimizer import Owned
 from converters.formats.legacy.rank_model import EXTRA
 from converters.megatron.buffers import Local
-from converters.megatron.flat_index import Collected
+from converters.megatron.flat_index import FlatIndex
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.outline import Outline
@@ -91,7 +91,7 @@ class WholeModel:
         facts = ModelArgs.from_catalog(Catalog(Path(), "legacy", "", {}, args=args))
         outline = Outline.of(facts, self.shapes)
         self.outline = replace(outline, mla_down_split=self._mla_split is True)
-        self._weights, self._copies = Collected(), Collected()
+        self._weights, self._copies = FlatIndex(), FlatIndex()
         self._frozen = untrained(self.shapes)
         for rank, mine in entries.items():
             self.owned[rank] = list(self._locate(rank, mine))

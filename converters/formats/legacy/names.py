@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.errors import FormatError, RequestError
+from converters.megatron.rank_state_dict import column
 from converters.names import parse_key, split_wrapper
 from converters.param_order import Order
 
@@ -250,14 +251,10 @@ def segments(piece: Piece, shards: Sequence[Shard], order: QkvOrder | None) -> l
     if extent != piece.shape:
         raise FormatError(f"{piece.name}: a rank has {list(piece.shape)} of it, {list(extent)} were expected")
     if piece.transposed:
-        return [_column(shard.box, n) for n in range(piece.shape[1]) for shard in shards]
+        return [column(shard.box, n) for n in range(piece.shape[1]) for shard in shards]
     if order is not None and ".self_attention.linear_qkv." in piece.name and ".layer_norm_" not in piece.name:
         return _qkv_rows(shards[0].box, order, piece.name)
     return [shard.box for shard in shards]
-
-
-def _column(box: Box, number: int) -> Box:
-    return Box((box.start[0], box.start[1] + number), (box.shape[0], 1))
 
 
 def _qkv_rows(box: Box, order: QkvOrder, name: str) -> list[Box]:

@@ -25,9 +25,11 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError
 from converters.formats.legacy.groups import group_members, torch_state
 from converters.megatron.buffers import Local, Misfit, Rules, arrange
+from converters.megatron.optimizer_chain import adam_chain
 from converters.megatron.optimizer_parts import entry_groups, group_algorithm
 from converters.names import StateName
-from converters.optimizer.flat import StoredFlat, bucket_sizes, collect_states, read_buffers
+from converters.optimizer.buckets import index_states
+from converters.optimizer.stored_buckets import StoredFlat, bucket_sizes, read_buffers
 from converters.torchzip.records import tensor_ref
 from converters.words import counted
 
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 
     from converters.dtypes import DType
     from converters.formats.containers.archive import PtFile, Storages
-    from converters.megatron.flat_index import Collected
+    from converters.megatron.flat_index import FlatIndex
     from converters.megatron.layout import Layout
     from converters.torchzip.records import TensorRef
 
@@ -106,7 +108,7 @@ def dealt_members(members: Members, ranks: int) -> list[Members]:
     return out
 
 
-def locate_plain(entries: Sequence[Any], members: Members, file: PtFile, storages: Storages, out: Collected) -> None:
+def locate_plain(entries: Sequence[Any], members: Members, file: PtFile, storages: Storages, out: FlatIndex) -> None:
     """The state of optimizers that are not distributed.
 
     Args:
@@ -144,7 +146,7 @@ def _state_of(entry: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
 
 
 def _locate_states(
-    nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: Collected
+    nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: FlatIndex
 ) -> None:
     for state, node in nodes.items():
         what = f"{file.name}: {state} of {parameter.key}"
@@ -163,15 +165,10 @@ def _chained(entries: Sequence[Any], owned: Sequence[Owned], what: str) -> list[
     algorithms = [_algorithm(entry) for entry in entries]
     if len({name for name in algorithms if name}) > 1:
         return [(entry, _of_algorithm(number, entries, algorithms, owned)) for number, entry in enumerate(entries)]
-    experts = [p for p in owned if p.expert]
-    last = [(entries[-1], experts)] if len(entries) > 1 and experts else []
-    dense = [p for p in owned if not p.expert] if last else list(owned)
-    rest = entries[:-1] if last else entries
-    if len(rest) == 1:
-        return [(rest[0], dense), *last]
-    if len(rest) == 2:  # overlap_param_gather_with_optimizer_step: the first model chunk has its own
-        return [(rest[0], [p for p in dense if p.chunk == 0]), (rest[1], [p for p in dense if p.chunk > 0]), *last]
-    raise Misfit(f"{what}: {counted(len(rest), 'chained optimizer', verb='is/are')} not known to Megatron-LM")
+    experts_apart = len(entries) > 1 and any(p.expert for p in owned)
+    chunks = 1 + max((p.chunk for p in owned), default=0)
+    chain = adam_chain(range(len(entries)), chunks, what, experts_apart=experts_apart)
+    return [(entries[member.number], [p for p in owned if member.has(p.local.name, p.chunk)]) for member in chain]
 
 
 def _algorithm(entry: Any) -> str | None:
@@ -217,7 +214,7 @@ class FlatFile:
     pp: int
     first_numel: int
 
-    def locate(self, owned: Sequence[Owned], out: Collected) -> None:
+    def locate(self, owned: Sequence[Owned], out: FlatIndex) -> None:
         """Notes where the state of every parameter lies.
 
         Args:
@@ -251,7 +248,7 @@ class FlatFile:
                 padded = bucket_sizes(entry.get("per_bucket_numel"), number, what)
                 if buffer.sizes is None and padded is not None:
                     buffer.sizes = _unpadded(local, padded, rules, what)
-                collect_states(buffer, local, rules, what, out)
+                index_states(buffer, local, rules, what, out)
 
     def _flat(self, ref: TensorRef, what: str) -> StoredFlat:
         return StoredFlat(self.storages.array(self.file, ref, what), ref.dtype, ref.offset, ref.shape[0])

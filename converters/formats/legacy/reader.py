@@ -43,7 +43,7 @@ from converters.formats.legacy.optimizer import (
 from converters.formats.legacy.rank_model import CHUNK, RankModel
 from converters.formats.megatron import common_facts, find_framework
 from converters.megatron.buffers import Misfit
-from converters.megatron.flat_index import Collected
+from converters.megatron.flat_index import FlatIndex
 from converters.names import MASTER, StateName, listed, natural_key, printable, state_names
 from converters.words import counted
 
@@ -221,7 +221,7 @@ class LegacyReader(StorageReader):
         return [f"{name}/{OPTIMIZER}" for name in lacking] if self._flat_files else []
 
     def _named_optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
-        collected = Collected()
+        collected = FlatIndex()
         if lacking := self._lost_files():
             raise Misfit(f"{counted(len(lacking), 'file', verb='is/are')} missing: {listed(lacking, 8)}")
         numel = sum(p.local.numel for p in model.owned[0, 0, 0])
@@ -256,7 +256,7 @@ class LegacyReader(StorageReader):
                     out[key] = collected.tensor(key, shape, "optimizer")
         return out
 
-    def _locate_layers(self, model: WholeModel, rank: Rank, collected: Collected) -> None:
+    def _locate_layers(self, model: WholeModel, rank: Rank, collected: FlatIndex) -> None:
         """The state of a layer-wise optimizer: each data-parallel rank has some of the parameters, and names none."""
         files, ranks = self._layer_files.get(rank, ()), model.layout.dp_cp
         if len(files) != ranks or model.layout.ep > 1 or "use_layer_wise_distributed_optimizer" in self._args:
@@ -271,7 +271,7 @@ class LegacyReader(StorageReader):
             locate_plain(optimizer_entries(file.tree), members, file, self._storages, collected)
         model_file = self._model_files[rank]  # holds those of data-parallel rank 0 once more
         copies = optimizer_entries(model_file.tree.get("optimizer"))
-        locate_plain(copies, dealt[0], model_file, self._storages, Collected())
+        locate_plain(copies, dealt[0], model_file, self._storages, FlatIndex())
 
     def _raw_optimizer(self) -> Iterator[tuple[str, TensorInfo]]:
         """The tensors of the optimizer as the files have them."""

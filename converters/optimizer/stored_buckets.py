@@ -1,4 +1,4 @@
-"""Flat optimizer buckets as a checkpoint stores them, and which parameter lies where in them.
+"""Flat optimizer buckets as checkpoints store them; `optimizer.buckets` says which parameter lies where in them.
 
     dp_reshardable, fully_sharded_bucket_space    one 1-D key for each bucket and state
     dp_zero_gather_scatter                        one object for each data-parallel group, with a tensor for each state in
@@ -11,7 +11,6 @@ Facts: Megatron-Core, optimizer/distrib_optimizer.py (`sharded_param_state_*`) a
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,25 +18,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from converters.dtypes import DType, dtype
-from converters.megatron.buffers import Misfit, arrange, fit
-from converters.megatron.optimizer_parts import MASTERS
-from converters.names import StateName, printable
+from converters.megatron.buffers import Misfit
+from converters.names import printable
 from converters.pickles.nodes import Global
 from converters.torchzip.records import tensor_ref
-from converters.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.chunks import StoredArray
     from converters.formats.base import Reader
-    from converters.megatron.buffers import Bucket, Local, Rules
-    from converters.megatron.flat_index import Collected
     from converters.torchzip.records import TensorRef
 
 # (gbuf_idx, dtypes) -> state -> bucket_idx
 _Buffers: TypeAlias = "dict[tuple[int, str], dict[str, dict[int, StoredFlat]]]"
-_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.*)", re.DOTALL)
+_GROUP = re.compile(
+    r"(?P<prefix>(?:chained_(?P<number>\d+)\.)?)optimizer\.distributed\.dp_group_idx_(?P<index>\d+)\.(?P<name>.*)",
+    re.DOTALL,
+)
 _BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_(.*)\.bucket_idx_(\d+)\.(\w+)", re.DOTALL)
 _TORCH = re.compile(r"torch\.(\w+)")
 
@@ -91,33 +89,44 @@ class StoredGroup:
         return f"{self.prefix}optimizer dp_group_idx_{self.index} gbuf_idx_{buffer}"
 
 
-def stored_groups(reader: Reader) -> dict[tuple[int | None, int], StoredGroup]:
-    """All data-parallel groups with flat buckets, by number of the chained optimizer (None: a single one) and index."""
-    groups: dict[tuple[int | None, int], StoredGroup] = {}
-    by_group: dict[tuple[int | None, int], _Buffers] = defaultdict(dict)
+def stored_groups(reader: Reader) -> dict[tuple[int, int], StoredGroup]:
+    """All data-parallel groups with flat buckets, by the optimizer's number in the chain (0 for the only one) and index.
+
+    Raises:
+        Misfit: Some keys are those of the only optimizer of a job, others those of one of several.
+    """
+    groups: dict[tuple[int, int], StoredGroup] = {}
+    by_group: dict[tuple[int, int], _Buffers] = defaultdict(dict)
     for tensor in reader.catalog.tensors.values():
-        group = _GROUP.fullmatch(tensor.name) if tensor.opaque else None
-        bucket = _BUCKET.fullmatch(group[3]) if group else None
-        if group is None or bucket is None:
+        key = _GROUP.fullmatch(tensor.name) if tensor.opaque else None
+        bucket = _BUCKET.fullmatch(key["name"]) if key else None
+        if key is None or bucket is None:
             continue
-        chain = None if group[1] is None else int(group[1])
-        states = by_group[chain, int(group[2])].setdefault((int(bucket[1]), bucket[2]), {})
+        states = by_group[_stored_group(groups, key)].setdefault((int(bucket[1]), bucket[2]), {})
         array = tensor.parts[0].array
         states.setdefault(bucket[4], {})[int(bucket[3])] = StoredFlat(array, tensor.dtype, 0, array.shape[0])
     for where, buffers in by_group.items():
-        stored_group = groups[where] = StoredGroup(_prefix(where[0]), where[1])
-        sizes = reader.object_value(stored_group.key("per_bucket_numel_unpadded"))
+        group = groups[where]
+        sizes = reader.object_value(group.key("per_bucket_numel_unpadded"))
         for (number, types), by_state in sorted(buffers.items()):
             ordered = {state: [arrays[k] for k in sorted(arrays)] for state, arrays in by_state.items()}
-            stored_group.buffers[number] = StoredBuffer(
-                _param_dtype(_TORCH.findall(types)), ordered, bucket_sizes(sizes, number, stored_group.label(number))
+            group.buffers[number] = StoredBuffer(
+                _param_dtype(_TORCH.findall(types)), ordered, bucket_sizes(sizes, number, group.label(number))
             )
-    for key, item in reader.catalog.objects.items():
-        group = _GROUP.fullmatch(item.name)
-        if group is not None and group[3] == "param_state":
-            chain = None if group[1] is None else int(group[1])
-            groups[chain, int(group[2])] = StoredGroup(_prefix(chain), int(group[2]), _param_state(reader, key))
+    for name, item in reader.catalog.objects.items():
+        key = _GROUP.fullmatch(item.name)
+        if key is not None and key["name"] == "param_state":
+            groups[_stored_group(groups, key)].buffers = _param_state(reader, name)
     return groups
+
+
+def _stored_group(groups: dict[tuple[int, int], StoredGroup], key: re.Match[str]) -> tuple[int, int]:
+    """Where in `groups` the group of a key is; makes it."""
+    where = int(key["number"] or 0), int(key["index"])
+    group = groups.setdefault(where, StoredGroup(key["prefix"], where[1]))
+    if group.prefix != key["prefix"]:
+        raise Misfit(f"{group.label(0)} is of one optimizer of a chain, {printable(key[0])} of another with its number")
+    return where
 
 
 def _param_state(reader: Reader, key: str) -> dict[int, StoredBuffer]:
@@ -129,10 +138,6 @@ def _param_state(reader: Reader, key: str) -> dict[int, StoredBuffer]:
         return StoredFlat(reader.object_array(key, ref), ref.dtype, 0, ref.shape[0])
 
     return read_buffers(value, printable(key), flat)
-
-
-def _prefix(chain: int | None) -> str:
-    return "" if chain is None else f"chained_{chain}."
 
 
 def _param_dtype(names: Sequence[str]) -> DType | None:
@@ -188,60 +193,3 @@ def read_buffers(value: Any, what: str, flat: Callable[[TensorRef, str], StoredF
                 raise Misfit(f"{where}: {printable(state)} is not a flat tensor")
             buffer.states[state] = [flat(ref, where) for ref in refs if ref is not None]
     return out
-
-
-def collect_states(
-    stored: StoredBuffer, parameters: Sequence[Local], rules: Sequence[Rules], what: str, out: Collected
-) -> None:
-    """Notes where the state of each of a buffer's parameters lies, as `optimizer.state.STATE.NAME`.
-
-    Args:
-        stored: The buffer.
-        parameters: In the order of `named_parameters()`.
-        rules: How its job may have cut it, the likeliest first.
-        what: Names it in an error.
-        out: Where to note it.
-
-    Raises:
-        Misfit: The parameters do not fill it.
-    """
-    if not stored.states:
-        return
-    first = next(iter(stored.states.values()))
-    if stored.coalesced and stored.sizes is None:
-        buckets = _arranged(parameters, first[0].numel, rules, what)
-    else:
-        buckets = _fitted(parameters, stored.sizes or [flat.numel for flat in first], rules, what)
-    total = sum(bucket.numel_unpadded for bucket in buckets)
-    for state, flats in stored.states.items():
-        if stored.coalesced and flats[0].numel != total:
-            raise Misfit(f"{what} has {flats[0].numel:,} elements, its parameters take {total:,}")
-        if not stored.coalesced and len(flats) != len(buckets):
-            raise Misfit(f"{what} has {counted(len(flats), 'bucket')}, its parameters fill {len(buckets)}")
-        base, prefix = 0, str(StateName(MASTERS.get(state, state), ""))
-        for number, bucket in enumerate(buckets):
-            flat = flats[0 if stored.coalesced else number]
-            if base + bucket.numel_unpadded > flat.numel:
-                raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
-            for local, start in bucket.members:
-                out.add(prefix, local, flat.array, flat.dtype, flat.first + base + start)
-            base += bucket.numel_unpadded if stored.coalesced else 0
-
-
-def _fitted(parameters: Sequence[Local], sizes: Sequence[int], candidates: Sequence[Rules], what: str) -> list[Bucket]:
-    *alternatives, last = dict.fromkeys(rules.align for rules in candidates)
-    for align in alternatives:
-        with contextlib.suppress(Misfit):
-            return fit(parameters, sizes, align, what)
-    return fit(parameters, sizes, last, what)
-
-
-def _arranged(parameters: Sequence[Local], total: int, candidates: Sequence[Rules], what: str) -> list[Bucket]:
-    """Where parameters lie in a buffer whose buckets are stored end to end: the first rules that fill it."""
-    sizes = []
-    for rules in candidates:
-        buckets = arrange(parameters, rules)
-        sizes.append(sum(bucket.numel_unpadded for bucket in buckets))
-        if sizes[-1] == total:
-            return buckets
-    raise Misfit(f"{what} has {total:,} elements, its parameters take {sizes[0]:,}")
