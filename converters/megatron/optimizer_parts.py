@@ -253,8 +253,8 @@ def chained_entries(common: Any) -> dict[int, Mapping[Any, Any]]:
 
 
 def torch_state(entry: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The state of torch's optimizer in what the common state has of one; fp32 training stores that itself."""
-    inner = entry.get("optimizer")
+    """The state of torch's optimizer in that of Megatron's, under its old name too; fp32 training stores it bare."""
+    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
     return inner if isinstance(inner, Mapping) else entry
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from converters.pickles.nodes import Global, Obj, PersId
 from converters.torchzip.records import tensor_ref
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from converters.catalog import Catalog
     from converters.formats.base import Reader
@@ -55,7 +56,7 @@ def read_param_groups(reader: Reader) -> ParamGroups:
         if (
             isinstance(inner_state, Mapping) and inner_state.get("common_step") is not None
         ):  # None where the groups have the step
-            steps.append(_read_step(reader, inner_state["common_step"]))
+            steps.append(read_step(inner_state["common_step"], functools.partial(_elements, reader, None)))
     counts_by_parameter = bool(steps)
     if not by_number or entries.keys() - by_number.keys():
         for number, groups in _from_objects(reader, scalers).items():
@@ -175,14 +176,18 @@ def _from_objects(reader: Reader, scalers: list[tuple[str | None, Node]]) -> dic
     return {number: groups for number, groups in out.items() if groups}
 
 
-def _read_step(reader: Reader, node: Node) -> int:
-    """A step as a number: torch's own Adam keeps it as a tensor in the common state."""
+def read_step(node: Node, elements: Callable[[TensorRef], bytes]) -> int:
+    """A step as a number: torch's own Adam keeps it as a tensor.
+
+    Args:
+        elements: Reads the elements of a small tensor.
+    """
     if type(node) in (int, float):
         return int(node)
-    ref = tensor_ref(node, "common_step")
+    ref = tensor_ref(node, "a step")
     if ref is None or ref.dtype.name not in _SCALARS or ref.shape not in ((), (1,)):
-        raise UnsupportedError("optimizer.state.common_step is not a number")
-    return int(struct.unpack(_SCALARS[ref.dtype.name], _elements(reader, None, ref))[0])
+        raise UnsupportedError("a step of the optimizer is not a number")
+    return int(struct.unpack(_SCALARS[ref.dtype.name], elements(ref))[0])
 
 
 def _elements(reader: Reader, key: str | None, ref: TensorRef) -> bytes:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from converters.formats.resolve import TRACKER
 from converters.formats.torch_dist.output import TorchDistOutput
-from converters.megatron.outline import Outline
 from converters.megatron.vocabulary import end_of_documents
 from converters.names import MASTER, quoted, state_names
 from converters.optimizer.proof import Masters
@@ -20,21 +19,18 @@ from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.storage import as_remainders, keeps_remainders
 from converters.write.framework_files import companions, keeps_framework
 from converters.write.job_arguments import job_flags, optimizer_flags
-from converters.write.reshard_state import ReshardOptions, State, TargetState
+from converters.write.reshard_state import ReshardOptions, TargetState
 from converters.write.reshard_targets import Targets
 from converters.write.side_files import files_beside
 from converters.write.target_state import check_request, chosen_optimizer, describe, tracker, unwanted_state
 from converters.write.write_plan import Conversion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from converters.catalog import Catalog, TensorInfo
+    from converters.catalog import Catalog
     from converters.formats.base import Reader
-    from converters.formats.torch_dist.parts import BucketOut, ObjectOut
     from converters.megatron.layout import Layout
-    from converters.megatron.model_args import ModelArgs
     from converters.optimizer.groups import ParamGroups
     from converters.optimizer.state import OptimizerState
     from converters.write.framework_files import Companions
@@ -70,27 +66,28 @@ def plan_reshard(
     if not keeps_framework(catalog):
         options = replace(options, framework="megatron-lm")
     args, notes = check_request(catalog, destination, layout, options)
-    draft = _plan_tensors(reader, layout, args, options)
-    targets, options, groups = draft.targets, draft.targets.options, draft.targets.groups
-    masters = {n: draft.sources[n] for n, parts in state_names(draft.sources) if parts.state == MASTER}
-    model = reader, layout, targets.outline, options, groups, targets.stacked, targets.padded_vocab()
-    state = TargetState(*model, keeps_remainders(masters)).make()
-    output = TorchDistOutput(targets.columns(), draft.buckets, [*draft.objects, *state.objects])
+    optimizer, options = _chosen_optimizer(reader, options)
+    groups = None if options.optimizer == "none" else read_param_groups(reader).stored_as(options.optimizer)
+    targets = Targets(catalog, layout, options, args, optimizer, groups)
+    masters = {n: targets.sources[n] for n, parts in state_names(targets.sources) if parts.state == MASTER}
+    completed = keeps_remainders(masters)
+    state = TargetState(reader, targets, completed=completed)
+    output = TorchDistOutput(targets.columns(), targets.buckets, [*targets.objects, *state.objects])
     around = companions(
         catalog,
         layout,
         framework=options.framework,
-        rng=state.rng,
+        rng=state.keep_rng,
         optimizer=options.optimizer != "none",
-        completed=keeps_remainders(masters),
+        completed=completed,
     )
     folder = around.folder
     files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
     extra = _extra_files(output, state, around, options)
     beside = files_beside(catalog, "torch_dist", folder, layout, written={*extra, *(file.name for file in files)})
     files += beside.files
-    drops = list(targets.drops(draft.sources))
-    job = options.job(reader, draft.sources, output, files, seals=output, drops=drops)
+    drops = list(targets.drops())
+    job = options.job(reader, targets.sources, output, files, seals=output, drops=drops)
     summary, facts = describe(catalog, layout, options.optimizer, state.changed)
     return Conversion(
         command="reshard",
@@ -107,7 +104,7 @@ def plan_reshard(
         ),
         notes=(
             *notes,
-            *draft.notes,
+            *optimizer.notes,
             *end_of_documents(drops, catalog.args),
             *_loader_notes(groups),
             *state.notes,
@@ -147,55 +144,23 @@ def _loader_notes(groups: ParamGroups | None) -> list[str]:
     return []
 
 
-@dataclass(frozen=True)
-class _TensorPlan:
-    """The tensors of the target, and what they are filled from.
-
-    Attributes:
-        targets: The tensors that have keys of their own; its options have "keep" and "there is no optimizer" resolved.
-        sources: The source tensors.
-        buckets: The stored parts of flat buckets.
-        objects: Objects that belong to them.
-        notes: Sentences a person should read.
-    """
-
-    targets: Targets
-    sources: Mapping[str, TensorInfo]
-    buckets: Sequence[BucketOut]
-    objects: Sequence[ObjectOut]
-    notes: Sequence[str]
-
-
 _REMAINDERS = (
     "master weights stay remainders: for a job with --use-precision-aware-optimizer of Megatron-Core 0.17 or later "
     "(0.16.1 ends with \"'bool' object has no attribute 'dtype'\" on its own files of this kind)"
 )
 
 
-def _plan_tensors(reader: Reader, layout: Layout, args: ModelArgs, options: ReshardOptions) -> _TensorPlan:
-    """Works everything out from the catalog."""
-    catalog, notes = reader.catalog, list[str]()
-    outline = Outline.of(args, {name: info.shape for name, info in catalog.weights.items()})
-    sources = dict(catalog.weights)
+def _chosen_optimizer(reader: Reader, options: ReshardOptions) -> tuple[OptimizerState, ReshardOptions]:
+    """The optimizer's tensors as they will be stored, and the options with "keep" and "there is none" resolved."""
     state, options = chosen_optimizer(reader, options, _default_form)
     if options.masters == "remainders" and state.tensors:
-        state = replace(state, tensors=as_remainders(catalog, state.tensors, options.optimizer))
-        notes.append(_REMAINDERS)
-    groups = None if options.optimizer == "none" else read_param_groups(reader).stored_as(options.optimizer)
-    targets = Targets(catalog, layout, outline, options, args, groups)
-    targets.make(sources)
-    states = targets.named_states(state)
-    targets.make(states)
-    buckets: Sequence[BucketOut] = ()
-    objects: Sequence[ObjectOut] = ()
-    if options.optimizer == "dp_reshardable":
-        buckets, objects = targets.flatten(state)
-        states = state.tensors
-    return _TensorPlan(targets, sources | states, buckets, objects, (*notes, *state.notes))
+        tensors = as_remainders(reader.catalog, state.tensors, options.optimizer)
+        state = replace(state, tensors=tensors, notes=(_REMAINDERS, *state.notes))
+    return state, options
 
 
 def _extra_files(
-    output: TorchDistOutput, state: State, around: Companions, options: ReshardOptions
+    output: TorchDistOutput, state: TargetState, around: Companions, options: ReshardOptions
 ) -> dict[str, ExtraFile]:
     """What lies beside the data files, in Megatron's order: `metadata.json` comes last, then the tracker."""
     folder = around.folder

@@ -16,7 +16,7 @@ Sources: megatron/training/checkpointing.py (load_checkpoint, check_checkpoint_a
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from converters.formats.torch_dist.parts import ObjectOut
@@ -33,18 +33,18 @@ from converters.write.job_arguments import (
     optimizer_arguments,
     plain_master_arguments,
 )
+from converters.write.reshard_targets import target_wrapper
 from converters.write.target_state import JobOptions, as_megatron_lm, open_common, rng_fits
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from converters.catalog import ObjectInfo
     from converters.formats.base import Reader
     from converters.formats.common_state import Archive
-    from converters.megatron.layout import Layout
-    from converters.megatron.outline import Outline
     from converters.optimizer.groups import ParamGroups
+    from converters.write.reshard_targets import Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,79 +78,51 @@ class ReshardOptions(JobOptions):
     framework: str = "keep"
 
 
-@dataclass(frozen=True)
-class State:
-    """The target's objects and common state.
-
-    Attributes:
-        objects: Stored objects, each with the rank whose file holds it.
-        common: Contents of `common.pt`; None if the common state is one of the objects.
-        changed: Training arguments that differ from the source: name -> (before, after).
-        rng: The random states are among the objects.
-        dropped: `(what, reason)` of what is not carried over.
-        notes: Sentences a person should read.
-    """
-
-    objects: list[ObjectOut]
-    common: bytes | None
-    changed: dict[str, tuple[Any, Any]]
-    dropped: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...] = field(default=())
-    rng: bool = False
-
-
 _NO_EXTRA_STATE = re.compile(r"embedding\.|output_layer\.|lm_head\.|.*\.(router|gate_weight|core_attention)\b")
 _NO_EXTRA_STATE_SINCE_0_16 = re.compile(rf"{_NO_EXTRA_STATE.pattern}|.*\.mixer\.norm\.")  # no norm of TransformerEngine
 _PROJECTION = "self_attention.linear_proj"
 
 
-@dataclass
 class TargetState:
-    """Makes objects and common state of a checkpoint for a job at `layout`.
+    """Objects and common state of a checkpoint for a job.
+
+    Args:
+        targets: The tensors of the job.
+        completed: Master weights are fp32 that were remainders.
 
     Attributes:
-        groups: Param groups of its optimizers, in the form of the target; None if it has none.
-        stacked: The parts of the model whose layers share keys in the target.
-        padded_vocab: Rows of the target's embedding.
-        completed: Master weights are fp32 that were remainders.
+        objects: Stored objects, each with the rank whose file holds it.
+        common: Contents of `common.pt`; None if the common state is one of the objects.
+        changed: Training arguments that differ from the source: name -> (before, after).
+        keep_rng: The random states are among the objects.
+        dropped: `(name, reason)` of what is not carried over.
+        notes: Sentences a person should read.
 
     Raises:
         RequestError: The random state was to be kept and cannot be.
     """
 
-    reader: Reader
-    layout: Layout
-    outline: Outline
-    options: ReshardOptions
-    groups: ParamGroups | None
-    stacked: Collection[str]
-    padded_vocab: int | None
-    completed: bool = False
-
-    def __post_init__(self) -> None:
-        self._catalog = self.reader.catalog
-        self._pipeline = self.layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
-        self._dropped: list[tuple[str, str]] = []
-        self._keep_rng = rng_fits(self._catalog, self.layout, self.options.rng, self._dropped)
-
-    def make(self) -> State:
-        """What goes along beside the tensors, each by its rule."""
-        objects = list(self._carried_objects())
-        if self.options.extra_state == "fill":
-            objects += self._missing_extra_state({o.key for o in objects})
-        archive, tree = open_common(self.reader)
-        notes: list[str] = []
-        if self.options.framework == "megatron-lm":
-            tree, lost, notes = as_megatron_lm(self._catalog, tree, optimizer=self.options.optimizer != "none")
-            self._dropped += lost
-        changed = self._adapt_common(archive, tree)
-        common = None
-        if self.options.mcore == "0.19":
+    def __init__(self, reader: Reader, targets: Targets, *, completed: bool) -> None:
+        self._reader, self._targets, self._completed = reader, targets, completed
+        self._catalog, self._layout, self._options = reader.catalog, targets.layout, targets.options
+        self.dropped: list[tuple[str, str]] = []
+        self.notes: list[str] = []
+        self.keep_rng = rng_fits(self._catalog, self._layout, self._options.rng, self.dropped)
+        self.objects = list(self._carried_objects())
+        if self._options.extra_state == "fill":
+            self.objects += self._missing_extra_state({o.key for o in self.objects})
+        archive, tree = open_common(reader)
+        if self._options.framework == "megatron-lm":
+            with_optimizer = self._options.optimizer != "none"
+            tree, lost, self.notes = as_megatron_lm(self._catalog, tree, optimizer=with_optimizer)
+            self.dropped += lost
+        self.changed = self._adapt_common(archive, tree)
+        self.common: bytes | None = None
+        if self._options.mcore == "0.19":
             # a sharded object like others: a list of one (dist_checkpointing/serialization.py, save, core_v0.19.0)
-            objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
+            self.objects.append(ObjectOut("common_state/shard_0_1", 0, archive.dump([tree], "archive")))
         else:
-            common = archive.dump(tree, "common")
-        return State(objects, common, changed, tuple(self._dropped), tuple(notes), self._keep_rng)
+            self.common = archive.dump(tree, "common")
 
     def _carried_objects(self) -> Iterator[ObjectOut]:
         """The source's objects, each by its rule."""
@@ -159,25 +131,25 @@ class TargetState:
             if info.name == "common_state" or info.of_optimizer:
                 continue
             if base == "rng_state":
-                if self._keep_rng:
-                    rank = self.layout.rank(pp=info.offset[0], tp=info.offset[1])
-                    yield ObjectOut(info.key, rank, _object_record(self.reader, info))
+                if self.keep_rng:
+                    rank = self._layout.rank(pp=info.offset[0], tp=info.offset[1])
+                    yield ObjectOut(info.key, rank, _object_record(self._reader, info))
             elif base == "rerun_state_machine_state":
-                self._dropped.append((info.key, "belongs to one rank of the job that saved"))
+                self.dropped.append((info.key, "belongs to one rank of the job that saved"))
             elif base.endswith("._extra_state"):
-                if self.options.extra_state == "drop":
-                    self._dropped.append((info.key, "extra state is left out by option"))
+                if self._options.extra_state == "drop":
+                    self.dropped.append((info.key, "extra state is left out by option"))
                 else:
                     key, layer = self._extra_state_key(info)
                     yield ObjectOut(
-                        key, self._saving_rank(layer or "output_layer.weight"), _object_record(self.reader, info)
+                        key, self._saving_rank(layer or "output_layer.weight"), _object_record(self._reader, info)
                     )
             else:
-                yield ObjectOut(info.key, 0, _object_record(self.reader, info))
+                yield ObjectOut(info.key, 0, _object_record(self._reader, info))
 
     def _saving_rank(self, name: str) -> int:
         """The rank that saves what belongs to a tensor's module."""
-        return self.layout.rank(pp=self._pipeline.homes(name, tied=self.outline.tied)[0].pp)
+        return self._layout.rank(pp=self._targets.stage(name))
 
     def _extra_state_key(self, info: ObjectInfo) -> tuple[str, str | None]:
         """The key of an extra state in the target's style, and a name that says where it lives."""
@@ -185,7 +157,7 @@ class TargetState:
         name = parsed.template.format(*info.offset[: len(parsed.axes)])
         if not Pipeline.recognises(name):  # a module that no rule knows
             return info.key, None
-        return target_wrapper(split_wrapper(info.name)[0], self.options) + self._object_key(name), name
+        return target_wrapper(split_wrapper(info.name)[0], self._options) + self._object_key(name), name
 
     def _missing_extra_state(self, have: set[str]) -> Iterator[ObjectOut]:
         """Empty extra states for modules that have none: which modules have one changed with every Megatron-Core.
@@ -196,7 +168,7 @@ class TargetState:
         imported = self._catalog.imported is not None  # for 0.16 and later: exactly what these ask for
         if stored is None and not (self._catalog.masters or imported):  # Megatron-FSDP drops those that there were
             return
-        wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self.options), empty_object()
+        wrapper, empty = target_wrapper(split_wrapper(stored or "")[0], self._options), empty_object()
         # the projection of a mixer is stored part by part
         weights = (n for n in self._catalog.weights if n.endswith(".weight") or ".in_proj.weight." in n)
         without = _NO_EXTRA_STATE_SINCE_0_16 if imported else _NO_EXTRA_STATE
@@ -221,12 +193,12 @@ class TargetState:
         MultiTokenPredictionBlock begins with the plain state dict of its layers; that of 0.19 does not).
         """
         learnable = f"{module}.softmax_offset" in self._catalog.weights
-        return learnable or (module.startswith("mtp.") and self.options.mcore != "0.19")
+        return learnable or (module.startswith("mtp.") and self._options.mcore != "0.19")
 
     def _object_key(self, name: str) -> str:
         """The key of an object of a canonical module, with its place in the grid of layers and experts."""
-        stored = stored_key(name, stacked=split_part(name)[0] in self.stacked)
-        count = {"layer": self.outline.layers(name), "expert": self.outline.num_experts or 1}
+        stored = stored_key(name, stacked=split_part(name)[0] in self._targets.stacked)
+        count = {"layer": self._targets.outline.layers(name), "expert": self._targets.outline.num_experts or 1}
         offset = stored.prefix or (0,)
         grid = tuple(count[axis] for axis in stored.axes) or (1,)
         return f"{stored.key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, grid))}"
@@ -234,26 +206,26 @@ class TargetState:
     def _adapt_common(self, archive: Archive, tree: dict[Any, Any]) -> dict[str, tuple[Any, Any]]:
         """Changes the common state for the target; returns the training arguments that differ."""
         changed: dict[str, tuple[Any, Any]] = {}
-        options, args = self.options, tree.get("args")
+        options, groups, args = self._options, self._targets.groups, tree.get("args")
         if isinstance(args, Obj):
             stored = fields(args)
-            values = layout_arguments(stored, self.layout, self.padded_vocab) | _format_arguments(
-                stored, options, self.groups
+            values = layout_arguments(stored, self._layout, self._targets.padded_vocab()) | _format_arguments(
+                stored, options, groups
             )
-            values |= plain_master_arguments(stored) if self.completed else {}
-            if not self._keep_rng:
+            values |= plain_master_arguments(stored) if self._completed else {}
+            if not self.keep_rng:
                 # load_checkpoint asks for rng_state unless the checkpoint says that it has none
                 values["no_save_rng"] = True
             changed = change_arguments(args, values, newer=options.mcore == "0.19")
         tree.pop("rerun_state_machine", None)
         if tree.pop("modelopt_state", None) is not None:  # post_training/checkpointing.py, has_modelopt_state (0.16.1)
             text = "jobs look for ModelOpt's state in a folder of that name, which only ModelOpt can write"
-            self._dropped.append(("modelopt_state", text))
-        if self.groups is None:
+            self.dropped.append(("modelopt_state", text))
+        if groups is None:
             tree.pop("optimizer", None)
         else:
-            tree["optimizer"] = common_optimizer(self.groups, self.groups.chain(self.layout.ep), options.optimizer)
-            archive.members.update(self.groups.storages)
+            tree["optimizer"] = common_optimizer(groups, groups.chain(self._layout.ep), options.optimizer)
+            archive.members.update(groups.storages)
             _describe_optimizer(tree.setdefault("content_metadata", {}), options.optimizer)
         if isinstance(tree.get("content_metadata"), dict) and "singleton_local_shards" in tree["content_metadata"]:
             tree["content_metadata"]["singleton_local_shards"] = False
@@ -278,11 +250,6 @@ def _object_record(reader: Reader, info: ObjectInfo) -> bytes | tuple[Path, int,
     if info.wrapped:
         return reader.catalog.path / info.file, info.start, info.length
     return reader.stored_object(info.key).record()
-
-
-def target_wrapper(wrapper: str, options: ReshardOptions) -> str:
-    """What stands before the names in the target's keys, given what does in the source's: Megatron-LM has no `module.`."""
-    return re.sub(r"^(?:module|model)\.", "", wrapper) if options.framework == "megatron-lm" else wrapper
 
 
 def _format_arguments(args: Mapping[str, Any], options: ReshardOptions, groups: ParamGroups | None) -> dict[str, Any]:

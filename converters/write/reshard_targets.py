@@ -1,4 +1,4 @@
-"""The tensors a job at the target layout stores: keys, pieces, and the ranks whose files hold them."""
+"""The tensors that a job at the target layout stores: keys, pieces, flat buckets, and the ranks whose files hold them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.formats.torch_dist.columns import Columns
-from converters.formats.torch_dist.parts import ArrayOut, Cut
+from converters.formats.torch_dist.parts import ArrayOut, BucketOut, Cut, ObjectOut
 from converters.megatron.heterogeneous import ENCODED
+from converters.megatron.optimizer_parts import trained_weights
+from converters.megatron.outline import Outline
 from converters.megatron.rank_state_dict import LocalModel
 from converters.megatron.split import holders, shards
 from converters.megatron.vocabulary import embedding_name, is_vocabulary, padding_rows, vocabulary_rows
-from converters.model_parts import language_name, split_part, untrained
-from converters.names import StateName, parameter_of, printable, state_names, stored_key
+from converters.model_parts import language_name, split_part
+from converters.names import MASTER, StateName, parameter_of, printable, state_names, stored_key
 from converters.optimizer.buckets import flatten
-from converters.optimizer.state import OptimizerState, candidates
-from converters.param_order import trainable
+from converters.optimizer.state import candidates
 from converters.planning.plan import Drop, Target
-from converters.write.reshard_state import target_wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from converters.catalog import Catalog, TensorInfo
-    from converters.formats.torch_dist.parts import BucketOut, ObjectOut
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
-    from converters.megatron.outline import Outline
     from converters.megatron.split import Shard
     from converters.optimizer.groups import ParamGroups
+    from converters.optimizer.state import OptimizerState
     from converters.write.reshard_state import ReshardOptions
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -63,35 +62,43 @@ class _Family:
     owners: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass
 class Targets:
-    """Makes the list of target tensors. What tensors of a family have in common is worked out once.
+    """The target tensors and what fills them. What tensors of a family have in common is worked out once.
 
-    Attributes:
+    Args:
         catalog: The source.
         layout: The target layout.
-        outline: The model.
-        options: What was asked.
+        options: What was asked, "keep" and "auto" resolved.
         args: Facts of the model.
+        optimizer: The optimizer's tensors.
         groups: Param groups of the optimizers, in the form of the target; None if there is no optimizer.
+
+    Attributes:
+        outline: The model.
         stacked: The parts of the model whose layers share keys; "" is one that is not made of parts.
+        sources: The source tensors.
+        buckets: The stored parts of flat buckets.
+        objects: Objects that belong to these.
     """
 
-    catalog: Catalog
-    layout: Layout
-    outline: Outline
-    options: ReshardOptions
-    args: ModelArgs
-    groups: ParamGroups | None = None
-
-    def __post_init__(self) -> None:
-        self._chain = self.groups.chain(self.layout.ep) if self.groups else []
-        wrapper, self.stacked = _key_style(self.catalog, self.options.layers)
-        self._wrapper = target_wrapper(wrapper, self.options)
+    def __init__(
+        self,
+        catalog: Catalog,
+        layout: Layout,
+        options: ReshardOptions,
+        args: ModelArgs,
+        optimizer: OptimizerState,
+        groups: ParamGroups | None,
+    ) -> None:
+        self.catalog, self.layout, self.options, self.args, self.groups = catalog, layout, options, args, groups
+        self.outline = Outline.of(args, {name: info.shape for name, info in catalog.weights.items()})
+        self._chain = groups.chain(layout.ep) if groups else []
+        self._kept_whole = {n for chained in self._chain if not chained.part.distributed for n in chained.part.names}
+        self.wrapper, self.stacked = _key_style(catalog, options)
         self._families: dict[tuple[Any, ...], _Family] = {}
         self._stages: dict[str, int] = {}
         self._load: Counter[int] = Counter()
-        self._pipeline = self.layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
+        self._pipeline = layout.pipeline(self.outline.num_layers, self.outline.mtp_layers)
         self._names: list[str] = []
         self._arrays: list[ArrayOut] = []
         self._keys: dict[str, int] = {}
@@ -99,9 +106,17 @@ class Targets:
         self._prefix: list[tuple[int, ...]] = []
         self._owners: dict[tuple[int, ...], int] = {}
         self._saver: list[int] = []
+        states = self._named_states(optimizer)
+        self._add_tensors(catalog.weights)
+        self._add_tensors(states)
+        self.buckets, self.objects = list[BucketOut](), list[ObjectOut]()
+        if groups and options.optimizer == "dp_reshardable":
+            self.buckets, self.objects = self._flatten(optimizer, groups)
+            states = optimizer.tensors
+        self.sources = dict(catalog.weights) | states
 
-    def make(self, sources: Mapping[str, TensorInfo]) -> None:
-        """Takes one entry for each source tensor, in the order that fills the files one after the other."""
+    def _add_tensors(self, sources: Mapping[str, TensorInfo]) -> None:
+        """Adds one target for each source tensor, in the order that fills the files one after the other."""
         experts = _expert_counts(sources)
         for source, tensor in sources.items():
             self._add_tensor(source, tensor, experts)
@@ -129,9 +144,13 @@ class Targets:
         name = embedding_name(self.catalog.weights)
         return None if name is None else self._target_shape(name, self.catalog.weights[name].shape)[0]
 
-    def drops(self, sources: Mapping[str, TensorInfo]) -> Iterator[Drop]:
+    def stage(self, name: str) -> int:
+        """The pipeline rank that saves what belongs to a tensor's module."""
+        return self._pipeline.homes(name, tied=self.outline.tied)[0].pp
+
+    def drops(self) -> Iterator[Drop]:
         """Rows of the vocabulary that the source has and the target does not."""
-        return padding_rows(sources, lambda name, tensor: self._target_shape(name, tensor.shape)[0])
+        return padding_rows(self.sources, lambda name, tensor: self._target_shape(name, tensor.shape)[0])
 
     def _add_tensor(self, source: str, tensor: TensorInfo, experts: Counter[str]) -> None:
         state, name = StateName.parse(source) or ("", source)
@@ -152,7 +171,7 @@ class Targets:
         self._saver.append(self._owners.setdefault(owners, len(self._owners)))
 
     def _array_number(self, name: str, state: str, family: _Family) -> int:
-        key = self._wrapper + stored_key(name, stacked=split_part(name)[0] in self.stacked).key
+        key = self.wrapper + stored_key(name, stacked=split_part(name)[0] in self.stacked).key
         if state:
             chained = next(chained for chained in self._chain if chained.member.has(name))
             key = f"{chained.state_key(state, self.options.optimizer)}.{key}"
@@ -189,7 +208,7 @@ class Targets:
         """The rank that saves each piece."""
         where = f"{name.partition('.layers.')[0]} {layer}" if family.layered else name
         if where not in self._stages:
-            self._stages[where] = self._pipeline.homes(name, tied=self.outline.tied)[0].pp
+            self._stages[where] = self.stage(name)
         ep = expert // family.share if family.share else 0
         owners = family.owners.get((self._stages[where], ep))
         if owners is None or self.options.fully_parallel:
@@ -206,38 +225,36 @@ class Targets:
         self._load[rank] += piece.box.volume
         return rank
 
-    def named_states(self, optimizer: OptimizerState) -> dict[str, TensorInfo]:
+    def _named_states(self, optimizer: OptimizerState) -> dict[str, TensorInfo]:
         """The optimizer's tensors that the target has under names of parameters.
 
         A parameter in fp32 has no master weight but in a DistributedOptimizer.
         """
-        whole = {n for chained in self._chain if not chained.part.distributed for n in chained.part.names}
         flat, out = self.options.optimizer == "dp_reshardable", {}
         for key, (state, name) in state_names(optimizer.tensors):
             weight = self.catalog.weights.get(name)
-            own = state == "param" and weight is not None and self.catalog.trained_type(weight).name == "float32"
-            if (name in whole and not own) or not (flat or name in whole):
+            own_master = state == MASTER and weight is not None and self.catalog.trained_type(weight).name == "float32"
+            whole = name in self._kept_whole
+            if (whole and not own_master) or not (flat or whole):
                 out[key] = optimizer.tensors[key]
         return out
 
-    def flatten(self, optimizer: OptimizerState) -> tuple[list[BucketOut], list[ObjectOut]]:
+    def _flatten(self, optimizer: OptimizerState, groups: ParamGroups) -> tuple[list[BucketOut], list[ObjectOut]]:
         """The parts of the buckets of the target job, and what it stores beside them for each data-parallel group."""
-        assert self.groups is not None
-        frozen = untrained(self.catalog.weights)
+        weights = trained_weights(self.catalog.weights)
+        shapes = {name: weight.shape for name, weight in weights.items()}
         parameters = {
             name: Target(name, self.catalog.trained_type(weight), self._target_shape(name, weight.shape))
-            for name, weight in self.catalog.weights.items()
-            if trainable(name) and name not in frozen
+            for name, weight in weights.items()
         }
         order = optimizer.candidate.order if optimizer.candidate else next(candidates(self.catalog, self.layout)).order
-        whole = {n for chained in self._chain if not chained.part.distributed for n in chained.part.names}
-        available = {name: self.catalog.weights[name].shape for name in parameters}
+        flat_states = ((key, state) for key, (state, n) in state_names(optimizer.tensors) if n not in self._kept_whole)
         return flatten(
-            LocalModel(parameters, self.layout, self.outline, order, available),
-            {s: optimizer.tensors[k].dtype for k, (s, n) in state_names(optimizer.tensors) if n not in whole},
+            LocalModel(parameters, self.layout, self.outline, order, shapes),
+            {state: optimizer.tensors[key].dtype for key, state in flat_states},
             self._chain,
             self.catalog.job_options,
-            scaler=(self.groups.scaler, self.groups.storages),
+            scaler=(groups.scaler, groups.storages),
         )
 
     def _target_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -247,8 +264,14 @@ class Targets:
         return vocabulary_rows(name, shape[0], self.layout.tp, self.catalog, trained, requested), *shape[1:]
 
 
-def _key_style(catalog: Catalog, layers: str) -> tuple[str, tuple[str, ...]]:
-    """The wrapper's prefix of the source's keys, and the parts of the model whose layers share keys in the target."""
+def target_wrapper(wrapper: str, options: ReshardOptions) -> str:
+    """What stands before the names in the target's keys, given what does in the source's: Megatron-LM has no `module.`."""
+    return re.sub(r"^(?:module|model)\.", "", wrapper) if options.framework == "megatron-lm" else wrapper
+
+
+def _key_style(catalog: Catalog, options: ReshardOptions) -> tuple[str, tuple[str, ...]]:
+    """What stands before the names in the target's keys, and the parts of the model whose layers share keys in it."""
+    layers = options.layers
     wrapper, stacked, halves = "", set[str](), set[str]()
     parts = list(dict.fromkeys(split_part(name)[0] for name in catalog.weights))
     if layers != "keep":
@@ -274,7 +297,7 @@ def _key_style(catalog: Catalog, layers: str) -> tuple[str, tuple[str, ...]]:
     if layers == "keep":
         # singleton keys are a saver's choice, not the model's: go back to what every loader's default asks for
         stacked |= {part for part in halves - stacked if _alike(catalog, part) and not _hybrid(catalog)}
-    return wrapper, tuple(part for part in parts if part in stacked)
+    return target_wrapper(wrapper, options), tuple(part for part in parts if part in stacked)
 
 
 _UNEVEN = ("heterogeneous_layers_config_path", ENCODED, "heterogeneous_block_specs")

@@ -9,14 +9,13 @@ core_v0.16.1.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import FormatError
+from converters.formats.common_state import Archive
 from converters.megatron.buffers import Misfit
-from converters.megatron.optimizer_parts import is_undecayed
-from converters.torchzip.records import tensor_ref
+from converters.megatron.optimizer_parts import is_undecayed, torch_state
+from converters.optimizer.read_groups import read_step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from converters.formats.containers.archive import PtFile
     from converters.pickles.nodes import Node
+    from converters.torchzip.records import TensorRef
 
 _OUTER = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -58,12 +58,6 @@ def group_members(
     return members
 
 
-def torch_state(entry: Mapping[Any, Node]) -> Mapping[Any, Node]:
-    """The state dictionary of torch's optimizer in that of Megatron's; training in fp32 stores it bare."""
-    inner = entry.get("optimizer", entry.get("optimizer_state_dict"))
-    return inner if isinstance(inner, Mapping) else entry
-
-
 def common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> dict[str, Node]:
     """What the common state of a torch_dist checkpoint would hold of one optimizer of a rank's file."""
     state = torch_state(entry)
@@ -76,20 +70,16 @@ def common_optimizer(entry: Mapping[Any, Node], file: PtFile, folder: Path) -> d
     items = states.values() if isinstance(states, Mapping) else ()
     steps = [item["step"] for item in items if isinstance(item, Mapping) and "step" in item]
     out: dict[str, Node] = {"optimizer": {"param_groups": groups}}
+
+    def elements(ref: TensorRef) -> bytes:
+        storage = f"data/{ref.storage}"
+        return Archive(None, {storage: file.contents(folder, storage)}, file.name).elements(ref)
+
     if steps:  # torch's own Adam counts steps parameter by parameter; torch_dist keeps one for all of them
-        out["optimizer"]["state"] = {"common_step": _number(steps[0], file, folder)}
+        step = read_step(steps[0], elements)
+        out["optimizer"]["state"] = {"common_step": step}
         for group in groups:
-            group.setdefault("step", out["optimizer"]["state"]["common_step"])
+            group.setdefault("step", step)
     if entry.get("grad_scaler") is not None:
         out["grad_scaler"] = entry["grad_scaler"]
     return out
-
-
-def _number(node: Node, file: PtFile, folder: Path) -> int:
-    if type(node) in (int, float):
-        return int(node)
-    ref = tensor_ref(node, f"{file.name}: step")
-    if ref is None or ref.dtype.name != "float32" or ref.shape not in ((), (1,)):
-        raise FormatError(f"{file.name}: a step of the optimizer is not a number")
-    raw = file.contents(folder, f"data/{ref.storage}")
-    return int(struct.unpack_from("<f", raw, 4 * ref.offset)[0])

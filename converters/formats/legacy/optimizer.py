@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError
-from converters.formats.legacy.groups import group_members, torch_state
-from converters.megatron.buffers import Local, Misfit, Rules, arrange
+from converters.formats.legacy.groups import group_members
+from converters.megatron.buffers import Misfit, arrange
 from converters.megatron.optimizer_chain import adam_chain
-from converters.megatron.optimizer_parts import entry_groups, group_algorithm
+from converters.megatron.optimizer_parts import entry_groups, group_algorithm, torch_state
 from converters.names import StateName
 from converters.optimizer.buckets import index_states
 from converters.optimizer.stored_buckets import StoredFlat, bucket_sizes, read_buffers
@@ -34,12 +34,12 @@ from converters.torchzip.records import tensor_ref
 from converters.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from converters.dtypes import DType
     from converters.formats.containers.archive import PtFile, Storages
+    from converters.megatron.buffers import Local, Rules
     from converters.megatron.flat_index import FlatIndex
-    from converters.megatron.layout import Layout
     from converters.torchzip.records import TensorRef
 
 _MOST_PADDING = 1 << 17  # elements behind a bucket
@@ -199,67 +199,50 @@ def _is_matrix(parameter: Owned) -> bool:
     return len(parameter.shape) == 2 and not parameter.key.endswith(outer)
 
 
-@dataclass(frozen=True)
-class FlatFile:
-    """A `distrib_optim.pt` and what decides how its job cut the buffers in it.
+def locate_flat(
+    file: PtFile,
+    owned: Sequence[Owned],
+    storages: Storages,
+    rules: Callable[[int, bool], Sequence[Rules]],
+    index: FlatIndex,
+) -> None:
+    """The state of distributed optimizers, in a `distrib_optim.pt`.
 
-    Attributes:
-        first_numel: Elements of all parameters of a rank of the first pipeline stage.
+    Args:
+        owned: The rank's parameters, in the order of `named_parameters()`.
+        rules: By which the job may have cut the buffers of a model chunk, those of experts or all others.
+        index: Where to note it.
+
+    Raises:
+        Misfit: The parameters do not fill the buffers.
     """
 
-    file: PtFile
-    storages: Storages
-    layout: Layout
-    args: Mapping[str, Any]
-    pp: int
-    first_numel: int
+    def flat(ref: TensorRef, what: str) -> StoredFlat:
+        return StoredFlat(storages.array(file, ref, what), ref.dtype, ref.offset, ref.shape[0])
 
-    def locate(self, owned: Sequence[Owned], out: FlatIndex) -> None:
-        """Notes where the state of every parameter lies.
-
-        Args:
-            owned: The rank's parameters, in the order of `named_parameters()`.
-            out: Where to note it.
-
-        Raises:
-            Misfit: The parameters do not fill the buffers.
-        """
-        for entry, mine in _chained(optimizer_entries(self.file.tree), owned, self.file.name):
-            if entry is None:
-                continue  # another rank wrote it
-            if not isinstance(entry, Mapping):
-                raise Misfit(f"{self.file.name} is not the dictionary that Megatron-LM writes")
-            wanted: dict[tuple[int, DType], list[Owned]] = {}
-            for parameter in mine:
-                wanted.setdefault((parameter.chunk, parameter.local.dtype), []).append(parameter)
-            stored = read_buffers(entry, self.file.name, self._flat)
-            if len(stored) != len(wanted):
-                raise Misfit(
-                    f"{self.file.name} has {counted(len(stored), 'buffer')}, the parameters make {len(wanted)}"
-                )
-            for (number, buffer), ((chunk, kind), parameters) in zip(
-                sorted(stored.items()), wanted.items(), strict=True
-            ):
-                what = f"{self.file.name}: buffer {number}"
-                if buffer.dtype not in (None, kind):
-                    raise Misfit(f"{what} is for {buffer.dtype} parameters, the model's are {kind}")
-                rules = list(self._rules(chunk, expert=parameters[0].expert))
-                local = [p.local for p in parameters]
-                padded = bucket_sizes(entry.get("per_bucket_numel"), number, what)
-                if buffer.sizes is None and padded is not None:
-                    buffer.sizes = _unpadded(local, padded, rules, what)
-                index_states(buffer, local, rules, what, out)
-
-    def _flat(self, ref: TensorRef, what: str) -> StoredFlat:
-        return StoredFlat(self.storages.array(self.file, ref, what), ref.dtype, ref.offset, ref.shape[0])
-
-    def _rules(self, chunk: int, *, expert: bool) -> Iterator[Rules]:
-        """The rules by which the buffers may have been cut, the likeliest first: the version of the writer is not known."""
-        first = Rules.of(self.args, self.layout, lambda _: self.first_numel, self.pp, chunk, experts=expert)
-        yield from (replace(first, align=align, early=early) for align in (64, 1) for early in (False, True))
+    for entry, parameters in _chained(optimizer_entries(file.tree), owned, file.name):
+        if entry is None:
+            continue  # another rank wrote it
+        if not isinstance(entry, Mapping):
+            raise Misfit(f"{file.name} is not the dictionary that Megatron-LM writes")
+        by_buffer: dict[tuple[int, DType], list[Owned]] = {}
+        for parameter in parameters:
+            by_buffer.setdefault((parameter.chunk, parameter.local.dtype), []).append(parameter)
+        stored = read_buffers(entry, file.name, flat)
+        if len(stored) != len(by_buffer):
+            raise Misfit(f"{file.name} has {counted(len(stored), 'buffer')}, the parameters make {len(by_buffer)}")
+        for (number, buffer), ((chunk, dtype), members) in zip(sorted(stored.items()), by_buffer.items(), strict=True):
+            what = f"{file.name}: buffer {number}"
+            if buffer.dtype not in (None, dtype):
+                raise Misfit(f"{what} is for {buffer.dtype} parameters, the model's are {dtype}")
+            local, candidates = [p.local for p in members], rules(chunk, members[0].expert)
+            padded = bucket_sizes(entry.get("per_bucket_numel"), number, what)
+            if buffer.sizes is None and padded is not None:
+                buffer.sizes = _unpadded(local, padded, candidates, what)
+            index_states(buffer, local, candidates, what, index)
 
 
-def _unpadded(parameters: list[Local], padded: list[int], candidates: list[Rules], what: str) -> list[int]:
+def _unpadded(parameters: list[Local], padded: list[int], candidates: Sequence[Rules], what: str) -> list[int]:
     """Sizes of buckets without the padding behind them, which Megatron-Core 0.4 did not store."""
     for rules in candidates:
         sizes = [bucket.numel_unpadded for bucket in arrange(parameters, rules)]

@@ -16,6 +16,7 @@ Sources: megatron/training/checkpointing.py (`save_checkpoint`, `get_checkpoint_
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,11 +31,11 @@ from converters.formats.containers.archive import PtFile, StorageReader, Storage
 from converters.formats.containers.unread import storages, unread_tensors
 from converters.formats.folder import exists, walk
 from converters.formats.legacy.grid import MODEL, OPTIMIZER, find_grid, rank_folders
-from converters.formats.legacy.groups import common_optimizer, torch_state
+from converters.formats.legacy.groups import common_optimizer
 from converters.formats.legacy.model import Rank, WholeModel
 from converters.formats.legacy.optimizer import (
-    FlatFile,
     dealt_members,
+    locate_flat,
     locate_plain,
     optimizer_entries,
     plain_members,
@@ -42,8 +43,9 @@ from converters.formats.legacy.optimizer import (
 )
 from converters.formats.legacy.rank_model import CHUNK, RankModel
 from converters.formats.megatron import common_facts, find_framework
-from converters.megatron.buffers import Misfit
+from converters.megatron.buffers import Misfit, Rules
 from converters.megatron.flat_index import FlatIndex
+from converters.megatron.optimizer_parts import torch_state
 from converters.names import MASTER, StateName, listed, natural_key, printable, state_names
 from converters.words import counted
 
@@ -221,21 +223,20 @@ class LegacyReader(StorageReader):
         return [f"{name}/{OPTIMIZER}" for name in lacking] if self._flat_files else []
 
     def _named_optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
-        collected = FlatIndex()
+        index = FlatIndex()
         if lacking := self._lost_files():
             raise Misfit(f"{counted(len(lacking), 'file', verb='is/are')} missing: {listed(lacking, 8)}")
-        numel = sum(p.local.numel for p in model.owned[0, 0, 0])
         for rank, file in self._model_files.items():
             if self._flat_files:
-                flat = FlatFile(self._flat_files[rank], self._storages, model.layout, self._args, rank[1], numel)
-                flat.locate(model.owned[rank], collected)
+                rules = functools.partial(self._rules, model, rank[1])
+                locate_flat(self._flat_files[rank], model.owned[rank], self._storages, rules, index)
             elif self._layer_files:
-                self._locate_layers(model, rank, collected)
+                self._locate_layers(model, rank, index)
             elif any(_has_state(entry) for entry in optimizer_entries(file.tree.get("optimizer"))):
                 entries = optimizer_entries(file.tree["optimizer"])
                 members = plain_members(entries, model.owned[rank], self._args, file.name)
-                locate_plain(entries, members, file, self._storages, collected)
-        if not collected.pieces:
+                locate_plain(entries, members, file, self._storages, index)
+        if not index.pieces:
             if file.tree.get("optimizer"):
                 self._problems.append(Problem("warning", f"there are param groups, but no state and no {OPTIMIZER}"))
             return {}
@@ -243,20 +244,28 @@ class LegacyReader(StorageReader):
         trained = {
             name: model.shapes[name] for owned in model.owned.values() for p in owned for name, _ in p.local.segments
         }
-        states = dict.fromkeys(at.state for _, at in state_names(collected.pieces))
+        states = dict.fromkeys(parts.state for _, parts in state_names(index.pieces))
         for state in states:
             for name, shape in trained.items():
                 key = str(StateName(state, name))
-                missing = collected.missing(key, shape)
+                missing = index.missing(key, shape)
                 # another algorithm may train it, with other states: those that all lack are for `optimizer_parts` to tell
-                other = state == MASTER or any(str(StateName(s, name)) in collected.pieces for s in states)
+                other = state == MASTER or any(str(StateName(s, name)) in index.pieces for s in states)
                 if missing and not (other and missing == Box.whole(shape).volume):
                     raise Misfit(f"{missing:,} elements of {key} are in no file", tensor=name)
                 if not missing:
-                    out[key] = collected.tensor(key, shape, "optimizer")
+                    out[key] = index.tensor(key, shape, "optimizer")
         return out
 
-    def _locate_layers(self, model: WholeModel, rank: Rank, collected: FlatIndex) -> None:
+    def _rules(self, model: WholeModel, pp: int, chunk: int, expert: bool) -> list[Rules]:
+        """The rules by which buffers may have been cut, the likeliest first: the version of the writer is not known."""
+        first_numel = sum(p.local.numel for p in model.owned[0, 0, 0])  # of a rank of the first pipeline stage
+        job = (self._args, model.layout, lambda _: first_numel, pp, chunk)
+        return [
+            Rules.of(*job, experts=expert, align=align, early=early) for align in (64, 1) for early in (False, True)
+        ]
+
+    def _locate_layers(self, model: WholeModel, rank: Rank, index: FlatIndex) -> None:
         """The state of a layer-wise optimizer: each data-parallel rank has some of the parameters, and names none."""
         files, ranks = self._layer_files.get(rank, ()), model.layout.dp_cp
         if len(files) != ranks or model.layout.ep > 1 or "use_layer_wise_distributed_optimizer" in self._args:
@@ -268,7 +277,7 @@ class LegacyReader(StorageReader):
         all_members = plain_members(optimizer_entries(files[0].tree), model.owned[rank], self._args, files[0].name)
         dealt = dealt_members(all_members, ranks)
         for file, members in zip(files, dealt, strict=True):
-            locate_plain(optimizer_entries(file.tree), members, file, self._storages, collected)
+            locate_plain(optimizer_entries(file.tree), members, file, self._storages, index)
         model_file = self._model_files[rank]  # holds those of data-parallel rank 0 once more
         copies = optimizer_entries(model_file.tree.get("optimizer"))
         locate_plain(copies, dealt[0], model_file, self._storages, FlatIndex())
