@@ -103,7 +103,7 @@ class Identity:
         features: What the tensors show of the architecture: "experts", "query and key norms".
         model: Facts of the model; fields are None where nothing says.
         contradictions: Statements of the arguments that the tensors' shapes refute.
-        optimizer: SavedLayout of the optimizer state and what it permits.
+        optimizer: Layout of the optimizer state and what it permits.
         components: Parts with sizes, in the order of the model.
         parameters: Elements of all weights without vocabulary padding and buffers.
         padding: Elements of vocabulary padding left out of `parameters`; None if unknown.

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.model_parts import untrained
-from converters.names import StateName, fold, listed, printable
+from converters.names import StateName, folded, listed, printable
 from converters.param_order import trainable
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class LostStates:
     def __str__(self) -> str:
         if self.why:
             return self.why
-        example = printable(fold(self.names)[0][0])
+        example = printable(folded(self.names)[0])
         if self.states == ("param",):
             return f"the master weight of {example} is missing"
         return f"{', '.join(self.states)} of {example} is missing; {self.algorithm} has it for every parameter"
@@ -135,10 +135,8 @@ class Recognised:
         """A sentence on weights without any state; None if every weight has some."""
         if not self.stateless:
             return None
-        folded = listed([text for text, _ in fold(self.stateless)], 3)
-        return (
-            f"{folded} {'has' if len(self.stateless) == 1 else 'have'} no optimizer state: frozen in training, or lost"
-        )
+        verb = "has" if len(self.stateless) == 1 else "have"
+        return f"{listed(folded(self.stateless), 3)} {verb} no optimizer state: frozen in training, or lost"
 
     @property
     def mixed(self) -> bool:
@@ -180,8 +178,8 @@ def optimizer_parts(catalog: Catalog) -> Recognised:
         kind = _kind(catalog, name)
         by_states[kind, frozenset(states - {"param", *_STEPS}), name not in undistributed].append(name)
     if flat:
-        rest = [name for name in trained_weights(catalog.weights) if name not in by_name]
-        by_states["flat", frozenset(flat - {"param", *_STEPS}), True] += rest
+        nameless = [name for name in trained_weights(catalog.weights) if name not in by_name]
+        by_states["flat", frozenset(flat - {"param", *_STEPS}), True] += nameless
     members: dict[tuple[str, bool], list[str]] = defaultdict(list)
     unknown, lost = list[str](), list[LostStates]()
     if accepted is None:
@@ -198,9 +196,9 @@ def optimizer_parts(catalog: Catalog) -> Recognised:
         if full is not None:
             lost.append(LostStates(full, tuple(sorted(_STATES[full] - present)), tuple(sorted(names))))
         elif accepted is not None:
-            listed = printable(", ".join(sorted(present))) or "no state but the master weight"
-            example = printable(fold(sorted(names))[0][0])
-            unknown.append(f"{example} has {listed}: no known optimizer has these states")
+            states_text = printable(", ".join(sorted(present))) or "no state but the master weight"
+            example = printable(folded(sorted(names))[0])
+            unknown.append(f"{example} has {states_text}: no known optimizer has these states")
     lost += _lost_masters(catalog, by_name)
     lost += _lost_second_moments(entries, [flat, *by_name.values()])
     parts = [OptimizerPart(a, d, _STATES[a], frozenset(names)) for (a, d), names in members.items()]

@@ -38,7 +38,7 @@ from converters.megatron.outline import Outline
 from converters.megatron.split import shards
 from converters.megatron.vocabulary import is_embedding, is_vocabulary, vocabulary_rows
 from converters.model_parts import split_part, untrained
-from converters.names import printable
+from converters.names import numberless, printable
 from converters.param_order import Order, trainable
 from converters.planning.plan import Copy, Op, Piece, Target
 
@@ -53,15 +53,13 @@ if TYPE_CHECKING:
     from converters.megatron.split import Shard
 
 _LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|mtp)\.layers)\.(\d+)\.")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(linear_fc([12]))\.(\w+)")
 _FUSED = re.compile(
     r"(.*\.layers\.\d+\.(?:transformer_layer\.)?)(self_attention\.linear_qkv|mlp\.linear_fc1)\.layer_norm_(\w+)"
 )
 _APART = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 _DIRECT_CONV = re.compile(r"(.*\.(?:mamba_)?mixer)\.conv1d\.(weight|bias)")
-_UNKNOWN = (9,)
-"""The position of a parameter that no order has, behind all others."""
+_UNKNOWN = (9,)  # the position of a parameter that no order has, behind all others
 _MLA_NORM = re.compile(r"(.*\.self_attention)\.linear_(q|kv)_up_proj\.layer_norm_(\w+)")
 
 
@@ -211,7 +209,7 @@ class LocalModel:
         proved_kinds = set[tuple[str, tuple[int, ...]]]()
         for name, target in self.tensors.items():
             self._pipeline.homes(name, tied=self.outline.tied)
-            kind = (_NUMBER.sub("*", name), target.shape)
+            kind = (numberless(name), target.shape)
             if kind in proved_kinds:  # divided as the same tensor of another layer
                 continue
             proved_kinds.add(kind)
@@ -358,18 +356,18 @@ class LocalModel:
             expert = shards[0].ep is not None
             stacked = expert and self.order.experts == "stacked" and len(self.tensors[name].shape) == 2
             at = etp if expert else tp
-            held = [shard for shard in shards if shard.tp in (None, at)]
-            first &= at == 0 or held[0].tp is not None
-            for shard in held:
+            rank_shards = [shard for shard in shards if shard.tp in (None, at)]
+            first &= at == 0 or rank_shards[0].tp is not None
+            for shard in rank_shards:
                 for source, target in self._parts(name, shard):
-                    local = Box(target.start[::-1], target.shape[::-1]) if stacked else target
+                    local = target.flipped if stacked else target
                     if local.shape and rows:
                         local = local.shifted((rows, *(0,) * (len(local.shape) - 1)))
                     if source is None:
                         fills.append(local)
                     else:
                         copies.append(Copy(name, source, parameter, local, Op.TRANSPOSE if stacked else Op.COPY))
-            extent = tuple(max(ends) for ends in zip(*(shard.local.stop for shard in held), strict=True))
+            extent = tuple(max(ends) for ends in zip(*(shard.local.stop for shard in rank_shards), strict=True))
             extent = extent[::-1] if stacked else extent
             rows += extent[0] if extent else 0
             matrix = (rows, *extent[1:]) if extent else ()

@@ -19,7 +19,7 @@ from converters.errors import IntegrityError
 from converters.io.block_runner import TileChecker
 from converters.io.questions import RoundsTo
 from converters.io.sources import Sources
-from converters.names import MASTER, fold, listed_lines, master_name, state_names
+from converters.names import MASTER, fold, folded, listed_lines, master_name, state_names
 from converters.optimizer.storage import common_elements, first_elements, sample_evenly
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def prove_masters(reader: Reader, tensors: Mapping[str, TensorInfo]) -> None:
 
 def refusal(wrong: list[str], catalog: Catalog, message: str) -> IntegrityError:
     """The error that names parameters whose master weights are not theirs."""
-    details = listed_lines([text for text, _ in fold(wrong)], 12)
+    details = listed_lines(folded(wrong), 12)
     hint = "convert without the optimizer state (--optimizer none), or start from another iteration"
     if catalog.content.get("distrib_optim_sharding_type") == "fully_reshardable":
         details.append("Megatron-Core 0.15.0 to 0.19.0 saved such files shifted when there were several buckets")

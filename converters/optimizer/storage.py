@@ -25,7 +25,17 @@ from converters.io.questions import RoundsTo
 from converters.io.remainders import are_remainders
 from converters.io.sources import Sources
 from converters.megatron.buffers import Misfit
-from converters.names import MASTER, fold, listed_lines, master_name, parameter_of, printable, quoted, state_names
+from converters.names import (
+    MASTER,
+    fold,
+    folded,
+    listed_lines,
+    master_name,
+    parameter_of,
+    printable,
+    quoted,
+    state_names,
+)
 from converters.pickles.nodes import Global
 
 if TYPE_CHECKING:
@@ -219,7 +229,7 @@ def sample_evenly(members: list[str], most: int = 16) -> list[str]:
 def _not_understood(catalog: Catalog, text: str, names: list[str]) -> RequestError:
     return RequestError(
         f"the master weights of the optimizer {text}",
-        details=listed_lines([folded for folded, _ in fold(names)], 8),
+        details=listed_lines(folded(names), 8),
         hint=f"--optimizer none leaves the state out; distckpt convert {quoted(catalog.root)} OUT --to safetensors "
         "keeps the weights",
         tensor=names[0],

@@ -34,7 +34,7 @@ from converters.megatron.damage import refuse_damaged_object
 from converters.megatron.extra_states import with_extra_states
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, end_of_documents, padding_rows
-from converters.names import fold, listed_lines, parse_key, quoted
+from converters.names import folded, listed_lines, parse_key, quoted
 from converters.optimizer.proof import Masters
 from converters.optimizer.storage import keeps_remainders
 from converters.pickles.nodes import Obj, fields, set_field
@@ -327,7 +327,7 @@ class _Writer:
         if lost and self._optimizers and self._options.optimizer == "distributed":
             raise RequestError(
                 f"a distributed optimizer needs state that {counted(len(lost), 'parameter', verb='lacks/lack')}",
-                details=listed_lines([text for text, _ in fold(lost)], 8),
+                details=listed_lines(folded(lost), 8),
                 hint="--optimizer none",
             )
         drops = list(padding_rows(sources, lambda name, _: self._model.tensors[name].shape[0]))

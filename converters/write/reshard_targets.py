@@ -339,9 +339,8 @@ def _homogeneous(catalog: Catalog, part: str) -> bool:
 
 def _expert_counts(sources: Mapping[str, TensorInfo]) -> Counter[str]:
     """How many experts share a key: by name with numbers replaced, over one layer."""
-    seen: dict[str, set[str]] = defaultdict(set)
-    for name in sources:
-        bare = parameter_of(name)
-        if (expert := re.search(r"\.experts\.(\d+)\.", bare)) is not None:
-            seen[_NUMBER.sub("*", bare)].add(expert[1])
-    return Counter({pattern: len(numbers) for pattern, numbers in seen.items()})
+    experts: dict[str, set[str]] = defaultdict(set)
+    for name in map(parameter_of, sources):
+        if (expert := re.search(r"\.experts\.(\d+)\.", name)) is not None:
+            experts[_NUMBER.sub("*", name)].add(expert[1])
+    return Counter({pattern: len(numbers) for pattern, numbers in experts.items()})

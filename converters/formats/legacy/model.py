@@ -93,9 +93,9 @@ class WholeModel:
         self.outline = replace(outline, mla_down_split=self._mla_split is True)
         self._weights, self._copies = FlatIndex(), FlatIndex()
         self._frozen = untrained(self.shapes)
-        for rank, mine in entries.items():
-            self.owned[rank] = list(self._locate(rank, mine))
-        if any(entry.copy for mine in entries.values() for entry in mine):
+        for rank, rank_entries in entries.items():
+            self.owned[rank] = list(self._locate(rank, rank_entries))
+        if any(entry.copy for rank_entries in entries.values() for entry in rank_entries):
             self.details["tied"] = "copies of the embedding on later stages are not read again"
 
     def tensors(self) -> dict[str, TensorInfo]:
@@ -296,21 +296,22 @@ class WholeModel:
         file = self._files[rank]
         for entry in entries:
             boxes, first, expert = [], True, False
-            where = f"pp {pp}" + (f", chunk {entry.chunk}" if entry.chunk else "")
+            label = f"copy of pp {pp}" + (f", chunk {entry.chunk}" if entry.chunk else "")
             for part in entry.parts:
-                parts = shards(part.name, self.shapes[part.name], self.layout, self.outline)
-                mine = [shard for shard in parts if shard.tp in (None, tp) and shard.ep in (None, ep)]
-                if not mine:
+                every_shard = shards(part.name, self.shapes[part.name], self.layout, self.outline)
+                rank_shards = [shard for shard in every_shard if shard.tp in (None, tp) and shard.ep in (None, ep)]
+                if not rank_shards:
                     raise FormatError(
                         f"{file.name} has a part of {printable(part.name)}, which belongs to another rank",
                         tensor=part.name,
                     )
-                boxes += [(part.name, box) for box in segments(part, mine, self._order)]
-                expert = mine[0].ep is not None and self._grid.ep > 1
+                shard = rank_shards[0]
+                boxes += [(part.name, box) for box in segments(part, rank_shards, self._order)]
+                expert = shard.ep is not None and self._grid.ep > 1
                 # replicas: the first rank that has it speaks for all
                 tied = entry.copy and language_name(entry.key) == _OUTPUT
                 first &= self._homes[part.name] == (entry.chunk, pp) and not tied
-                first &= (mine[0].tp is not None or tp == 0) and (mine[0].ep is not None or ep == 0)
+                first &= (shard.tp is not None or tp == 0) and (shard.ep is not None or ep == 0)
             name = entry.parts[0].name
             shared = self._grid.pp > 1 and is_embedding(name) and (self.outline.tied or self.outline.mtp_layers > 0)
             ref = entry.tensor.ref
@@ -318,9 +319,9 @@ class WholeModel:
             array = self._storages.array(entry.tensor.file, ref, f"{file.name}: {entry.key}")
             self._weights.add("", local, array, ref.dtype, ref.offset)
             if not first:
-                for axis, rank_of, divided in (("tp", tp, mine[0].tp), ("ep", ep, mine[0].ep)):
-                    where += f", {axis} {rank_of}" if divided is None and rank_of else ""
+                for axis, rank_of, divided in (("tp", tp, shard.tp), ("ep", ep, shard.ep)):
+                    label += f", {axis} {rank_of}" if divided is None and rank_of else ""
                 copy = replace(local, first=True)
-                self._copies.add(f"copy of {where}\0", copy, array, ref.dtype, ref.offset)
+                self._copies.add(f"{label}\0", copy, array, ref.dtype, ref.offset)
             if ref.dtype.floating and trainable(name) and name not in self._frozen:
                 yield Owned(entry.key, local, ref.shape, entry.chunk, expert)

@@ -133,9 +133,7 @@ class LegacyReader(StorageReader):
         self.modules = model.modules
         tensors = model.tensors()
         for key, rank, node in model.extra_states:
-            name, file = f"{key}/shard_0_1", self._model_files[rank]
-            info = object_info(name, file.name, 0, self._size(file, node), wrapped=False)
-            self._objects[name] = (info, file, node)
+            self._add_object(f"{key}/shard_0_1", self._model_files[rank], node)
         self._add_rng(model)
         tensors |= self._optimizer(model)
         tensors = {name: tensors[name] for name in sorted(tensors, key=natural_key)}
@@ -172,14 +170,16 @@ class LegacyReader(StorageReader):
             if type(number) is not int or not 0 <= number < layout.world_size:
                 continue
             coordinates = layout.coordinates(number)
-            for what, want, have in zip(_AXES, at, (coordinates.tp, coordinates.pp, coordinates.ep), strict=True):
-                if want != have:
-                    text = f"{file.name} is of {what}-parallel rank {have}, not {want}: files were swapped"
+            written = (coordinates.tp, coordinates.pp, coordinates.ep)
+            for axis, expected, stated_rank in zip(_AXES, at, written, strict=True):
+                if expected != stated_rank:
+                    text = f"{file.name} is of {axis}-parallel rank {stated_rank}, not {expected}: files were swapped"
                     out.append(Problem("error", text, file.name, affected))
         return out
 
-    def _size(self, file: PtFile, node: Node) -> int:
-        return sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))
+    def _add_object(self, key: str, file: PtFile, node: Node) -> None:
+        size = sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))
+        self._objects[key] = (object_info(key, file.name, 0, size, wrapped=False), file, node)
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
         out = self._stored_files()
@@ -204,8 +204,7 @@ class LegacyReader(StorageReader):
         ):
             offset, node = (pp, tp, ep)[: len(sizes)], _rng_states(file.tree)
             key = f"rng_state/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, sizes))}"
-            info = object_info(key, file.name, 0, self._size(file, node), wrapped=False)
-            self._objects[key] = (info, file, node)
+            self._add_object(key, file, node)
 
     def _optimizer(self, model: WholeModel) -> dict[str, TensorInfo]:
         """The optimizer's tensors; if they cannot be told apart, as they are, with the reason among the problems."""
@@ -250,8 +249,8 @@ class LegacyReader(StorageReader):
                 key = str(StateName(state, name))
                 missing = index.missing(key, shape)
                 # another algorithm may train it, with other states: those that all lack are for `optimizer_parts` to tell
-                other = state == MASTER or any(str(StateName(s, name)) in index.pieces for s in states)
-                if missing and not (other and missing == Box.whole(shape).volume):
+                has_state = state == MASTER or any(str(StateName(s, name)) in index.pieces for s in states)
+                if missing and not (has_state and missing == Box.whole(shape).volume):
                     raise Misfit(f"{missing:,} elements of {key} are in no file", tensor=name)
                 if not missing:
                     out[key] = index.tensor(key, shape, "optimizer")
@@ -324,14 +323,14 @@ def _refuse_old_files(folder: Path, names: list[str]) -> None:
 def _refuse_mixture(folder: Path, files: Mapping[Rank, PtFile]) -> None:
     """All files must be of one iteration and one job."""
     facts = {file.name: (_iteration(file.tree), _sizes(file.tree)) for file in files.values()}
-    (first, expected), *rest = facts.items()
-    for name, other in rest:
-        if other[0] != expected[0]:
-            text = f"two iterations are mixed: {first} is of iteration {expected[0]}, {name} of {other[0]}"
+    first, (first_iteration, first_sizes) = next(iter(facts.items()))
+    for name, (iteration, sizes) in facts.items():
+        if iteration != first_iteration:
+            text = f"two iterations are mixed: {first} is of iteration {first_iteration}, {name} of {iteration}"
             hint = "one of two saves was interrupted, or copied in part; use an earlier iteration"
             raise DamagedFileError(str(folder), {name: text}, hint=hint)
-        if other[1] != expected[1]:
-            text = f"two jobs are mixed: {first} is of one with tp, pp, ep {expected[1]}, {name} of one with {other[1]}"
+        if sizes != first_sizes:
+            text = f"two jobs are mixed: {first} is of one with tp, pp, ep {first_sizes}, {name} of one with {sizes}"
             raise DamagedFileError(str(folder), {name: text}, hint="copy the folders of one save only")
 
 
