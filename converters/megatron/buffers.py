@@ -186,7 +186,7 @@ def arrange(parameters: Sequence[_P], rules: Rules) -> list[Bucket[_P]]:
     return out
 
 
-def fit(parameters: Sequence[_P], sizes: Sequence[int], align: int, what: str) -> list[Bucket[_P]]:
+def fit(parameters: Sequence[_P], sizes: Sequence[int], align: int, label: str) -> list[Bucket[_P]]:
     """Buckets of a buffer whose sizes are known.
 
     Args:
@@ -204,27 +204,27 @@ def fit(parameters: Sequence[_P], sizes: Sequence[int], align: int, what: str) -
         start = _ceil(at, align)
         alone = parameter.shared or (members and members[-1][0].shared)
         if members and len(out) < len(sizes) and (alone or start + parameter.numel > sizes[len(out)]):
-            out.append(_closed(members, at, sizes[len(out)], align, what, shared=parameter.shared))
+            out.append(_closed(members, at, sizes[len(out)], align, label, shared=parameter.shared))
             members, start = [], 0
         if len(out) == len(sizes) or start + parameter.numel > sizes[len(out)]:
             numbers = f"{sum(p.numel for p in parameters):,} elements of parameters, {sum(sizes):,} in buckets"
-            raise Misfit(f"{what}: {parameter.name} does not fit", details=[numbers], tensor=parameter.name)
+            raise Misfit(f"{label}: {parameter.name} does not fit", details=[numbers], tensor=parameter.name)
         members.append((parameter, start))
         at = start + parameter.numel
     if members:
-        out.append(_closed(members, at, sizes[len(out)], align, what))
+        out.append(_closed(members, at, sizes[len(out)], align, label))
     if len(out) != len(sizes):
-        raise Misfit(f"{what} has {counted(len(sizes), 'bucket')}, its parameters fill {len(out)}")
+        raise Misfit(f"{label} has {counted(len(sizes), 'bucket')}, its parameters fill {len(out)}")
     return out
 
 
 def _closed(
-    members: list[tuple[_P, int]], end: int, size: int, align: int, what: str, *, shared: bool = False
+    members: list[tuple[_P, int]], end: int, size: int, align: int, label: str, *, shared: bool = False
 ) -> Bucket[_P]:
     padded = shared and size % 128 == 0 and end <= size < end + (1 << 17)  # see `Rules.early`
     if size not in (end, _ceil(end, align)) and not padded:
         names = f"up to {members[-1][0].name}"
-        raise Misfit(f"{what} has a bucket of {size:,} elements, its parameters take {end:,}", details=[names])
+        raise Misfit(f"{label} has a bucket of {size:,} elements, its parameters take {end:,}", details=[names])
     return Bucket(tuple(members), size, size)
 
 

@@ -31,13 +31,13 @@ class _Limit:
 
     Attributes:
         number: 32.
-        what: "attention heads".
+        unit: "attention heads".
         tensor: Name of a tensor that shows it; "" if none does.
         or_multiple: A parallel size may also be a multiple of the number; else it must divide it.
     """
 
     number: int
-    what: str
+    unit: str
     tensor: str = ""
     or_multiple: bool = False
 
@@ -138,14 +138,14 @@ def _query_groups(args: ModelArgs, tensor: str) -> dict[int, str]:
 
 def _sections(args: ModelArgs, shapes: Mapping[str, Sequence[int]]) -> Iterator[_Limit]:
     """Groups of Mamba layers and heads of gated delta nets, which the rows of their projections do not show."""
-    for ending, number, what in (
+    for ending, number, unit in (
         ("mixer.in_proj.weight.B", args.mamba_num_groups, "Mamba groups"),
         (".self_attention.in_proj.weight.query", args.linear_num_key_heads, "key heads of the gated delta net"),
         (".self_attention.in_proj.weight.value", args.linear_num_value_heads, "value heads of the gated delta net"),
     ):
         tensor = _first(shapes, ending)
         if tensor and number:
-            yield _Limit(number, what, tensor)
+            yield _Limit(number, unit, tensor)
 
 
 def _first(shapes: Mapping[str, Sequence[int]], *endings: str) -> str:
@@ -179,8 +179,8 @@ def _sizes(shapes: Mapping[str, Sequence[int]], outline: Outline) -> tuple[list[
         number = shape[rule.axis]
         if rule.gated and outline.gated is not None and outline.gates(name) and number % 2 == 0:
             number //= 2
-        what = _label(name, rule)
-        (dense if rule.expert is None else expert).setdefault((number, what), _Limit(number, what, name))
+        unit = _label(name, rule)
+        (dense if rule.expert is None else expert).setdefault((number, unit), _Limit(number, unit, name))
     return list(dense.values()), list(expert.values())
 
 
@@ -202,10 +202,10 @@ def _refuse(option: str, size: int, limits: Sequence[_Limit], shapes: Mapping[st
     hint = f"--{option} must {rule}: try {list_nearest(good, size)}"
     verb = "divided among" if option == "ep" else "split over"
     raise RequestError(
-        f"{broken.number} {broken.what} cannot be {verb} --{option} {size}",
+        f"{broken.number} {broken.unit} cannot be {verb} --{option} {size}",
         details=[f"{broken.tensor}  {tuple(shapes[broken.tensor])}"] if broken.tensor else [],
         hint=f"{hint}; or give the experts their own with --etp"
-        if broken.what == _EXPERTS and option == "tp"
+        if broken.unit == _EXPERTS and option == "tp"
         else hint,
         tensor=broken.tensor or None,
     )

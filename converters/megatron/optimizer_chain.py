@@ -49,14 +49,14 @@ def is_expert(name: str) -> bool:
 
 
 def adam_chain(
-    numbers: Sequence[int], chunks: int, what: str, *, experts_apart: bool, names: Container[str] | None = None
+    numbers: Sequence[int], chunks: int, label: str, *, experts_apart: bool, names: Container[str] | None = None
 ) -> list[ChainMember]:
     """The optimizers of a job that has one algorithm for all of these parameters.
 
     Args:
         numbers: Their places in the chain, ascending; those of other algorithms may stand before them.
         chunks: Model chunks of a pipeline rank.
-        what: What they were found in, for an error.
+        label: What they were found in, for an error.
         experts_apart: The last of several optimizers has the experts.
         names: Canonical names of the parameters; None for any.
 
@@ -68,6 +68,6 @@ def adam_chain(
     dense, experts = (numbers[:-1], False) if experts_apart else (numbers, None)
     parts = [None] if len(dense) == 1 else [range(1), range(1, chunks)]
     if len(dense) != len(parts):
-        raise Misfit(f"{what}: {counted(len(numbers), 'chained optimizer', verb='is/are')} not known to Megatron")
+        raise Misfit(f"{label}: {counted(len(numbers), 'chained optimizer', verb='is/are')} not known to Megatron")
     members = [ChainMember(n, names, experts, part) for n, part in zip(dense, parts, strict=True)]
     return [*members, ChainMember(numbers[-1], names, True)] if experts_apart else members

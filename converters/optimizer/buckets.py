@@ -108,7 +108,7 @@ def unflatten(
 
 
 def index_states(
-    stored: StoredBuffer, parameters: Sequence[Local], candidates: Sequence[Rules], what: str, index: FlatIndex
+    stored: StoredBuffer, parameters: Sequence[Local], candidates: Sequence[Rules], label: str, index: FlatIndex
 ) -> None:
     """Notes where the state of each of a buffer's parameters lies, as `optimizer.state.STATE.NAME`.
 
@@ -116,7 +116,7 @@ def index_states(
         stored: The buffer.
         parameters: In the order of `named_parameters()`.
         candidates: Rules by which its job may have cut it, the likeliest first.
-        what: Names it in an error.
+        label: Names it in an error.
         index: Where to note it.
 
     Raises:
@@ -126,36 +126,36 @@ def index_states(
         return
     first = next(iter(stored.states.values()))
     if stored.coalesced and stored.sizes is None:
-        buckets = _arranged(parameters, first[0].numel, candidates, what)
+        buckets = _arranged(parameters, first[0].numel, candidates, label)
     else:
-        buckets = _fitted(parameters, stored.sizes or [flat.numel for flat in first], candidates, what)
+        buckets = _fitted(parameters, stored.sizes or [flat.numel for flat in first], candidates, label)
     total = sum(bucket.numel_unpadded for bucket in buckets)
     for state, flats in stored.states.items():
         if stored.coalesced and flats[0].numel != total:
-            raise Misfit(f"{what} has {flats[0].numel:,} elements, its parameters take {total:,}")
+            raise Misfit(f"{label} has {flats[0].numel:,} elements, its parameters take {total:,}")
         if not stored.coalesced and len(flats) != len(buckets):
-            raise Misfit(f"{what} has {counted(len(flats), 'bucket')}, its parameters fill {len(buckets)}")
+            raise Misfit(f"{label} has {counted(len(flats), 'bucket')}, its parameters fill {len(buckets)}")
         base, prefix = 0, str(StateName(MASTERS.get(state, state), ""))
         for number, bucket in enumerate(buckets):
             flat = flats[0 if stored.coalesced else number]
             if base + bucket.numel_unpadded > flat.numel:
-                raise Misfit(f"{what} is smaller than its parameters, which take {total:,} elements")
+                raise Misfit(f"{label} is smaller than its parameters, which take {total:,} elements")
             for local, start in bucket.members:
                 index.add(prefix, local, flat.array, flat.dtype, flat.first + base + start)
             base += bucket.numel_unpadded if stored.coalesced else 0
 
 
 def _fitted(
-    parameters: Sequence[Local], sizes: Sequence[int], candidates: Sequence[Rules], what: str
+    parameters: Sequence[Local], sizes: Sequence[int], candidates: Sequence[Rules], label: str
 ) -> list[Bucket[Local]]:
     *alternatives, last = dict.fromkeys(rules.align for rules in candidates)
     for align in alternatives:
         with contextlib.suppress(Misfit):
-            return fit(parameters, sizes, align, what)
-    return fit(parameters, sizes, last, what)
+            return fit(parameters, sizes, align, label)
+    return fit(parameters, sizes, last, label)
 
 
-def _arranged(parameters: Sequence[Local], total: int, candidates: Sequence[Rules], what: str) -> list[Bucket[Local]]:
+def _arranged(parameters: Sequence[Local], total: int, candidates: Sequence[Rules], label: str) -> list[Bucket[Local]]:
     """Where parameters lie in a buffer whose buckets are stored end to end: the first rules that fill it."""
     sizes = []
     for rules in candidates:
@@ -163,7 +163,7 @@ def _arranged(parameters: Sequence[Local], total: int, candidates: Sequence[Rule
         sizes.append(sum(bucket.numel_unpadded for bucket in buckets))
         if sizes[-1] == total:
             return buckets
-    raise Misfit(f"{what} has {total:,} elements, its parameters take {sizes[0]:,}")
+    raise Misfit(f"{label} has {total:,} elements, its parameters take {sizes[0]:,}")
 
 
 # ---------------------------------------------------------------------- writing

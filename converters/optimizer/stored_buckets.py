@@ -144,7 +144,7 @@ def _param_dtype(names: Sequence[str]) -> DType | None:
     return dtype(names[0]) if len(names) == 2 else None
 
 
-def bucket_sizes(value: Any, number: int, what: str) -> list[int] | None:
+def bucket_sizes(value: Any, number: int, label: str) -> list[int] | None:
     """Elements of each bucket of a buffer, of all buffers': `[{(torch.bfloat16, torch.float32): [6080, 6016]}]`."""
     if value is None:
         return None
@@ -155,27 +155,27 @@ def bucket_sizes(value: Any, number: int, what: str) -> list[int] | None:
             raise ValueError(sizes)
         return list(sizes)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise Misfit(f"{what}: the sizes of its buckets are not what Megatron writes") from error
+        raise Misfit(f"{label}: the sizes of its buckets are not what Megatron writes") from error
 
 
-def read_buffers(value: Any, what: str, flat: Callable[[TensorRef, str], StoredFlat]) -> dict[int, StoredBuffer]:
+def read_buffers(value: Any, label: str, flat: Callable[[TensorRef, str], StoredFlat]) -> dict[int, StoredBuffer]:
     """The buffers of a rank in the form of `distrib_optim.pt`: `{gbuf_idx: {(param dtype, grad dtype): {state: tensor}}}`.
 
     Args:
         value: The dictionary. A state is one tensor (from 2024-04), or a list of one for each bucket (from 2024-02).
-        what: Names it in an error.
+        label: Names it in an error.
         flat: Gives a tensor in it its place.
 
     Raises:
         Misfit: It is not what Megatron writes.
     """
     if not isinstance(value, Mapping):
-        raise Misfit(f"{what} is not the dictionary that Megatron writes")
+        raise Misfit(f"{label} is not the dictionary that Megatron writes")
     out = {}
     for number, by_type in value.items():
         if type(number) is not int:
             continue
-        where = f"{what}: buffer {number}"
+        where = f"{label}: buffer {number}"
         if not isinstance(by_type, Mapping) or len(by_type) != 1:
             raise Misfit(f"{where} is not what Megatron has written since 2024-02; older files were keyed by model")
         ((types, states),) = by_type.items()

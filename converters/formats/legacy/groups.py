@@ -29,7 +29,7 @@ _OUTER = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def group_members(
-    groups: Sequence[Any], parameters: Sequence[tuple[str, tuple[int, ...]]], args: Mapping[str, Any], what: str
+    groups: Sequence[Any], parameters: Sequence[tuple[str, tuple[int, ...]]], args: Mapping[str, Any], label: str
 ) -> list[list[int]]:
     """Positions of the parameters of each group, in order.
 
@@ -43,17 +43,17 @@ def group_members(
     keys = []
     for group in groups:
         if not isinstance(group, Mapping):
-            raise Misfit(f"{what}: a param group is not a dictionary")
+            raise Misfit(f"{label}: a param group is not a dictionary")
         apart = group.get("is_decoupled_lr") is True or (apart_lr is not None and group.get("max_lr") == apart_lr)
         keys.append((group.get("wd_mult", group.get("pre_wd_mult", 1.0)) == 0.0, apart))
     if len(set(keys)) != len(keys):
-        raise Misfit(f"{what}: {len(keys)} param groups with equal decay; which parameter is in which is not stored")
+        raise Misfit(f"{label}: {len(keys)} param groups with equal decay; which parameter is in which is not stored")
     any_apart = any(apart for _, apart in keys)
     members: list[list[int]] = [[] for _ in keys]
     for number, (name, shape) in enumerate(parameters):
         key = (is_undecayed(name, shape, args), any_apart and name in _OUTER)
         if key not in keys:
-            raise Misfit(f"{what}: no param group is for {name}", tensor=name)
+            raise Misfit(f"{label}: no param group is for {name}", tensor=name)
         members[keys.index(key)].append(number)
     return members
 

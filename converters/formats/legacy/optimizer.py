@@ -72,19 +72,21 @@ Members = list[list[list["Owned"]]]
 """The parameters of each param group of each optimizer of a rank."""
 
 
-def plain_members(entries: Sequence[Any], owned: Sequence[Owned], args: Mapping[str, Any], what: str) -> Members:
+def plain_members(entries: Sequence[Any], owned: Sequence[Owned], args: Mapping[str, Any], label: str) -> Members:
     """Which parameters are in which group, if a rank's optimizers have all of its parameters.
 
     Raises:
         Misfit: The groups are not those that Megatron makes of these parameters.
     """
     out: Members = []
-    for entry, mine in _chained(entries, owned, what):
-        groups = _state_of(entry, what).get("param_groups") if isinstance(entry, Mapping) else []
+    for entry, parameters in _chained(entries, owned, label):
+        groups = _state_of(entry, label).get("param_groups") if isinstance(entry, Mapping) else []
         if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups or ()):
-            raise Misfit(f"{what}: a param group has no list of parameters")
-        positions_by_group = group_members(groups or (), [(p.key, p.shape) for p in mine], args, what) if groups else []
-        out.append([[mine[position] for position in positions] for positions in positions_by_group])
+            raise Misfit(f"{label}: a param group has no list of parameters")
+        positions_by_group = (
+            group_members(groups or (), [(p.key, p.shape) for p in parameters], args, label) if groups else []
+        )
+        out.append([[parameters[position] for position in positions] for positions in positions_by_group])
     return out
 
 
@@ -137,11 +139,11 @@ def locate_plain(entries: Sequence[Any], members: Members, file: PtFile, storage
                 raise Misfit(f"{file.name}: group {number} has more master weights than parameters")
 
 
-def _state_of(entry: Mapping[Any, Any], what: str) -> Mapping[Any, Any]:
+def _state_of(entry: Mapping[Any, Any], label: str) -> Mapping[Any, Any]:
     """Torch's own dictionary of an optimizer."""
     state = torch_state(entry)
     if not isinstance(state.get("param_groups"), list) or not isinstance(state.get("state"), Mapping):
-        raise Misfit(f"{what}: the optimizer is not the dictionary that Megatron-LM writes")
+        raise Misfit(f"{label}: the optimizer is not the dictionary that Megatron-LM writes")
     return state
 
 
@@ -149,25 +151,25 @@ def _locate_states(
     nodes: Mapping[Any, Any], parameter: Owned, file: PtFile, storages: Storages, out: FlatIndex
 ) -> None:
     for state, node in nodes.items():
-        what = f"{file.name}: {state} of {parameter.key}"
-        ref = tensor_ref(node, what)
+        label = f"{file.name}: {state} of {parameter.key}"
+        ref = tensor_ref(node, label)
         if ref is None and state != "param":
             continue  # a step as a number
         if ref is not None and ref.shape in ((), (1,)) and state == "step":
             continue
         if ref is None or ref.shape != parameter.shape:
-            raise Misfit(f"{what} is {list(ref.shape) if ref else 'missing'}, the parameter {list(parameter.shape)}")
-        out.add(str(StateName(state, "")), parameter.local, storages.array(file, ref, what), ref.dtype, ref.offset)
+            raise Misfit(f"{label} is {list(ref.shape) if ref else 'missing'}, the parameter {list(parameter.shape)}")
+        out.add(str(StateName(state, "")), parameter.local, storages.array(file, ref, label), ref.dtype, ref.offset)
 
 
-def _chained(entries: Sequence[Any], owned: Sequence[Owned], what: str) -> list[tuple[Any, list[Owned]]]:
+def _chained(entries: Sequence[Any], owned: Sequence[Owned], label: str) -> list[tuple[Any, list[Owned]]]:
     """Each optimizer of a rank with its parameters, in the order of the chain (`get_megatron_optimizer`)."""
     algorithms = [_algorithm(entry) for entry in entries]
     if len({name for name in algorithms if name}) > 1:
         return [(entry, _of_algorithm(number, entries, algorithms, owned)) for number, entry in enumerate(entries)]
     experts_apart = len(entries) > 1 and any(p.expert for p in owned)
     chunks = 1 + max((p.chunk for p in owned), default=0)
-    chain = adam_chain(range(len(entries)), chunks, what, experts_apart=experts_apart)
+    chain = adam_chain(range(len(entries)), chunks, label, experts_apart=experts_apart)
     return [(entries[member.number], [p for p in owned if member.has(p.local.name, p.chunk)]) for member in chain]
 
 
@@ -181,11 +183,11 @@ def _of_algorithm(
 ) -> list[Owned]:
     """The parameters of one of several optimizers: the first algorithm has the matrices (optimizer/muon.py)."""
     current = algorithms[number]
-    mine = [p for p in owned if _is_matrix(p) == (current == algorithms[0])]
+    parameters = [p for p in owned if _is_matrix(p) == (current == algorithms[0])]
     if _for_experts(entries[number]):
-        return [p for p in mine if p.expert]
+        return [p for p in parameters if p.expert]
     apart = any(_for_experts(e) for e, algorithm in zip(entries, algorithms, strict=True) if algorithm == current)
-    return [p for p in mine if not (apart and p.expert)]
+    return [p for p in parameters if not (apart and p.expert)]
 
 
 def _for_experts(entry: Any) -> bool:
@@ -217,8 +219,8 @@ def locate_flat(
         Misfit: The parameters do not fill the buffers.
     """
 
-    def flat(ref: TensorRef, what: str) -> StoredFlat:
-        return StoredFlat(storages.array(file, ref, what), ref.dtype, ref.offset, ref.shape[0])
+    def flat(ref: TensorRef, label: str) -> StoredFlat:
+        return StoredFlat(storages.array(file, ref, label), ref.dtype, ref.offset, ref.shape[0])
 
     for entry, parameters in _chained(optimizer_entries(file.tree), owned, file.name):
         if entry is None:
@@ -232,17 +234,17 @@ def locate_flat(
         if len(stored) != len(by_buffer):
             raise Misfit(f"{file.name} has {counted(len(stored), 'buffer')}, the parameters make {len(by_buffer)}")
         for (number, buffer), ((chunk, dtype), members) in zip(sorted(stored.items()), by_buffer.items(), strict=True):
-            what = f"{file.name}: buffer {number}"
+            label = f"{file.name}: buffer {number}"
             if buffer.dtype not in (None, dtype):
-                raise Misfit(f"{what} is for {buffer.dtype} parameters, the model's are {dtype}")
+                raise Misfit(f"{label} is for {buffer.dtype} parameters, the model's are {dtype}")
             local, candidates = [p.local for p in members], rules(chunk, members[0].expert)
-            padded = bucket_sizes(entry.get("per_bucket_numel"), number, what)
+            padded = bucket_sizes(entry.get("per_bucket_numel"), number, label)
             if buffer.sizes is None and padded is not None:
-                buffer.sizes = _unpadded(local, padded, candidates, what)
-            index_states(buffer, local, candidates, what, index)
+                buffer.sizes = _unpadded(local, padded, candidates, label)
+            index_states(buffer, local, candidates, label, index)
 
 
-def _unpadded(parameters: list[Local], padded: list[int], candidates: Sequence[Rules], what: str) -> list[int]:
+def _unpadded(parameters: list[Local], padded: list[int], candidates: Sequence[Rules], label: str) -> list[int]:
     """Sizes of buckets without the padding behind them, which Megatron-Core 0.4 did not store."""
     for rules in candidates:
         sizes = [bucket.numel_unpadded for bucket in arrange(parameters, rules)]
@@ -250,7 +252,7 @@ def _unpadded(parameters: list[Local], padded: list[int], candidates: Sequence[R
             have - _MOST_PADDING < n <= have for n, have in zip(sizes, padded, strict=True)
         ):
             return sizes
-    raise Misfit(f"{what} has buckets of {', '.join(map(str, padded[:8]))} elements, which its parameters do not fill")
+    raise Misfit(f"{label} has buckets of {', '.join(map(str, padded[:8]))} elements, which its parameters do not fill")
 
 
 def tensors_in(value: Any, depth: int = 0) -> Iterator[TensorRef]:

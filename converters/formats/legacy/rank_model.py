@@ -86,17 +86,17 @@ def flattened(
     Raises:
         FormatError: It is no dictionary of names.
     """
-    what = file.name
+    label = file.name
     if depth > DEEPEST:
-        raise FormatError(f"{what}: the model's dictionaries are nested more than {DEEPEST} deep")
+        raise FormatError(f"{label}: the model's dictionaries are nested more than {DEEPEST} deep")
     try:
         entries = pairs(node)
     except PickleFormatError as error:
-        raise FormatError(f"{what}: the model is not a dictionary of parameters") from error
+        raise FormatError(f"{label}: the model is not a dictionary of parameters") from error
     for key, value in entries:
         if not isinstance(key, str):
-            raise FormatError(f"{what}: the model has a parameter without a name")
-        ref = tensor_ref(value, what)
+            raise FormatError(f"{label}: the model has a parameter without a name")
+        ref = tensor_ref(value, label)
         if isinstance(value, dict) or (ref is None and getattr(value, "pairs", None)):
             yield from flattened(value, file, f"{prefix}{key}.", depth + 1)
         else:
