@@ -18,9 +18,11 @@ optimizer/distrib_optimizer.py, models/common/language_module/language_module.py
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from converters.box import ranges_between
 from converters.errors import RequestError
 from converters.words import counted
 
@@ -239,25 +241,19 @@ def dp_chunks(bucket: Bucket[_P], dp: int) -> list[list[tuple[int, int, int]]]:
         RequestError: A rank would have nothing but padding; Megatron fails there ("empty bucket encountered").
     """
     share = bucket.numel // dp
-    spans = [(start, start + parameter.numel) for parameter, start in bucket.members]
-    out, first = [], 0
+    starts = [start for _, start in bucket.members]
+    stops = [start + parameter.numel for parameter, start in bucket.members]
+    out = []
     for rank in range(dp):
-        at, high = rank * share, (rank + 1) * share
-        while first < len(spans) and spans[first][1] <= at:
-            first += 1
-        if first == len(spans) or spans[first][0] >= high:
+        low, high = rank * share, (rank + 1) * share
+        positions = range(bisect_right(stops, low), bisect_left(starts, high))
+        if not positions:
             raise RequestError(
                 f"a bucket of {bucket.numel_unpadded:,} elements leaves data-parallel rank {rank} of {dp} without any",
                 hint="write the optimizer with --optimizer fully_reshardable, or choose a smaller --dp",
             )
-        chunks, number = [], first
-        while number < len(spans) and spans[number][0] < high:
-            begin, end = max(spans[number][0], at), min(spans[number][1], high)
-            if begin > at:
-                chunks.append((at, begin - at, -1))
-            chunks.append((begin, end - begin, number))
-            at, number = end, number + 1
-        if at < min(high, bucket.numel_unpadded):
-            chunks.append((at, min(high, bucket.numel_unpadded) - at, -1))
-        out.append(chunks)
+        parts = [(max(starts[n], low), min(stops[n], high), n) for n in positions]
+        filled = ((begin - low, end - low) for begin, end, _ in parts)
+        gaps = [(low + a, low + b, -1) for a, b in ranges_between(filled, min(high, bucket.numel_unpadded) - low)]
+        out.append([(begin, end - begin, position) for begin, end, position in sorted(parts + gaps)])
     return out

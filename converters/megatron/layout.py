@@ -80,7 +80,10 @@ class DataParallelGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a job's parallel groups and how its layers are spread over pipeline stages.
+    """Sizes of a job's parallel groups and how its layers are spread over pipeline stages: all known, and possible.
+
+    What a checkpoint tells of the job that saved it may lack sizes and contradict itself: `identity.SavedLayout`, from which
+    `inspect` speaks. `saved` fills the gaps with Megatron's defaults.
 
     Attributes:
         tp: Tensor-parallel size of the dense part.

@@ -20,6 +20,7 @@ from converters.errors import FormatError, IntegrityError, RequestError
 from converters.megatron.buffers import Misfit
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.optimizer_chain import is_expert
 from converters.megatron.optimizer_parts import MASTERS, Recognised, optimizer_parts
 from converters.megatron.rank_state_dict import likely_order
 from converters.names import StateName, master_name, printable, quoted
@@ -196,7 +197,7 @@ def candidates(catalog: Catalog, layout: Layout) -> Iterator[Candidate]:
     likely = likely_order(catalog)
     fused = [likely.fused_norms, not likely.fused_norms]
     experts = ["grouped"]
-    if any(".mlp.experts." in name for name in catalog.weights):
+    if any(map(is_expert, catalog.weights)):
         experts = list(dict.fromkeys([likely.experts, *EXPERTS]))
     aligns = [1, 64] if producer.startswith("Megatron-Core 0.6") else [64, 1]
     old = any(producer.startswith(f"Megatron-Core 0.{n}") for n in ("6", "8", "11"))
@@ -252,7 +253,7 @@ def _unflattened(
 def _order_stated(catalog: Catalog) -> bool:
     """Whether the arguments say how the modules of the job were made, so that `likely_order` is not a guess."""
     args = catalog.args
-    experts = any(".mlp.experts." in name for name in catalog.weights)
+    experts = any(map(is_expert, catalog.weights))
     grouped = not experts or isinstance(args.get("moe_grouped_gemm"), bool)
     return isinstance(args.get("transformer_impl"), str) and grouped
 

@@ -46,8 +46,10 @@ def optimizer_arguments(args: Mapping[str, Any], groups: ParamGroups, form: str)
     return values
 
 
-def optimizer_flags(args: Mapping[str, Any], groups: ParamGroups, form: str) -> list[str]:
-    """What Megatron-LM has to be told of the optimizer to load it."""
+def optimizer_flags(args: Mapping[str, Any], groups: ParamGroups | None, form: str) -> list[str]:
+    """What Megatron-LM has to be told of the optimizer to load it; None stands for a result without one."""
+    if groups is None:
+        return ["--no-load-optim"]
     algorithms = {part.part.algorithm for part in groups.parts}
     named = args.get("optimizer")
     words = [f"--optimizer {named}"] if algorithms != {"Adam"} and isinstance(named, str) else []

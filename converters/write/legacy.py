@@ -32,6 +32,7 @@ from converters.formats.legacy.output import RankOptimizers, model_state
 from converters.formats.resolve import TRACKER
 from converters.megatron.damage import refuse_damaged_object
 from converters.megatron.extra_states import with_extra_states
+from converters.megatron.optimizer_chain import is_expert
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, end_of_documents, padding_rows
 from converters.names import folded, listed_lines, parse_key, quoted
@@ -155,7 +156,7 @@ def _default_form(catalog: Catalog, state: OptimizerState, _: str) -> str:
 
 
 def _refuse_layout(catalog: Catalog, layout: Layout) -> None:
-    if layout.expert_tp != layout.tp and any(".mlp.experts." in name for name in catalog.weights):
+    if layout.expert_tp != layout.tp and any(map(is_expert, catalog.weights)):
         raise RequestError(
             f"the legacy format cannot hold experts divided over --etp {layout.expert_tp} beside --tp {layout.tp}",
             details=["its folders are numbered by tp: ranks with other parts of the experts would share a file"],
@@ -356,11 +357,10 @@ class _Writer:
 
     def flags(self, root: Path) -> str:
         """What Megatron-LM has to be told to load the result."""
-        words = ["--ckpt-format torch"]
-        form = self._options.optimizer
-        words += optimizer_flags(self._args, self._optimizers.groups, form) if self._optimizers else ["--no-load-optim"]
-        words += [] if self._keep_rng else ["--no-load-rng"]
-        return job_flags(root, self._layout, *words)
+        groups = self._optimizers.groups if self._optimizers else None
+        optimizer = optimizer_flags(self._args, groups, self._options.optimizer)
+        rng = [] if self._keep_rng else ["--no-load-rng"]
+        return job_flags(root, self._layout, "--ckpt-format torch", *optimizer, *rng)
 
 
 def _module_order(reader: Reader, options: LegacyOptions, state: OptimizerState) -> Order:

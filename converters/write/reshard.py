@@ -28,7 +28,6 @@ from converters.write.write_plan import Conversion
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.catalog import Catalog
     from converters.formats.base import Reader
     from converters.megatron.layout import Layout
     from converters.optimizer.groups import ParamGroups
@@ -89,6 +88,7 @@ def plan_reshard(
     drops = list(targets.drops())
     job = options.job(reader, targets.sources, output, files, seals=output, drops=drops)
     summary, facts = describe(catalog, layout, options.optimizer, state.changed)
+    flags = optimizer_flags(catalog.args, groups, options.optimizer)
     return Conversion(
         command="reshard",
         reader=reader,
@@ -112,19 +112,11 @@ def plan_reshard(
         ),
         summary=(*summary, *beside.summary),
         facts={**facts, "objects": len(state.objects)},
-        advice=(
-            around.advice or f"start the job with {_flags(destination, layout, catalog, groups, options.optimizer)}",
-        ),
+        advice=(around.advice or f"start the job with {job_flags(destination, layout, *flags)}",),
         next_step=f"distckpt inspect {quoted(destination)}",
         options=options,
         proof=Masters.needed(reader, masters),
     )
-
-
-def _flags(root: Path, layout: Layout, catalog: Catalog, groups: ParamGroups | None, form: str) -> str:
-    """What Megatron-LM has to be told to load the result."""
-    words = ["--no-load-optim"] if groups is None else optimizer_flags(catalog.args, groups, form)
-    return job_flags(root, layout, *words)
 
 
 def _loader_notes(groups: ParamGroups | None) -> list[str]:
