@@ -19,8 +19,10 @@ from converters.box import Box
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.vocabulary import is_embedding, is_vocabulary
-from converters.models import by_name, check_hf_config, infer, map_to_hf, of_type
+from converters.models import by_name, infer, of_config
+from converters.models.config_check import find_contradictions
 from converters.models.described import COMPUTED
+from converters.models.export import map_to_hf
 from converters.names import StateName, natural_key, parameter_of
 from converters.optimizer.state import has_optimizer, optimizer_state
 from converters.planning.plan import Copy, prove
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, TensorInfo
     from converters.formats.base import Reader
-    from converters.models import HfMapping
+    from converters.models.export import HfMapping
 
 _T = TypeVar("_T")
 
@@ -218,7 +220,7 @@ def _match_hf(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | N
     megatron, hf = (b, a) if a.is_hf else (a, b)
     mapping, rows = _map_model(megatron, hf, arch, vocab_size)
     prove(mapping.pieces.values(), {name: info.shape for name, info in megatron.tensors.items()}, None)
-    out = Matching(target_side=int(hf is b), config=check_hf_config(hf.catalog.config, mapping))
+    out = Matching(target_side=int(hf is b), config=find_contradictions(hf.catalog.config, mapping))
     copies: dict[str, list[Copy]] = defaultdict(list)
     for copy in mapping.copies:
         copies[copy.target].append(copy)
@@ -266,8 +268,7 @@ def _embedding_target(mapping: HfMapping) -> str:
 def _map_model(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None) -> tuple[HfMapping, int]:
     """The model's table for a Hugging Face folder, and how many rows of the vocabulary mean something."""
     catalog, args = megatron.catalog, megatron.args
-    kind = arch or hf.catalog.config.get("model_type")
-    model = by_name(arch) if arch else of_type(kind)
+    model = by_name(arch) if arch else of_config(hf.catalog.config)
     if model is None or (not arch and model.unexpressible(args)):
         model = infer(args, catalog)  # that the folder's is another one is found when the configurations are compared
     mtp = "auto"

@@ -17,7 +17,8 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.rank_state_dict import LocalModel, likely_order
 from converters.megatron.vocabulary import embedding_name, is_vocabulary
 from converters.model_parts import LANGUAGE
-from converters.models import by_name, infer, map_to_hf
+from converters.models import by_name, infer
+from converters.models.export import map_to_hf
 from converters.names import StateName, listed, parameter_of, parse_key, state_names
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state

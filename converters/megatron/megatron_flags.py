@@ -64,7 +64,9 @@ def inexpressible(model: ModelArgs, mcore: str) -> list[str]:
             text += f"{model.rope_high_freq_factor:g} of {model.rope_original_max_position_embeddings}"
             out.append(f"{version} scales Llama 3's rotary embedding by 8, 1, 4 of 8192 only, this model by {text}")
     elif kind == "linear":
-        out.append(f"the rotary embedding is scaled by {model.rope_factor:g}, which Megatron-LM before 0.19 ignores")
+        text = f"the rotary embedding is scaled by {model.rope_factor:g} (linear), which"
+        lacking = "is imported for Megatron-Bridge only" if mcore == "0.19" else f"{version} ignores"
+        out.append(f"{text} {lacking}")
     elif kind == "yarn" and model.mla:
         for name, fixed in _FIXED.items():
             if getattr(model, name) != fixed:

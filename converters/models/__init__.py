@@ -6,7 +6,7 @@ taken, the other can be asked for by name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
@@ -54,14 +54,14 @@ from converters.models import (
     smollm3,
     starcoder2,
 )
-from converters.models.export import HfMapping, check_hf_config, map_to_hf
-from converters.models.model import Model, not_stated
+from converters.models.model import not_stated
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from converters.catalog import Catalog
     from converters.megatron.model_args import ModelArgs
-
-__all__ = ["ARCHITECTURES", "HfMapping", "Model", "by_name", "check_hf_config", "infer", "map_to_hf", "of_type"]
+    from converters.models.model import Model
 
 _TABLES = (
     *(llama, mistral, qwen2, mimo, qwen3, qwen2_moe, qwen3_moe, mixtral, granitemoeshared, deepseek_v2),
@@ -84,8 +84,13 @@ _TABLES = (
 ARCHITECTURES: tuple[Model, ...] = tuple(table.MODEL for table in _TABLES)
 
 
-def of_type(kind: object) -> Model | None:
-    """The architecture that a config.json of this `model_type` describes; None if it is not known."""
+def of_config(config: Mapping[str, Any]) -> Model | None:
+    """The architecture that a config.json describes; None if it is not known."""
+    kind = config.get("model_type")
+    if kind == "mistral" and "layer_types" in config:
+        kind = "ministral"  # as transformers' AutoConfig does
+    if kind == "bailing_moe" and config.get("architectures") == ["BailingMoeV2ForCausalLM"]:
+        kind = "bailing_moe_v2"  # Ling 2.0's files may say the type of the first generation, whose class is another
     return next((model for model in ARCHITECTURES if kind in (model.name, *model.aliases)), None)
 
 

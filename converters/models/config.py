@@ -13,6 +13,8 @@ from converters.megatron.layer_pattern import all_but_every_nth
 from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from converters.megatron.model_args import ModelArgs
 
 
@@ -60,7 +62,45 @@ STATED: dict[str, tuple[str, ...]] = {
     "hidden_dropout": ("hidden_dropout", "resid_pdrop", "residual_dropout"),
     "init_method_std": ("initializer_range",),
 }
+ACTIVATION_SPELLINGS = {
+    "swish": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Names of functions in config.json -> those of `ModelArgs.activation`; all others are spelt alike."""
 _FACTS = {key: fact for table in (KEYS, STATED) for fact, keys in table.items() for key in keys}
+
+
+def first_stated(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    """The value of the first of these keys that a config.json states; None if it states none."""
+    return next((config[name] for name in names if config.get(name) is not None), None)
+
+
+def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary embedding that a config.json states, in the spelling of transformers 4 or 5."""
+    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    parameters = dict(section) if isinstance(section, dict) else {}
+    parameters.setdefault("rope_theta", first_stated(config, ("rope_theta", "rotary_emb_base")))
+    parameters.setdefault("partial_rotary_factor", first_stated(config, ("partial_rotary_factor", "rotary_pct")))
+    parameters.setdefault("rope_type", parameters.get("type") or "default")
+    if parameters["rope_type"] == "linear" and parameters.get("factor") == 1:
+        parameters["rope_type"] = "default"
+    return parameters
+
+
+def without_idle_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with options that change nothing set to what they have no effect with."""
+    out = dict(config)
+    groups, experts = out.get("n_group"), first_stated(out, KEYS["num_experts"])
+    sizes = type(groups) is int and type(experts) is int and 0 < 2 * groups <= experts and experts % groups == 0
+    if sizes and groups == out.get("topk_group"):  # experts are chosen from all groups
+        out |= {"n_group": 1, "topk_group": 1}
+        if out.get("topk_method") == "group_limited_greedy":
+            out["topk_method"] = "greedy"
+    if out.get("mamba_rms_norm") is False:  # there is no norm to be before the gate
+        out["mamba_norm_before_gate"] = False
+    return out
 
 
 def required(*facts: str) -> dict[str, tuple[Any, ...]]:

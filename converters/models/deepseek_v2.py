@@ -86,6 +86,10 @@ def deepseek_misfits(args: ModelArgs, best_of_group: int) -> list[str]:
     """
     out = []
     dense = config.dense_layers(args)
+    if args.moe_layers is not None and not any(args.moe_layers):
+        out.append("no layer has experts")
+    if not args.moe_shared_expert_size:
+        out.append("there is no shared expert")
     if dense != list(range(len(dense))):
         out.append(f"layer {dense[-1]} has no experts, but a layer before it has")
     if not args.ffn_hidden_size and dense:

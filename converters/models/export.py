@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.megatron.model_kind import refuse_kind
 from converters.megatron.vocabulary import end_of_documents
-from converters.models.config import KEYS, STATED
 from converters.models.predictions import keeps_predictions, without_predictions
 from converters.models.rules import Emit
 from converters.planning.plan import Drop, pieces_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from converters.catalog import Catalog
     from converters.dtypes import DType
@@ -186,72 +185,3 @@ def _doubts(args: ModelArgs) -> list[str]:
     if source.endswith("seq_length"):
         out.append(f"max_position_embeddings {args.max_position_embeddings} is the training length: nothing says more")
     return out
-
-
-# names of one fact in the config.json of different architectures
-_ALONE = (
-    *("model_type", "tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "sliding_window"),
-    *("use_parallel_residual", "num_experts_per_tok", "n_shared_experts", "first_k_dense_replace", "mlp_only_layers"),
-    *("norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
-)
-_SAME = (
-    *(names for field, names in KEYS.items() if field not in ("max_position_embeddings", "mtp_num_layers")),
-    ("hidden_act", "activation_function"),
-    STATED["norm_epsilon"],
-    *((name,) for name in _ALONE),
-)
-# two names of one function
-_SPELLINGS = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
-_ROPE = ("rope_theta", "rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-
-def check_hf_config(config: Mapping[str, Any], mapping: HfMapping) -> list[str]:
-    """Where a config.json that a person supplies does not describe the exported model; empty if it does.
-
-    Only what it states is compared: transformers leaves out what equals a default.
-
-    Args:
-        config: Its content.
-        mapping: The export.
-    """
-    out = []
-    for names in _SAME:
-        ours, theirs = _lookup(mapping.config, names), _lookup(config, names)
-        if names[0] == "sliding_window" and config.get("use_sliding_window") is False:
-            continue
-        if ours is not None and theirs is not None and not _equal(ours[1], theirs[1]):
-            out.append(f"config.json says {theirs[0]} {theirs[1]}, but the checkpoint gives {ours[1]}")
-    if config.get("is_causal") is False:  # of no class, but read by transformers' masks for all of them
-        out.append("config.json says is_causal False, but the checkpoint's masks are causal")
-    if mapping.config.get("model_type") == "mistral" and "layer_types" in config:  # transformers reads it as ministral
-        kind = "sliding_attention" if mapping.config.get("sliding_window") else "full_attention"
-        if unlike := [one for one in config["layer_types"] or () if one != kind]:
-            out.append(f"config.json says layer_types {unlike[0]}, but all layers of the checkpoint have {kind}")
-    rope, stated = _rope_facts(mapping.config), _rope_facts(config)
-    differ = [name for name in _ROPE if rope and stated and rope.get(name) != stated.get(name)]
-    return out + [f"config.json says {n} {stated.get(n)}, but the checkpoint gives {rope.get(n)}" for n in differ]
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, str) and isinstance(other, str):
-        return _SPELLINGS.get(one, one) == _SPELLINGS.get(other, other)
-    return bool(one == other)
-
-
-def _lookup(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any] | None:
-    for name in names:
-        if name in config and (config[name] is not None or name == "sliding_window"):
-            return name, config[name]
-    return None
-
-
-def _rope_facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embedding as a config.json states it, in the spelling of transformers 4 or 5; empty if it does not."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, dict):
-        return {}
-    theta = parameters.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base")))
-    if theta is None:
-        return {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    return {**parameters, "rope_theta": theta, "rope_type": kind}

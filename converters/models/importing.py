@@ -78,7 +78,7 @@ def map_from_hf(
     imported = args if keep else without_predictions(args)
     out = Described(imported, {}, imported.vocab_size or 0)
     emit_all(out, model, imported.mtp_num_layers or 0)
-    _check(out, present)
+    _check(out, present, tied=bool(imported.tied_embeddings))
     kinds = _types(out.copies, present)
     targets = {name: Target(name, kinds[name].dtype, shape) for name, shape in out.canonical.items()}
     copies = [reversed_copy(replace(copy, target=names[copy.target])) for copy in out.copies]
@@ -95,8 +95,16 @@ def map_from_hf(
     return MegatronMapping(targets, copies, drops, imported, notes, matrices)
 
 
-def _check(out: Described, present: Mapping[str, TensorInfo]) -> None:
+def _check(out: Described, present: Mapping[str, TensorInfo], *, tied: bool) -> None:
     missing = [name for name in out.targets if name not in present]
+    head = next((name for name in HEADS if name in present), None)
+    embedding = next(copy.target for copy in out.copies if copy.source == "embedding.word_embeddings.weight")
+    if tied and head and embedding in missing:
+        raise RequestError(
+            f"config.json ties {head} to {embedding}, but the folder stores only the former",
+            hint=f"store it as {embedding}, as transformers does: load the model and save it once more",
+            tensor=embedding,
+        )
     if missing:
         raise IntegrityError(
             f"the folder lacks {counted(len(missing), 'tensor')} that config.json needs",

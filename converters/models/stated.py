@@ -1,62 +1,25 @@
-"""Everything that a config.json says of its model, and the keys of it that Megatron's model would contradict.
+"""Everything that a config.json says of its model, read with one list of names for all architectures.
 
-The facts are read with one list of names for all architectures. That none was overlooked is proved, not assumed: the
-architecture's own table writes a config.json for these facts, and every key of the two must agree, unless it is listed
-here as one that does not change what the model computes.
-
-    config.json  --completed-->  all keys  --stated-->  ModelArgs  --Model.settings, completed-->  all keys
-                                    '----------------------- compared by `find_departures` ------------'
+That no key is overlooked is proved by `find_departures` (config_check.py).
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.megatron.model_args import ModelArgs
-from converters.models.config import STATED
+from converters.models.config import ACTIVATION_SPELLINGS, STATED, first_stated, rope_parameters, without_idle_options
 from converters.models.described import described
 from converters.models.model import SET, UNSET
 from converters.names import printable
-from converters.transformers_config import class_keys, completed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.models.model import Model
 
-NEUTRAL = frozenset(
-    {
-        # of any configuration: names, types of files, what is returned beside the logits, generation
-        *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "model_type"),
-        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "is_decoder"),
-        # heads that classify, and what nothing reads in a language model
-        *("id2label", "label2id", "problem_type", "classifier_dropout", "chunk_size_feed_forward", "pretraining_tp"),
-        *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"),
-        # dropout is of training, and Megatron has one for what some architectures have two for
-        *("embd_pdrop", "embedding_dropout", "resid_pdrop", "residual_dropout", "hidden_dropout"),
-        "original_max_position_embeddings",  # what longrope needs
-        *("no_rope_layer_interval", "sliding_window_pattern"),  # what a list replaced
-        # of Mamba: how its kernel is called, and with what a new model begins; of its experts: what is done at once
-        *("use_mamba_kernels", "mamba_ssm_cache_dtype", "num_logits_to_keep", "moe_shared_expert_overlap"),
-        *("time_step_max", "time_step_floor", "rescale_prenorm_residual", "z_loss_coefficient"),
-        *("expand", "mamba_expand", "mtp_layers_block_type"),  # the width is heads times head_dim
-    }
-)
-"""Keys that do not change the logits; tests/models/test_import_config.py compares them with and without."""
-
-# compared as a whole, or read by a rule into one fact
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base")
-_PATTERN = ("decoder_sparse_step", "mlp_only_layers")
-_WINDOW = ("sliding_window", "max_window_layers")
-# what None stands for is what `described` took
-_DERIVED = ("head_dim", "num_key_value_heads", "n_inner")
-_ROUNDING = ("chunk_size", "mamba_chunk_size")  # how many steps a kernel takes at once
-_GROUPS = ("n_group", "topk_group")
-_ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -72,6 +35,7 @@ def stated(model: Model, config: Mapping[str, Any], *, biased: bool) -> ModelArg
         FormatError: A size is no size, or one that is needed is not stated.
         RequestError: It describes a variant that the table does not have.
     """
+    config = without_idle_options(config)
     shapes = described(model, config, biased=biased)
     values: dict[str, Any] = {
         name: allowed[0]
@@ -79,9 +43,9 @@ def stated(model: Model, config: Mapping[str, Any], *, biased: bool) -> ModelArg
         if len(allowed) == 1 and allowed[0] is not SET and allowed[0] is not UNSET
     }
     values |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}  # Megatron's own default is another
-    values |= {name: value for name, names in STATED.items() if (value := _first(config, names)) is not None}
-    activation = _first(config, ("hidden_act", "activation_function", "mlp_hidden_act"))
-    values["activation"] = _ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else None
+    values |= {name: value for name, names in STATED.items() if (value := first_stated(config, names)) is not None}
+    activation = first_stated(config, ("hidden_act", "activation_function", "mlp_hidden_act"))
+    values["activation"] = ACTIVATION_SPELLINGS.get(activation, activation) if isinstance(activation, str) else None
     values["zero_centered_norm"] = model.zero_centered
     if UNSET in model.needs.get("window_size", ()) and len(model.needs["window_size"]) > 1:
         values["window_size"] = config.get("sliding_window")
@@ -100,28 +64,14 @@ def stated(model: Model, config: Mapping[str, Any], *, biased: bool) -> ModelArg
     return args if model.moe or "E" in (args.layer_pattern or "") else _without_experts(args)
 
 
-def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
 def _without_experts(args: ModelArgs) -> ModelArgs:
     names = (f.name for f in fields(args) if f.name.startswith("moe_") or f.name == "num_experts")
     unused: dict[str, Any] = dict.fromkeys(names)
     return replace(args, **unused)
 
 
-def _parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary embedding, in the spelling of transformers 4 or 5."""
-    section = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    parameters = dict(section) if isinstance(section, dict) else {}
-    parameters.setdefault("rope_theta", _first(config, ("rope_theta", "rotary_emb_base")))
-    parameters.setdefault("partial_rotary_factor", _first(config, ("partial_rotary_factor", "rotary_pct")))
-    parameters.setdefault("rope_type", parameters.get("type") or "default")
-    return parameters
-
-
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = _parameters(config)
+    parameters = rope_parameters(config)
     kind = parameters["rope_type"]
     if kind not in _ROPE_TYPES:
         raise RequestError(
@@ -152,71 +102,3 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             "rope_mscale_all_dim": float(parameters.get("mscale_all_dim") or 0.0),
         }
     return out
-
-
-def find_departures(model: Model, args: ModelArgs, config: Mapping[str, Any]) -> list[str]:
-    """The keys of a configuration that a model with these facts contradicts, as sentences; empty if there are none.
-
-    Args:
-        args: What `stated` made of it.
-        config: The whole configuration.
-    """
-    written = model.config(args, vocab_size=args.vocab_size or 0, dtype="float32")
-    ours = completed(model.name, written)
-    skipped = {*NEUTRAL, *_ROPE, *_PATTERN, *_ROUNDING}
-    if config.get("use_sliding_window") is False:
-        skipped |= set(_WINDOW)
-    # of no class, but read by transformers' masks for all of them
-    out = ["is_causal is False; Megatron-LM's masks are causal"] if config.get("is_causal") is False else []
-    groups, experts, chosen = args.moe_num_groups or 1, args.num_experts or 0, args.moe_topk or 0
-    if experts and (chosen > experts or experts % groups or (groups > 1 and experts // groups < 2)):
-        out.append(f"{experts} experts in {groups} groups, {chosen} chosen for each token: no router can do that")
-    for key in sorted({*class_keys(model.name), *written} - skipped):
-        if key not in config or key not in ours:
-            continue
-        one, other = config[key], ours[key]
-        if not _same(key, one, other):
-            out.append(f"{key} is {printable(repr(one))[:80]}; Megatron-LM has only {printable(repr(other))[:80]}")
-    if args.position_embedding_type not in ("learned_absolute", "none"):
-        one, other = _effective(_parameters(config)), _effective(_parameters(ours))
-        for key in sorted({*one, *other}):
-            if not _same(key, one.get(key), other.get(key)):
-                text = f"{printable(repr(one.get(key)))[:80]}; Megatron-LM has only {other.get(key)!r:.80}"
-                out.append(f"{key} of rope_parameters is {text}")
-    return out
-
-
-def _same(key: str, one: Any, other: Any) -> bool:
-    if one is None and key in _DERIVED:
-        return True
-    if key in _GROUPS:
-        one, other = one or 1, other or 1
-    if isinstance(one, bool) is not isinstance(other, bool):
-        return bool(one) is bool(other) and one in (None, False, 0) and other in (None, False, 0)
-    if isinstance(one, str) and isinstance(other, str):
-        return _ACTIVATIONS.get(one, one) == _ACTIVATIONS.get(other, other)
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-12)
-    return bool(one == other)
-
-
-def _effective(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the rotary embedding's parameters changes what is computed, with what absence stands for."""
-    out = {key: value for key, value in parameters.items() if value is not None and key != "type"}
-    if out.get("partial_rotary_factor") == 1:
-        del out["partial_rotary_factor"]
-    if out.get("rope_type") == "default":
-        return {key: out[key] for key in ("rope_theta", "rope_type", "partial_rotary_factor") if key in out}
-    if out.get("rope_type") == "yarn" and isinstance(out.get("factor"), int | float) and out["factor"] >= 1:
-        mscale, every = out.pop("mscale", None), out.get("mscale_all_dim") or 0.0
-        defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale_all_dim": 0.0}
-        out = defaults | out
-        if out.get("attention_factor") is None:
-            scale = _mscale(out["factor"], mscale) / _mscale(out["factor"], every) if mscale and every else None
-            out["attention_factor"] = _mscale(out["factor"], 1.0) if scale is None else scale
-    return out
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    """How YaRN scales attention (modeling_rope_utils.py, get_mscale; yarn_rotary_pos_embedding.py)."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from converters.megatron.identity import Identity, SavedLayout
     from converters.megatron.model_args import ModelArgs
     from converters.megatron.model_kind import ModelKind
-    from converters.models import Model
+    from converters.models.model import Model
 
 _SHOWN_PROBLEMS = 8
 

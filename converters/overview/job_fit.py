@@ -18,7 +18,7 @@ from converters.megatron.layout_check import check_layout
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_layout import optimizer_layout, optimizer_resharding
 from converters.megatron.optimizer_parts import optimizer_parts
-from converters.models import of_type
+from converters.models import of_config
 from converters.overview.job import Finding
 from converters.overview.job_vocabulary import vocabulary_findings
 from converters.pickles.nodes import Obj
@@ -70,7 +70,7 @@ def _check_format(catalog: Catalog, job: Job) -> Iterator[Finding]:
     stored = catalog.format
     if not catalog.megatron:
         text = f"{stored} without Megatron's names is no checkpoint of Megatron-LM"
-        is_known_model = catalog.framework == "Hugging Face" and of_type(catalog.config.get("model_type")) is not None
+        is_known_model = catalog.framework == "Hugging Face" and of_config(catalog.config) is not None
         yield Finding("format", False, text, fixed=is_known_model)
     elif stored == "torch_dist":
         if job.format not in (None, "torch_dist"):

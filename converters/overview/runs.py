@@ -25,7 +25,7 @@ from converters.formats.links import enclose
 from converters.formats.registry import detect
 from converters.formats.resolve import DATA_FOLDERS, ITERATION, TRACKER, iterations, missing, single_files
 from converters.megatron.identity import SavedLayout, identify
-from converters.models import infer, of_type
+from converters.models import infer, of_config
 from converters.names import natural_key
 from converters.remote.address import named_path
 
@@ -190,7 +190,7 @@ def summarize(path: Path, *, follow_links: bool = False) -> CheckpointSummary:
 def _architecture_name(catalog: Catalog, identity: Identity) -> str | None:
     named = catalog.config.get("model_type") if not catalog.megatron else None
     if isinstance(named, str):
-        model = of_type(named)
+        model = of_config(catalog.config)
         return model.name if model else named
     if identity.kind.name:
         return identity.kind.name

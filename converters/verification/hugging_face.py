@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import DistckptError, FormatError, RequestError, UnsupportedError
 from converters.formats.plain_json import read_json
-from converters.models import of_type
+from converters.models import of_config
 from converters.models.built import unlike_transformers
 from converters.models.config import KEYS
 from converters.models.described import COMPUTED, HEADS, described, expected_shapes, own_names
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog
     from converters.megatron.model_args import ModelArgs
-    from converters.models import Model
+    from converters.models.model import Model
     from converters.verification.report import Check
 
     Shapes = Mapping[str, tuple[int, ...]]
@@ -57,7 +57,7 @@ def check_hugging_face(check: Check, catalog: Catalog) -> str:
     config = catalog.config
     if not config:
         return "no config.json to compare them with"
-    model = of_type(config.get("model_type"))
+    model = of_config(config)
     if model is None:
         return f"config.json was not compared: model_type {printable(str(config.get('model_type')))[:80]} is not known"
     if "quantization_config" in config:
@@ -83,7 +83,7 @@ def check_transformers(check: Check, catalog: Catalog) -> None:
         check: What `check_hugging_face` noted, where more is noted.
         catalog: What the folder holds.
     """
-    config, model = catalog.config, of_type(catalog.config.get("model_type"))
+    config, model = catalog.config, of_config(catalog.config)
     if catalog.framework != "Hugging Face" or model is None or check.status == "bad" or "quantization_config" in config:
         return
     if model.name in CLASSLESS:

@@ -19,8 +19,10 @@ from converters.formats.containers.safetensors_out import DEFAULT_SHARD_BYTES, p
 from converters.megatron.adapters import read_adapters
 from converters.megatron.damage import refuse_contradictions, refuse_damage, refuse_foreign_names
 from converters.megatron.model_args import ModelArgs
-from converters.models import by_name, check_hf_config, infer, map_to_hf
+from converters.models import by_name, infer, of_config
 from converters.models.adapters import map_adapters
+from converters.models.config_check import find_contradictions
+from converters.models.export import map_to_hf
 from converters.models.quantizing import quantization
 from converters.names import printable
 from converters.optimizer.proof import Masters
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
     from converters.dtypes import DType
     from converters.formats.base import Reader
     from converters.formats.containers.safetensors_out import SafetensorsLayout
-    from converters.models import HfMapping, Model
+    from converters.models.export import HfMapping
+    from converters.models.model import Model
     from converters.models.quantizing import Quantization
 
 REPORT = "distckpt-report.json"
@@ -297,7 +300,7 @@ def _choose_model(args: ModelArgs, catalog: Catalog, options: ExportOptions, ref
     if options.arch:
         return by_name(options.arch)
     kind = reference.get("model_type")
-    return by_name(kind) if isinstance(kind, str) else infer(args, catalog)
+    return of_config(reference) or by_name(kind) if isinstance(kind, str) else infer(args, catalog)
 
 
 def _extra_files(
@@ -331,7 +334,7 @@ def _extra_files(
 
 def _check_reference(reference: Mapping[str, Any], mapping: HfMapping, folder: Path) -> None:
     """Raises if the config.json of a folder does not describe what is exported."""
-    contradictions = check_hf_config(dict(reference), mapping)
+    contradictions = find_contradictions(reference, mapping)
     if contradictions:
         raise RequestError(
             f"{printable(str(folder / 'config.json'))} does not fit the checkpoint",

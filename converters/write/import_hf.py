@@ -26,11 +26,12 @@ from converters.formats.side_files import side_files
 from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.damage import refuse_damage
 from converters.megatron.megatron_flags import VERSIONS, inexpressible, lost_facts, model_arguments, no_predictions
-from converters.models import ARCHITECTURES, of_type
+from converters.models import ARCHITECTURES, of_config
+from converters.models.config_check import find_departures
 from converters.models.importing import map_from_hf
 from converters.models.left_out import LEFT_OUT
 from converters.models.predictions import with_predictions
-from converters.models.stated import find_departures, stated
+from converters.models.stated import stated
 from converters.models.text_part import has_text_part
 from converters.names import printable, quoted
 from converters.remote.address import named_path
@@ -55,7 +56,7 @@ from converters.write.reshard_state import ReshardOptions
 from converters.write.tied_head import TiedHead
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable
     from pathlib import Path
 
     from converters.catalog import Catalog
@@ -63,11 +64,12 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.megatron.layout import Layout
     from converters.megatron.model_args import ModelArgs
-    from converters.models import Model
     from converters.models.importing import MegatronMapping
+    from converters.models.model import Model
     from converters.planning.plan import Copy
     from converters.write.write_plan import Conversion, ExtraFile
 
+_ANOTHER_MODEL = "a checkpoint without this would compute something else"
 _OTHER_PART = "not of the language model (--part text)"
 _TOKENIZER_FILES = re.compile(
     r".*token.*\.json|vocab\.(?:json|txt)|merges\.txt|.*\.(?:model|tiktoken|jinja)|special_tokens_map\.json|"
@@ -105,11 +107,12 @@ def plan_import(
     config = completed(model.name, catalog.config)
     args = stated(model, config, biased=any(name.endswith("proj.bias") for name in catalog.weights))
     args = with_predictions(model, args, catalog.weights)
+    _refuse([*find_departures(model, args, config), *model.unexpressible(args)], options, _ANOTHER_MODEL)
     unbuilt = no_predictions(args, options.mcore) if options.to != BRIDGE else None
     mtp = "drop" if unbuilt and options.mtp == "auto" else options.mtp
     mapping = map_from_hf(model, args, catalog.weights, mtp=mtp)
     refuse_damage(catalog, {copy.source for copy in mapping.copies})
-    _refuse_model(model, args, mapping.args, config, options)
+    _refuse_unbuilt(mapping.args, options)
     notes = [p.message for p in catalog.problems if not catalog.unread.keys().isdisjoint(p.tensors)]
     notes += [unbuilt] if unbuilt else []
     tokenizer = _tokenizer_files(catalog, options, notes)
@@ -204,7 +207,7 @@ def _part(reader: Reader, options: ImportOptions) -> tuple[Reader, list[str]]:
     config = reader.catalog.config
     several = reader.catalog.framework == "Hugging Face" and has_text_part(config)
     if options.part is None:
-        if several and of_type(config.get("model_type")) is None:
+        if several and of_config(config) is None:
             raise RequestError(
                 f"a {printable(str(config.get('model_type')))[:80]} is a model of text and images",
                 hint="--part text imports its language model, and leaves out the rest",
@@ -228,10 +231,7 @@ def _model(catalog: Catalog) -> Model:
             f"{printable(str(catalog.root))} has no config.json: nothing says what its tensors compute",
             hint="name the folder that config.json lies in, with the weights",
         )
-    kind = config.get("model_type")
-    if kind == "mistral" and "layer_types" in config:
-        kind = "ministral"  # as transformers' AutoConfig does
-    architecture = of_type(kind) or _of_class(config.get("architectures"))
+    architecture, kind = of_config(config), config.get("model_type")
     if architecture is None:
         if isinstance(kind, str) and kind in LEFT_OUT:
             raise RequestError(
@@ -245,33 +245,19 @@ def _model(catalog: Catalog) -> Model:
     return architecture
 
 
-def _of_class(classes: Any) -> Model | None:
-    """Ling 2.0's files may say the `model_type` of the first generation, whose class is another."""
-    return of_type("bailing_moe_v2") if classes == ["BailingMoeV2ForCausalLM"] else None
+def _refuse_unbuilt(model: ModelArgs, options: ImportOptions) -> None:
+    """The job must be able to build the model from its arguments, or from Megatron-Bridge's configuration."""
+    reasons = in_bridge = [*beyond_provider(model), *lost_facts(model, provider_section(model), "config")]
+    if options.to != BRIDGE:
+        reasons = [*inexpressible(model, options.mcore), *lost_facts(model, model_arguments(model, options.mcore))]
+    _refuse(reasons, options, _ANOTHER_MODEL if in_bridge else f"Megatron-Bridge can: --to {BRIDGE}")
 
 
-def _refuse_model(
-    model: Model, args: ModelArgs, kept: ModelArgs, config: Mapping[str, Any], options: ImportOptions
-) -> None:
-    """Every key of config.json must mean what the job's model will compute.
-
-    Args:
-        kept: The facts of what is imported of it.
-    """
-    unlike = [*find_departures(model, args, config), *model.unexpressible(args)]
-    in_bridge = [*beyond_provider(kept), *lost_facts(kept, provider_section(kept), "config")]
-    if options.to == BRIDGE:
-        job, reasons = "Megatron-Bridge", [*unlike, *in_bridge]
-    else:
-        job = f"Megatron-LM {options.mcore}"
-        reasons = [*unlike, *inexpressible(kept, options.mcore)]
-        reasons += lost_facts(kept, model_arguments(kept, options.mcore))
-    if reasons:
-        other = "a checkpoint without this would compute something else"
+def _refuse(reasons: Iterable[str], options: ImportOptions, hint: str) -> None:
+    if texts := [printable(text) for text in reasons]:
+        job = "Megatron-Bridge" if options.to == BRIDGE else f"Megatron-LM {options.mcore}"
         raise RequestError(
-            f"{job} cannot build what this config.json describes: {printable(reasons[0])}",
-            details=[printable(text) for text in reasons[1:8]],
-            hint=other if unlike or in_bridge else f"Megatron-Bridge can: --to {BRIDGE}",
+            f"{job} cannot build what this config.json describes: {texts[0]}", details=texts[1:8], hint=hint
         )
 
 

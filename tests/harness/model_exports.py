@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from converters import models
 from converters.megatron.model_args import ModelArgs
+from converters.models.export import map_to_hf
 from converters.planning.plan import prove
 from harness import model_cases as cases
 
@@ -20,7 +21,7 @@ def export(family, **changes):
     shapes = cases.megatron_shapes(args)
     catalog = cases.make_catalog(shapes, args)
     facts = ModelArgs.from_catalog(catalog)
-    mapping = models.map_to_hf(catalog, facts, models.by_name(family), **options)
+    mapping = map_to_hf(catalog, facts, models.by_name(family), **options)
     prove(mapping.pieces.values(), shapes, mapping.drops)
     return catalog, facts, mapping, shapes
 

@@ -238,7 +238,8 @@ def test_transformers_takes_it(name):
     import transformers
 
     from converters.megatron.model_args import ModelArgs
-    from converters.models import infer, map_to_hf
+    from converters.models import infer
+    from converters.models.export import map_to_hf
 
     catalog = open_checkpoint(golden(name)).catalog
     args = ModelArgs.from_catalog(catalog)

@@ -23,6 +23,7 @@ from converters.io import low_rank
 from converters.megatron.adapters import read_adapters
 from converters.megatron.model_args import ModelArgs
 from converters.models.adapters import map_adapters
+from converters.models.export import map_to_hf
 from converters.planning.plan import prove
 from converters.write.export import ExportOptions, plan_export
 from converters.write.write_plan import run_conversion
@@ -184,7 +185,7 @@ def check_family(family, folder, layers=None):
         if name.endswith("linear_in.weight"):
             base = name.replace("adapter.linear_in.", "")
             delta[base] = np.float32(7 / 3) * factors[name.replace("linear_in", "linear_out")] @ factors[name]
-    whole = models.map_to_hf(plain, facts, model, mtp="drop")
+    whole = map_to_hf(plain, facts, model, mtp="drop")
     expected = cases.run_copies(whole.copies, {n: t.shape for n, t in whole.targets.items()}, delta)
 
     folder.mkdir()

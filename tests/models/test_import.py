@@ -21,8 +21,8 @@ from converters.errors import DistckptError, FormatError, IntegrityError, Reques
 from converters.formats import open_checkpoint
 from converters.io import padding as padding_module
 from converters.models import ARCHITECTURES, nemotron_nas, rules
+from converters.models.config_check import NEUTRAL
 from converters.models.left_out import LEFT_OUT
-from converters.models.stated import NEUTRAL
 from converters.planning.plan import Op
 from converters.planning.routes import target_box_of
 from converters.write import imported as imported_module

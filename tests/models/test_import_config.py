@@ -5,13 +5,18 @@ That a key is neutral is not believed either: the model's logits are compared, b
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from converters.errors import DistckptError
+from converters import Layout
+from converters.errors import DistckptError, RequestError
 from converters.megatron.bridge_section import beyond_provider, provider_section
 from converters.megatron.megatron_flags import VERSIONS, command_line, inexpressible, lost_facts, model_arguments
 from converters.models import ARCHITECTURES, by_name
-from converters.models.stated import NEUTRAL, find_departures, stated
+from converters.models.config_check import NEUTRAL, find_departures
+from converters.models.stated import stated
 from converters.transformers_config import CLASSLESS, completed
+from converters.write.import_hf import plan_import
+from converters.write.import_start import ImportOptions
 from harness import import_cases as cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,6 +29,7 @@ READ_WITH_OTHERS = {
     "qk_head_dim": "set by the class from others",
     "chunk_size": "how many steps Mamba's kernel takes at once: the same mathematics, rounded otherwise",
     "mamba_chunk_size": "the same",
+    "mamba_norm_before_gate": "there is no norm",
 }
 
 
@@ -133,7 +139,7 @@ REFUSED = [
     ("nemotron_h", {"time_step_min": 0.01}, "time_step_min is 0.01"),
     ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
     ("qwen3_next", {"attention_bias": True}, "attention_bias"),
-    ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is True"),
+    ("falcon_h1_norm", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate is True"),
     ("falcon_h1", {"time_step_limit": [0.001, 0.1]}, "time_step_limit"),
     ("falcon_h1", {"mamba_d_conv": 3}, "mamba_d_conv is 3"),
     ("falcon_h1_norm", {"rms_norm_eps": 1e-6}, "epsilon of Megatron's Mamba norms"),
@@ -236,3 +242,51 @@ def test_what_a_version_cannot_build_is_refused_for_it():
     own = completed("gpt_oss", {"model_type": "gpt_oss", **cases.settings("gpt_oss")})
     words = command_line(model_arguments(stated(by_name("gpt_oss"), own, biased=False)))
     assert "--no-bias-dropout-fusion" in words
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "options"),
+    [
+        ("llama", {}, {"rope_parameters": {"rope_type": "linear", "factor": 1.0, "rope_theta": 10000.0}}),
+        ("falcon_h1", {"mamba_norm_before_gate": False}, {"mamba_norm_before_gate": True}),
+        ("deepseek_v3", {"n_group": 1, "topk_group": 1}, {"n_group": 3, "topk_group": 3}),
+        (
+            "deepseek_v2",
+            {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+            {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 3},
+        ),
+    ],
+)
+def test_options_that_change_nothing_are_not_refused(name, base, options):
+    own = cases.settings(name)
+    assert torch.equal(logits(name, **base), logits(name, **options))
+    assert understood(name, own | base) == understood(name, own | options)
+
+
+REFUSED_BEFORE_TENSORS = [
+    ("nemotron_h", {"use_conv_bias": False}, "use_conv_bias is False"),
+    ("bamba", {"mamba_conv_bias": False}, "mamba_conv_bias is False"),
+    ("deepseek_v3", {"first_k_dense_replace": 3}, "no layer has experts"),
+    ("deepseek_v3", {"n_shared_experts": 0}, "there is no shared expert"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        "Megatron-Bridge only",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), REFUSED_BEFORE_TENSORS)
+def test_what_megatron_lacks_is_named_before_tensors_are_missed(name, change, said, tmp_path):
+    cases.save(name, tmp_path / "src", **change)
+    with pytest.raises(RequestError, match=said):
+        plan_import(tmp_path / "src", tmp_path / "out", Layout(), ImportOptions(mcore="0.19"))
+
+
+def test_an_embedding_that_only_its_output_layer_stores_is_named(tmp_path):
+    cases.save("llama", tmp_path / "src", tie_word_embeddings=True)
+    weights = load_file(tmp_path / "src" / "model.safetensors")
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, tmp_path / "src" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match=r"ties lm_head.weight to model.embed_tokens.weight"):
+        plan_import(tmp_path / "src", tmp_path / "out", Layout())

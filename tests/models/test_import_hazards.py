@@ -13,8 +13,9 @@ import converters
 from converters import Layout
 from converters.errors import FormatError, RequestError
 from converters.models import by_name
+from converters.models.config_check import find_departures
 from converters.models.quantized import _method
-from converters.models.stated import find_departures, stated
+from converters.models.stated import stated
 from converters.transformers_config import completed
 from converters.write.import_hf import plan_import
 from converters.write.write_plan import run_conversion
@@ -69,6 +70,27 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(small_llama, tmp_path):
     assert "--window-attn-skip-freq" in words
 
 
+def test_verify_and_diff_read_a_mistral_with_kinds_of_layers_as_import_does(small_llama, tmp_path):
+    kinds = ["full_attention", "sliding_attention"]
+    folder = with_config(small_llama, model_type="mistral", sliding_window=8, layer_types=kinds)
+    check = next(check for check in converters.verify(folder).checks if "config.json" in check.summary)
+    assert "config.json of a ministral" in check.summary
+    converters.import_hf(folder, tmp_path / "start")
+    assert converters.diff(tmp_path / "start", folder).identical
+    report = converters.diff(tmp_path / "start", with_config(folder, layer_types=kinds[::-1]))
+    assert not report.identical
+    assert "layer_types" in report.plan.matching.config[0]
+    converters.export_hf(tmp_path / "start", tmp_path / "out", hf_config=with_config(folder, layer_types=kinds))
+
+
+def test_verify_and_diff_read_the_second_ling_by_its_class(tmp_path):
+    cases.save("bailing_moe_v2", tmp_path / "src")
+    folder = with_config(tmp_path / "src", model_type="bailing_moe", architectures=["BailingMoeV2ForCausalLM"])
+    assert any("config.json of a bailing_moe_v2" in check.summary for check in converters.verify(folder).checks)
+    converters.import_hf(folder, tmp_path / "start")
+    assert converters.diff(tmp_path / "start", folder).identical
+
+
 def test_a_config_that_is_supplied_contradicts_the_export_by_the_same_keys(small_llama, tmp_path):
     window = with_config(small_llama, model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=8)
     converters.import_hf(window, tmp_path / "start")
@@ -77,7 +99,10 @@ def test_a_config_that_is_supplied_contradicts_the_export_by_the_same_keys(small
     with_config(window, layer_types=["sliding_attention", "sliding_attention"])
     converters.export_hf(tmp_path / "start", tmp_path / "out", **options)
     for wrong, text in (
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types full_attention"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types ['full_attention', 'sliding_attention'], but",
+        ),
         ({"is_causal": False}, "is_causal False"),
     ):
         before = (window / "config.json").read_text()

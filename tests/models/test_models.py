@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from converters import models
+from converters.models.export import HfMapping, map_to_hf
 from converters.planning.plan import prove
 from harness import model_cases as cases
 from harness.model_exports import export, logits_of, write_config
@@ -103,7 +104,7 @@ def test_logits_are_megatrons(checkpoint, config, family, tmp_path):
     catalog, facts, arrays = cases.golden_case(checkpoint, config)
     model = models.infer(facts, catalog)
     assert model.name == family
-    mapping = models.map_to_hf(catalog, facts, model, dtype=cases.FP32)
+    mapping = map_to_hf(catalog, facts, model, dtype=cases.FP32)
     prove(mapping.pieces.values(), {n: t.shape for n, t in catalog.weights.items()}, mapping.drops)
     golden = load_file(cases.GOLDEN / "truth" / f"{config}-bf16.logits.safetensors")
     logits = logits_of(tmp_path, mapping, arrays, golden["tokens"])
@@ -114,7 +115,7 @@ def test_logits_are_megatrons(checkpoint, config, family, tmp_path):
 
 def test_transformers_reads_the_multi_token_prediction_layer(tmp_path):
     catalog, facts, arrays = cases.golden_case("deepseek_mtp_adam_ep2pp2", "deepseek_mtp")
-    mapping = models.map_to_hf(catalog, facts, models.by_name("deepseek_v3"), dtype=cases.FP32)
+    mapping = map_to_hf(catalog, facts, models.by_name("deepseek_v3"), dtype=cases.FP32)
     logits_of(tmp_path, mapping, arrays, torch.zeros((1, 4), dtype=torch.long))
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     # transformers 5.23 looks for them at layer 61 only, where the released model has its own
@@ -130,7 +131,7 @@ def test_transformers_reads_the_multi_token_prediction_layer(tmp_path):
 def test_a_wrong_table_moves_the_logits(tmp_path):
     """The mutations that a mistaken table would make: each is far outside the tolerance of the test above."""
     catalog, facts, arrays = cases.golden_case("qwen3_adam_tp2", "qwen3")
-    mapping = models.map_to_hf(catalog, facts, models.by_name("qwen3"), dtype=cases.FP32)
+    mapping = map_to_hf(catalog, facts, models.by_name("qwen3"), dtype=cases.FP32)
     golden = load_file(cases.GOLDEN / "truth" / "qwen3-bf16.logits.safetensors")
 
     def swapped(one, other):
@@ -138,7 +139,7 @@ def test_a_wrong_table_moves_the_logits(tmp_path):
             return name.replace(one, other) if one in name else name.replace(other, one)
 
         copies = [type(c)(c.source, c.source_box, rename(c.target), c.target_box, c.op) for c in mapping.copies]
-        return models.HfMapping(mapping.targets, copies, [], mapping.config, mapping.generation_config, [])
+        return HfMapping(mapping.targets, copies, [], mapping.config, mapping.generation_config, [])
 
     pairs = [
         ("gate_proj", "up_proj"),

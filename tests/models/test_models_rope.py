@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from converters import models
 from converters.megatron.model_args import ModelArgs
+from converters.models.export import map_to_hf
 from harness import model_cases as cases
 
 # a Bridge configuration: it can set every number, where Megatron-LM's command line ignores some
@@ -87,7 +88,7 @@ def megatron(tmp_path_factory):
 def test_angles_are_megatrons(name, megatron):
     args = cases.case("llama", hidden_size=384, kv_channels=64)
     catalog = cases.make_catalog(cases.megatron_shapes(args), None, CONFIG | SCALINGS[name])
-    config = models.map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("llama")).config
+    config = map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("llama")).config
     hf = LlamaConfig(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
     if name == "none":
         frequencies, scale = 1.0 / 150000 ** (torch.arange(0, 64, 2).float() / 64), 1.0

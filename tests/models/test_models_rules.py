@@ -15,6 +15,8 @@ from converters import models
 from converters.dtypes import dtype
 from converters.errors import RequestError
 from converters.megatron.model_args import ModelArgs
+from converters.models.config_check import find_contradictions
+from converters.models.export import HfMapping, map_to_hf
 from converters.planning.plan import Copy, Op, prove
 from harness import model_cases as cases
 from harness.model_exports import export, logits_of
@@ -95,7 +97,7 @@ def test_contradictions_refuse_with_both_numbers():
     args = cases.case("llama")
     catalog = cases.make_catalog(cases.megatron_shapes(args), args | {"num_query_groups": 3})
     with pytest.raises(RequestError, match="do not fit") as error:
-        models.map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("llama"))
+        map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("llama"))
     assert "num_query_groups 3" in error.value.details[0]
     assert "fits 2" in error.value.details[0]
 
@@ -106,10 +108,10 @@ def test_a_missing_and_a_surplus_tensor():
     del shapes["decoder.layers.1.self_attention.k_layernorm.weight"]
     catalog = cases.make_catalog(shapes, args)
     with pytest.raises(RequestError, match=r"decoder\.layers\.1 has no self_attention\.k_layernorm\.weight"):
-        models.map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("qwen3"))
+        map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("qwen3"))
     shapes = cases.megatron_shapes(args) | {"decoder.layers.0.mlp.gauge.weight": (2, 2)}
     catalog = cases.make_catalog(shapes, args)
-    mapping = models.map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("qwen3"))
+    mapping = map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("qwen3"))
     with pytest.raises(RequestError, match="would be lost"):
         prove(mapping.pieces.values(), shapes, mapping.drops)
 
@@ -122,7 +124,7 @@ def test_vocabulary():
     assert mapping.targets["model.embed_tokens.weight"].shape == (40, 24)
     args = cases.case("llama", vocab_size=None)
     catalog = cases.make_catalog(cases.megatron_shapes(args), args)
-    mapping = models.map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("llama"))
+    mapping = map_to_hf(catalog, ModelArgs.from_catalog(catalog), models.by_name("llama"))
     assert (mapping.config["vocab_size"], mapping.drops) == (64, [])
     assert "64 rows" in mapping.notes[0]
     with pytest.raises(RequestError, match="65"):
@@ -181,32 +183,32 @@ def test_old_and_new_rope_keys_mean_the_same_to_transformers(changes, expected, 
 def test_a_supplied_config_is_compared_with_the_tensors():
     for family in cases.FAMILIES:
         _, _, mapping, _ = export(family)
-        assert models.check_hf_config(mapping.config, mapping) == []
+        assert find_contradictions(mapping.config, mapping) == []
     _, _, mapping, _ = export("qwen2_moe")
     wrong = mapping.config | {"num_experts": 8, "vocab_size": 64, "tie_word_embeddings": True}
-    found = models.check_hf_config(wrong, mapping)
+    found = find_contradictions(wrong, mapping)
     assert "config.json says vocab_size 64, but the checkpoint gives 50" in found
     assert len(found) == 3
     bare = {k: v for k, v in mapping.config.items() if k not in ("rope_theta", "rope_scaling", "rope_parameters")}
-    assert models.check_hf_config(bare, mapping) == []
+    assert find_contradictions(bare, mapping) == []
     for rope in ({"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e6}}):
-        assert models.check_hf_config(bare | rope, mapping) == [
+        assert find_contradictions(bare | rope, mapping) == [
             "config.json says rope_theta 1000000.0, but the checkpoint gives 10000.0"
         ]
     scaled = {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert len(models.check_hf_config(bare | scaled, mapping)) == 2
+    assert len(find_contradictions(bare | scaled, mapping)) == 2
 
 
 def changed_ops(mapping, before, after):
     copies = [
         Copy(c.source, c.source_box, c.target, c.target_box, after if c.op is before else c.op) for c in mapping.copies
     ]
-    return models.HfMapping(mapping.targets, copies, [], mapping.config, mapping.generation_config, [])
+    return HfMapping(mapping.targets, copies, [], mapping.config, mapping.generation_config, [])
 
 
 def test_forgotten_plus_one_moves_the_logits(tmp_path):
     catalog, facts, arrays = cases.golden_case("llama_ln1p_weights_tp2pp2", "llama_ln1p")
-    mapping = models.map_to_hf(catalog, facts, models.by_name("llama"), dtype=cases.FP32)
+    mapping = map_to_hf(catalog, facts, models.by_name("llama"), dtype=cases.FP32)
     assert sum(copy.op is Op.ADD_ONE for copy in mapping.copies) == 5
     golden = load_file(cases.GOLDEN / "truth" / "llama_ln1p-bf16.logits.safetensors")
     logits = logits_of(tmp_path, changed_ops(mapping, Op.ADD_ONE, Op.COPY), arrays, golden["tokens"])
@@ -215,7 +217,7 @@ def test_forgotten_plus_one_moves_the_logits(tmp_path):
 
 def test_forgotten_transpose_is_refused_or_moves_the_logits(tmp_path):
     catalog, facts, arrays = cases.golden_case("gpt_adam_tp2pp2", "gpt")
-    mapping = models.map_to_hf(catalog, facts, models.by_name("gpt2"), dtype=cases.FP32)
+    mapping = map_to_hf(catalog, facts, models.by_name("gpt2"), dtype=cases.FP32)
     wrong = changed_ops(mapping, Op.TRANSPOSE, Op.COPY)
     with pytest.raises(RequestError, match="does not fit"):
         prove(wrong.pieces.values(), {n: t.shape for n, t in catalog.weights.items()}, mapping.drops)
@@ -249,7 +251,7 @@ def test_deepseek_v3_at_its_real_size_takes_about_a_second():
     catalog = cases.make_catalog(shapes, args)
     start = time.process_time()
     facts = ModelArgs.from_catalog(catalog)
-    mapping = models.map_to_hf(catalog, facts, models.infer(facts, catalog))
+    mapping = map_to_hf(catalog, facts, models.infer(facts, catalog))
     assert time.process_time() - start < 20  # about 0.5 s when nothing else runs
     assert len(mapping.copies) > 45000
 
