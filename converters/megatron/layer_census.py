@@ -18,6 +18,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
+from converters.megatron.tensor_axes import DELTA_NET, LAYER, MAMBA
 from converters.model_parts import REPLICATED, language_name, split_part
 
 if TYPE_CHECKING:
@@ -112,10 +113,20 @@ _OUTER_NEEDS: _Needs = (
 _SHARED = (  # an option of all layers: what shows it, and what else a layer that has it then has
     ("mlp.router.weight", "mlp.router.expert_bias"),
     ("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.gate_weight"),
+    ("mamba_mixer.A_log", "mamba_mixer.norm.weight"),
+    *((name, name.replace(".weight.", ".bias.")) for name in LAYER if "conv1d.weight." in name),
 )
 _T5_NEEDS: _Needs = (
     *_both_ways("embedding.position_embeddings.weight", "position_embeddings.weight"),
     *_both_ways("lm_head.output_layer.bias", "output_layer.bias"),
+)
+# tensors of a mixer that an option turns off, of all layers; what a mixer beside attention does not have
+_MIXER_OPTIONS = re.compile(
+    r".*(?:layer_norm_bias|conv1d\.bias\.\w+|out_proj\.bias)|mamba_mixer\.(?:norm|in_proj\.layer_).*"
+)
+# parts that only one generation of gated delta nets has
+_GENERATIONS = tuple(
+    frozenset(f"{_ATTENTION}in_proj.weight.{part}" for part in parts) for parts in (("f", "b", "w"), ("beta", "alpha"))
 )
 _PREDICTION_NEEDS = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "final_layernorm.weight|final_norm.weight")
 
@@ -176,7 +187,7 @@ def _required(present: Collection[str], needs: Iterable[tuple[tuple[str, ...], t
 
 def _layer_lacks(layer: _Layer) -> list[str]:
     names = layer.names
-    needed = [*_required(names, _LAYER_NEEDS), *_attention(names), *_biases(names)]
+    needed = [*_required(names, _LAYER_NEEDS), *_mixers(names), *_attention(names), *_biases(names)]
     if not any("post_" in name for name in names):  # a layer normed behind its parts needs no norm before them
         needed += [norm for start, norm in _NORM_BEFORE if any(name.startswith(start) for name in names)]
     out = list(dict.fromkeys(_lacking(names, needed)))
@@ -186,8 +197,17 @@ def _layer_lacks(layer: _Layer) -> list[str]:
     return out
 
 
+def _mixers(names: set[str]) -> Iterator[str]:
+    """What a Mamba mixer or a gated delta net needs: its projection and its convolution are stored part by part."""
+    for prefix, table in {**MAMBA, _ATTENTION: DELTA_NET}.items():
+        parts = {name for name in names if name.startswith((f"{prefix}in_proj.", f"{prefix}conv1d."))}
+        if parts and parts <= table.keys():  # else it is of a kind that is not known
+            other_kind = next((parts for parts in _GENERATIONS if not parts & names), frozenset())
+            yield from (name for name in table if name not in other_kind and not _MIXER_OPTIONS.fullmatch(name))
+
+
 def _attention(names: set[str]) -> Iterator[str]:
-    """What self attention needs: latent if a projection is, none for a gated delta net, which is measured elsewhere."""
+    """What self attention needs: latent if a projection is, none for a gated delta net."""
     if any(name.startswith(f"{_ATTENTION}in_proj.") for name in names):
         return
     if any(_LATENT.match(name) for name in names):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from converters.megatron.bridge_families import WIDE_NORMS
 from converters.megatron.layer_pattern import symbol_of
-from converters.megatron.mixer_shapes import measure_mixers
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def measure(weights: Mapping[str, TensorInfo], stated: Mapping[str, Any]) -> tup
     notes = [f"layer {n} of {count} has no tensors" for n in sorted(set(range(count)) - layers.suffixes.keys())[:4]]
     _measure_model(findings, layers)
     notes += _measure_kinds(findings, layers, count)
-    notes += measure_mixers(findings, layers)
+    _measure_mixers(findings, layers)
     if layers.first("self_attention.linear_kv_down_proj.weight"):
         _measure_mla(findings, layers)
     else:
@@ -219,6 +218,25 @@ def _incomplete(layers: LayerTensors, kinds: list[str]) -> list[str]:
         if missing and kind not in "MG?":  # those are looked at one by one
             out.append(f"layer {number} has no {missing[0]}, other layers of its kind have")
     return out[:8]
+
+
+def _measure_mixers(findings: Findings, layers: LayerTensors) -> None:
+    """The sizes of Mamba mixers, also of those beside attention, and of gated delta nets."""
+    for mixer in ("mixer.", "mamba_mixer."):
+        projection = f"{mixer}in_proj.weight."
+        findings.size("mamba_num_heads", layers.first(f"{mixer}A_log"), 0)
+        findings.size("mamba_head_dim", layers.first(f"{projection}x"), 0, findings.best("mamba_num_heads") or 0)
+        findings.size("mamba_state_dim", layers.first(f"{projection}B"), 0, findings.best("mamba_num_groups") or 0)
+    net, projection = "self_attention.", "self_attention.in_proj.weight."
+    findings.size("linear_conv_kernel_dim", layers.first(f"{net}conv1d.weight.query"), 2)
+    findings.size("linear_value_head_dim", layers.first(f"{net}out_norm.weight"), 0)
+    value_head = findings.best("linear_value_head_dim") or 0
+    findings.size("linear_num_value_heads", layers.first(f"{projection}value"), 0, value_head)
+    if layers.first(f"{projection}f"):  # gdn2: decay for each key head
+        findings.size("linear_num_key_heads", layers.first(f"{net}A_log"), 0)
+    findings.size(
+        "linear_key_head_dim", layers.first(f"{projection}query"), 0, findings.best("linear_num_key_heads") or 0
+    )
 
 
 def _measure_attention(findings: Findings, layers: LayerTensors) -> list[str]:

@@ -4,7 +4,7 @@
     vision_model.decoder.layers.0.mlp.linear_fc1.weight  (4096, 1024)     (ffn or twice that, hidden)
 
 The arguments describe the language model alone; here every size is compared with the same size of other tensors, and
-that of most of them counts. Sizes: H hidden, V rows of the vocabulary, the others stand in `_SIZES`.
+that of most of them counts. Which sizes a tensor has stands in `tensor_axes`.
 
 Facts: Megatron-Core 0.16.1, models/vision/clip_vit_model.py, models/multimodal/llava_model.py, models/T5/t5_model.py,
 models/bert/bert_model.py, transformer/attention.py, transformer/mlp.py; Megatron-Bridge 067f987d, peft/utils.py.
@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from converters.megatron.bridge_families import WIDE_NORMS
+from converters.megatron.tensor_axes import LAYER, OUTER, TOWER
 from converters.model_parts import LANGUAGE, REPLICATED, language_name, split_part
 
 if TYPE_CHECKING:
@@ -29,47 +30,6 @@ Extents: TypeAlias = "dict[tuple[str, str], Counter[int]]"
 
 _LAYER = re.compile(r"((?:decoder|encoder)\.layers|mtp\.layers)\.(\d{1,5})\.(?:transformer_layer\.)?(.*)", re.DOTALL)
 _EXPERT = re.compile(r"mlp\.experts\.\d{1,5}\.")
-# sizes of a tensor's axes; a number is itself
-_SIZES: dict[str, str] = {
-    **dict.fromkeys(("input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm"), "H"),
-    "norm": "H",  # of a Mamba mixer and attention beside it
-    **dict.fromkeys(("self_attention.linear_qkv.layer_norm", "mlp.linear_fc1.layer_norm"), "H"),
-    **dict.fromkeys(
-        ("self_attention.linear_proj.bias", "cross_attention.linear_proj.bias", "mlp.linear_fc2.bias"), "H"
-    ),
-    "self_attention.linear_qkv.weight": "qkv H",
-    "self_attention.linear_qkv.bias": "qkv",
-    "self_attention.linear_proj.weight": "H heads",
-    **dict.fromkeys(("self_attention.q_layernorm", "self_attention.k_layernorm"), "head"),
-    "cross_attention.linear_q.weight": "cross H",
-    "cross_attention.linear_q.bias": "cross",
-    "cross_attention.linear_kv.weight": "cross_kv H",
-    "cross_attention.linear_kv.bias": "cross_kv",
-    "cross_attention.linear_proj.weight": "H cross",
-    "mlp.linear_fc1.weight": "fc1 H",
-    "mlp.linear_fc1.bias": "fc1",
-    "mlp.linear_fc2.weight": "H ffn",
-    "mlp.router.weight": "experts H",
-    "mlp.router.expert_bias": "experts",
-}
-_OUTER: dict[str, str] = {
-    **dict.fromkeys(("embedding.word_embeddings.weight", "output_layer.weight"), "V H"),
-    **dict.fromkeys(("output_layer.bias", "lm_head.output_layer.bias"), "V"),
-    **dict.fromkeys(("embedding.position_embeddings.weight", "position_embeddings.weight"), "positions H"),
-    "embedding.tokentype_embeddings.weight": "2 H",  # sentence A and B
-    **dict.fromkeys(("lm_head.dense.weight", "pooler.dense.weight"), "H H"),
-    **dict.fromkeys(("lm_head.dense.bias", "lm_head.layer_norm", "pooler.dense.bias"), "H"),
-    "binary_head.weight": "2 H",
-    "binary_head.bias": "2",
-    **{f"{stack}.{norm}": "H" for stack in ("decoder", "encoder") for norm in ("final_layernorm", "final_norm")},
-}
-_VISION: dict[str, str] = {
-    "class_token": "1 tokens H",
-    "conv1.weight": "H 3 patch patch",
-    "position_embeddings.weight": "positions H",
-    **dict.fromkeys(("conv1.bias", "ln_pre", "ln_post", "decoder.final_layernorm"), "H"),
-}
-_NORM_LEAF = re.compile(r"(.*(?:norm|ln_pre|ln_post))[._](?:weight|bias)", re.DOTALL)
 
 
 def odd_shapes(weights: Mapping[str, TensorInfo], options: Mapping[str, Any]) -> list[str]:
@@ -127,25 +87,35 @@ def _sizes_of(name: str, *, uneven: bool, wide: bool) -> list[tuple[str, str]] |
     part, inner = split_part(name)
     if part in REPLICATED or part == "vision_projection." or ".adapter." in name:
         return None
-    scope, table = part, _OUTER if language_name(name) is not None else _VISION
+    scope, table = part, OUTER if language_name(name) is not None else TOWER
     if (match := _LAYER.fullmatch(inner)) is not None:
         stack, number, inner = match.groups()
         scope = f"{part}{stack}.{number}" if uneven else f"{part}{stack}"
-        table = _SIZES
-    norm = _NORM_LEAF.fullmatch(inner)
-    text = table.get(norm[1] if norm else inner)
-    if text is None:
+        table = LAYER
+    if (axes := table.get(inner)) is None:
         return None
     hidden = "" if part == LANGUAGE else part
     # norms over all heads: those of queries are wider than those of keys
-    sizes = [inner] if wide and text == "head" else text.split()
+    sizes = (inner,) if wide and axes.sizes == ("head",) else axes.sizes
     return [(hidden if size == "H" else scope, size) for size in sizes]
+
+
+# sizes of mixers that are one or another size: D_has_hdim of Mamba; decay and time steps of gdn2, for each key head
+_EITHER = {
+    "skip": ("mamba_heads", "inner"),
+    "decay": ("delta_heads",),
+    "time_step": ("delta_heads", "key"),
+}
 
 
 def _ratios(most: Mapping[tuple[str, str], int], widths: tuple[int, ...]) -> Iterator[str]:
     """Sizes that are multiples of others, stack by stack."""
     for scope in dict.fromkeys(scope for scope, _ in most):
         fc1, ffn, qkv, heads = (most.get((scope, size), 0) for size in ("fc1", "ffn", "qkv", "heads"))
+        for size, choices in _EITHER.items():
+            rows = most.get((scope, size), 0)
+            if rows and rows not in (fitting := [most.get((scope, choice), 0) for choice in choices]) and any(fitting):
+                yield f"{scope}: {size} of its mixers are {rows}, which is none of {fitting}"
         if fc1 and ffn and fc1 not in (ffn, 2 * ffn):
             yield f"{scope}: linear_fc1 has {fc1} rows, linear_fc2 {ffn} columns: neither as many nor half of them"
         if qkv and heads and not any(_groups(heads, qkv - width * heads) for width in widths):

@@ -1,8 +1,6 @@
 """How one tensor is divided among the ranks of a job. No I/O.
 
-Facts: the `sharded_state_dict` methods of Megatron-Core 0.16.1 (tensor_parallel/layers.py, transformer/mlp.py,
-transformer/moe/experts.py, ssm/mamba_mixer.py, ssm/gated_delta_net.py, transformer/multi_latent_attention.py,
-extensions/transformer_engine.py), compared with the tags core_v0.9.0 to core_v0.19.0.
+Which axis of which tensor is divided stands in `tensor_axes`.
 
 A gated MLP, tp 2: a rank's rows are [gate; up], but the whole tensor is all gates, then all ups, whatever tp was:
 
@@ -36,6 +34,7 @@ from converters.box import Box
 from converters.errors import RequestError
 from converters.megatron.layout import DataParallelGroup
 from converters.megatron.pipeline import divisors, list_nearest
+from converters.megatron.tensor_axes import LAYER, OUTER, TOWER
 from converters.model_parts import REPLICATED, language_name, split_part
 from converters.names import printable
 from converters.words import counted
@@ -80,53 +79,11 @@ class Shard:
     ep: int | None = None
 
 
-_MAMBA, _DELTA_NET = "z|x|B|C|dt", "query|key|value|z|beta|alpha|f|b|w"
-# what follows `layers.N.` (`layers.N.transformer_layer.` in MTP), without the expert's number: (pattern, axis)
-_RULES: list[tuple[re.Pattern[str], int | None]] = [
-    (re.compile(pattern), axis)
-    for pattern, axis in [
-        (r".*\.layer_norm_(weight|bias)", None),
-        (r"self_attention\.linear_(qkv|q_proj|q_up_proj|kv_up_proj)\.(weight|bias)", 0),
-        (r"self_attention\.linear_(q|kv)_down_proj\.weight", None),  # see Outline.mla_down_split
-        (r"(cross|inter)_attention\.linear_(q|kv)\.(weight|bias)", 0),
-        (r"\w+_attention\.linear_proj\.weight", 1),
-        (r"\w+_attention\.core_attention\.softmax_offset", 0),
-        (r"\w+_attention\.core_attention\.indexer\..*", None),
-        (r"(mlp|mlp\.shared_experts|mlp\.experts)\.linear_fc1\.(weight|bias)", 0),
-        (r"(mlp|mlp\.shared_experts|mlp\.experts)\.linear_fc2\.weight", 1),
-        (r"mlp\.router\..*|mlp\.shared_experts\.gate_weight|mlp\.fc[12]_latent_proj\.(weight|bias)", None),
-        # Mamba's and the gated delta net's projections are stored section by section, each divided alone
-        (rf"(?:mamba_)?mixer\.(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({_MAMBA})", 0),
-        (rf"self_attention\.(in_proj\.weight|conv1d\.weight|conv1d\.bias)\.({_DELTA_NET})", 0),
-        (r"((?:mamba_)?mixer|self_attention)\.(A_log|D|dt_bias)", 0),
-        (r"(?:mamba_)?mixer\.norm\.weight", 0),
-        (r"((?:mamba_)?mixer|self_attention)\.out_proj\.weight", 1),
-        (r"self_attention\.out_norm\.weight", None),
-        (
-            r"(self_attention|mlp)\.(weight|bias)",
-            0,
-        ),  # one matrix in the place of all (heterogeneous/linear_replacements.py)
-        (r"eh_proj\.(weight|bias)", 0),
-        (r"([eh]norm|final_(layer)?norm)\.(weight|bias)", None),
-        (r"(.*\.)?\w*_?(linear_proj|linear_fc2|out_proj)\.bias", None),
-        (r"(.*\.)?(\w*_)?(layernorm|norm)\.(weight|bias)", None),
-    ]
-]
-VOCABULARY = frozenset(
-    {
-        *("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias"),
-        *("lm_head.output_layer.weight", "lm_head.output_layer.bias"),  # T5's second names (t5_model.py)
-    }
+# modules that are known, of names that are not, and never divided: behind `layers.N.`
+_REPLICATED = re.compile(
+    r".*\.layer_norm_(weight|bias)|\w+_attention\.core_attention\.indexer\..*|mlp\.router\..*"
+    r"|(.*\.)?\w*_?(linear_proj|linear_fc2|out_proj)\.bias|(.*\.)?(\w*_)?(layernorm|norm)\.(weight|bias)"
 )
-"""Tensors whose rows are the padded vocabulary, by their names within the language model."""
-_WHOLE = re.compile(
-    r"(embedding\.)?position_embeddings\.weight|embedding\.tokentype_embeddings\.weight"
-    r"|(decoder|encoder)\.final_(layer)?norm\.(weight|bias)"
-    r"|(encoder|decoder)_relative_pos_emb\.relative_attention_bias\.weight"
-    r"|(lm_head\.(dense|layer_norm)|pooler\.dense|binary_head)\.(weight|bias)"
-)
-# CLIPViTModel; RADIO's and InternViT's have other modules, which are not known
-_TOWER_WHOLE = re.compile(r"class_token|position_embeddings\.weight|(conv1|ln_pre|ln_post)\.(weight|bias)")
 _PROJECTION = re.compile(r"encoder\.(linear_fc[12]\.\w+)")
 _PARALLEL = re.compile(r".*\.linear_(qkv|proj|fc[12]|q|kv)\b")
 # ParallelLinearAdapter of Megatron-Bridge, peft/utils.py: linear_in is divided as its base is, linear_out over its rows
@@ -141,17 +98,15 @@ _WITHIN = re.compile(
 )
 
 
-@lru_cache(maxsize=4096)
 def _tail_rule(tail: str) -> Split | None:
     if (adapter := _ADAPTER.fullmatch(tail)) is not None:
         base = _tail_rule(f"{adapter['base']}.weight")
         if base is None or base.axis is None:
             return None
         return Split(base.axis) if adapter["side"] == "in" else Split(0, base.gated)
-    for pattern, axis in _RULES:
-        if pattern.fullmatch(tail):
-            return Split(axis, gated=".linear_fc1." in tail and axis == 0)
-    return None
+    if (axes := LAYER.get(tail.replace("inter_attention.", "cross_attention.", 1))) is not None:
+        return Split(axes.divided, gated=".linear_fc1." in tail and axes.divided == 0)
+    return Split(None) if _REPLICATED.fullmatch(tail) else None
 
 
 def split_rule(name: str) -> Split:
@@ -182,9 +137,7 @@ def _stack_rule(name: str) -> Split | None:
 
 def _outer_rule(name: str) -> Split | None:
     """Of a parameter around the layers."""
-    if name in VOCABULARY:
-        return Split(0)
-    return Split(None) if _WHOLE.fullmatch(name) else None
+    return Split(OUTER[name].divided) if name in OUTER else None
 
 
 def _part_rule(part: str, name: str) -> Split | None:
@@ -194,8 +147,7 @@ def _part_rule(part: str, name: str) -> Split | None:
     if part == "vision_projection.":
         projection = _PROJECTION.fullmatch(name)
         return None if projection is None else _tail_rule(f"mlp.{projection[1]}")
-    final = re.fullmatch(r"decoder\.final_(layer)?norm\.(weight|bias)", name)
-    return Split(None) if final or _TOWER_WHOLE.fullmatch(name) else _stack_rule(name)
+    return Split(TOWER[name].divided) if name in TOWER else _stack_rule(name)
 
 
 _HEAD_NORM = re.compile(r".*\.self_attention\.[qk]_layernorm\.weight")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.box import Box
 from converters.errors import RequestError
-from converters.megatron.split import VOCABULARY, padded_vocab
+from converters.megatron.split import padded_vocab
+from converters.megatron.tensor_axes import VOCABULARY
 from converters.model_parts import LANGUAGE, language_name
 from converters.names import parameter_of
 from converters.planning.plan import Drop

@@ -15,8 +15,8 @@ from converters.dtypes import dtype
 from converters.errors import FormatError, RequestError
 from converters.megatron.bridge_families import WIDE_NORMS
 from converters.megatron.heterogeneous import ENCODED, read_blocks
-from converters.megatron.mixer_shapes import delta_net_shapes, mamba_shapes
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.tensor_axes import LAYER, OUTER
 from converters.models.config import KEYS
 from converters.models.export import emit_all
 from converters.models.model import SET
@@ -206,8 +206,8 @@ class Described(Emit):
     canonical: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._shapes = _shapes(self.args)
-        self._uneven = _uneven_shapes(self.args)
+        self._sizes = _sizes(self.args)
+        self._block_sizes = _block_sizes(self.args)
 
     def source(self, prefix: str, *names: str) -> TensorInfo:
         """The tensor that Megatron would have; what has no shape of its own is a norm or a bias."""
@@ -215,7 +215,12 @@ class Described(Emit):
         apart = fused is not None and (self.args.mla if fused[1] == "self_attention" else self._mixed(prefix))
         name = prefix + names[1 if apart and len(names) > 1 else 0]
         key = re.sub(r"experts\.\d+\.", "experts.", _STACK_LAYER.sub("", name))
-        shape = self.canonical[name] = self._uneven.get(prefix, self._shapes).get(key, (self.args.hidden_size or 0,))
+        axes, sizes = OUTER.get(key) or LAYER.get(key), self._block_sizes.get(prefix, self._sizes)
+        names_of_sizes = ("H",) if axes is None else axes.sizes
+        if self.args.extras.get("bridge_family") in WIDE_NORMS and names_of_sizes == ("head",):
+            names_of_sizes = ("q_heads",) if ".q_" in name else ("k_heads",)
+        shape = tuple(int(size) if size.isdigit() else sizes[size] for size in names_of_sizes)
+        self.canonical[name] = shape
         return TensorInfo(name, dtype("float32"), shape, "weight", ())
 
     def _mixed(self, prefix: str) -> bool:
@@ -227,74 +232,59 @@ class Described(Emit):
         return layers[int(number)] if prefix.startswith("decoder.") and int(number) < len(layers) else layers[-1]
 
 
-def _shapes(args: ModelArgs) -> dict[str, tuple[int, ...]]:
-    """Megatron's shapes, but for those of (hidden_size,), without the place in the model."""
-    hidden, vocab, heads = args.hidden_size or 0, args.vocab_size or 0, args.num_attention_heads or 0
-    dim, experts, doubled = args.head_dim or 0, args.num_experts or 0, 1 + bool(args.gated)
-    wide = args.extras.get("bridge_family") in WIDE_NORMS
-    out: dict[str, tuple[int, ...]] = {
-        "embedding.word_embeddings.weight": (vocab, hidden),
-        "embedding.position_embeddings.weight": (args.max_position_embeddings or 0, hidden),
-        "output_layer.weight": (vocab, hidden),
-        "self_attention.q_layernorm.weight": (dim * heads if wide else dim,),
-        "self_attention.k_layernorm.weight": (dim * (args.num_query_groups or 0) if wide else dim,),
-        "mlp.router.weight": (experts, hidden),
-        "mlp.router.expert_bias": (experts,),
-        "mlp.router.bias": (experts,),
-        "self_attention.core_attention.softmax_offset": (heads,),
-        "mlp.shared_experts.gate_weight": (1, hidden),
-        "eh_proj.weight": (hidden, 2 * hidden),
-    }
+def _sizes(args: ModelArgs) -> dict[str, int]:
+    """The sizes of Megatron's tensors, by their names in `tensor_axes`."""
+    hidden, heads, dim = args.hidden_size or 0, args.num_attention_heads or 0, args.head_dim or 0
+    gated, doubled = bool(args.extras.get("attention_output_gate")), 1 + bool(args.gated)
+    nope, rope, value = args.qk_head_dim or 0, args.qk_pos_emb_head_dim or 0, heads * (args.v_head_dim or 0)
     latent = args.extras.get("moe_latent_size")
-    if latent:
-        out |= {"mlp.fc1_latent_proj.weight": (latent, hidden), "mlp.fc2_latent_proj.weight": (hidden, latent)}
-    widths = {
-        "": args.ffn_hidden_size,
-        "experts.": args.moe_ffn_hidden_size,
-        "shared_experts.": args.moe_shared_expert_size,
+    mamba_heads, delta_heads = args.mamba_num_heads or 0, args.linear_num_value_heads or 0
+    sizes: dict[str, int | None] = {
+        "H": hidden,
+        "eh": 2 * hidden,
+        "V": args.vocab_size,
+        "positions": args.max_position_embeddings,
+        "qkv": ((1 + gated) * heads + 2 * (args.num_query_groups or 0)) * dim,
+        "head": dim,
+        "sinks": heads,
+        "q_heads": heads * dim,
+        "k_heads": (args.num_query_groups or 0) * dim,
+        "heads": value if args.mla else heads * dim,
+        "q_rank": args.q_lora_rank,
+        "kv_rank": args.kv_lora_rank,
+        "q_up": heads * (nope + rope),
+        "kv_down": (args.kv_lora_rank or 0) + rope,
+        "kv_up": heads * nope + value,
+        "fc1": doubled * (args.ffn_hidden_size or 0),
+        "ffn": args.ffn_hidden_size,
+        "experts": args.num_experts,
+        "expert_fc1": doubled * (args.moe_ffn_hidden_size or 0),
+        "expert_ffn": args.moe_ffn_hidden_size,
+        "shared_fc1": doubled * (args.moe_shared_expert_size or 0),
+        "shared_ffn": args.moe_shared_expert_size,
+        "latent": latent,
+        "expert_H": latent or hidden,
+        **dict.fromkeys(("mamba_heads", "skip"), mamba_heads),
+        "inner": mamba_heads * (args.mamba_head_dim or 0),
+        "mamba_kernel": 4,  # ssm/mamba_mixer.py, core_v0.16.1
+        "states": (args.mamba_num_groups or 0) * (args.mamba_state_dim or 0),
+        **dict.fromkeys(("delta_heads", "decay", "time_step"), delta_heads),
+        "value_head": args.linear_value_head_dim,
+        "value": delta_heads * (args.linear_value_head_dim or 0),
+        "key": (args.linear_num_key_heads or 0) * (args.linear_key_head_dim or 0),
+        "delta_kernel": args.linear_conv_kernel_dim,
     }
-    for kind, width in widths.items():
-        around = latent or hidden if kind == "experts." else hidden
-        out[f"mlp.{kind}linear_fc1.weight"] = (doubled * (width or 0), around)
-        out[f"mlp.{kind}linear_fc1.bias"] = (doubled * (width or 0),)
-        out[f"mlp.{kind}linear_fc2.weight"] = (around, width or 0)
-    gated = bool(args.extras.get("attention_output_gate"))
-    rows, inner = ((1 + gated) * heads + 2 * (args.num_query_groups or 0)) * dim, heads * dim
-    if args.mla:
-        q, kv, nope = args.q_lora_rank or 0, args.kv_lora_rank or 0, args.qk_head_dim or 0
-        rope, inner = args.qk_pos_emb_head_dim or 0, heads * (args.v_head_dim or 0)
-        out["self_attention.linear_q_down_proj.weight"] = (q, hidden)
-        out["self_attention.linear_q_up_proj.layer_norm_weight"] = (q,)
-        out["self_attention.linear_q_up_proj.weight"] = (heads * (nope + rope), q)
-        out["self_attention.linear_q_proj.weight"] = (heads * (nope + rope), hidden)
-        out["self_attention.linear_kv_down_proj.weight"] = (kv + rope, hidden)
-        out["self_attention.linear_kv_up_proj.layer_norm_weight"] = (kv,)
-        out["self_attention.linear_kv_up_proj.weight"] = (heads * nope + inner, kv)
-    out["self_attention.linear_qkv.weight"], out["self_attention.linear_qkv.bias"] = (rows, hidden), (rows,)
-    out["self_attention.linear_proj.weight"] = (hidden, inner)
-    return out | _mixer_shapes(args, hidden)
+    return {name: size or 0 for name, size in sizes.items()}
 
 
-def _uneven_shapes(args: ModelArgs) -> dict[str, dict[str, tuple[int, ...]]]:
+def _block_sizes(args: ModelArgs) -> dict[str, dict[str, int]]:
     """The same for each layer, by the prefix of its names, where the layers have different sizes."""
-    text, hidden = args.extras.get(ENCODED), args.hidden_size or 0
-    if text is None:
+    if (text := args.extras.get(ENCODED)) is None:
         return {}
-    square = {"self_attention.weight": (hidden, hidden), "mlp.weight": (hidden, hidden)}
-    blocks = read_blocks(text, args.num_attention_heads or 0, hidden)
+    blocks = read_blocks(text, args.num_attention_heads or 0, args.hidden_size or 0)
     return {
-        f"decoder.layers.{number}.": square
-        | _shapes(replace(args, num_query_groups=block.query_groups, ffn_hidden_size=block.ffn_hidden_size))
+        f"decoder.layers.{number}.": _sizes(
+            replace(args, num_query_groups=block.query_groups, ffn_hidden_size=block.ffn_hidden_size)
+        )
         for number, block in enumerate(blocks)
     }
-
-
-def _mixer_shapes(args: ModelArgs, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Of Mamba mixers, whose convolution is four wide (ssm/mamba_mixer.py, core_v0.16.1), and of gated delta nets."""
-    heads, states = args.mamba_num_heads or 0, (args.mamba_num_groups or 0) * (args.mamba_state_dim or 0)
-    mamba = mamba_shapes(hidden, heads, heads * (args.mamba_head_dim or 0), states, 4)
-    heads, dim = args.linear_num_value_heads or 0, args.linear_value_head_dim or 0
-    key = (args.linear_num_key_heads or 0) * (args.linear_key_head_dim or 0)
-    delta_net = delta_net_shapes(hidden, heads, dim, key, heads * dim, args.linear_conv_kernel_dim or 0)
-    mixers = {"mixer.": mamba, "mamba_mixer.": mamba, "self_attention.": delta_net}
-    return {prefix + name: shape for prefix, shapes in mixers.items() for name, shape in shapes.items()}
