@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config, llama
 from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS
-from converters.models.deepseek_v3 import routed_misfits
+from converters.models.deepseek_v3 import PREDICTION_INPUT, routed_misfits
 from converters.models.glm4_moe import SIGMOID_ROUTER, routed_settings
 from converters.models.gpt_neox import partial_rope
 from converters.models.llama import LlamaModel
-from converters.models.model import SET, UNSET
 from converters.models.rules import FusedQKV, Rename, Vocab
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ MODEL = LlamaModel(
         **config.LLAMA,
         **SIGMOID_ROUTER,
         "qk_layernorm": (True,),
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
         **config.QKV_BIAS,
     },
     settings=_settings,
@@ -67,12 +65,7 @@ MODEL = LlamaModel(
         llama.MLP_NORM,
     ),
     moe=(*DEEPSEEK_EXPERTS, Rename("mlp.gate.expert_bias", ("mlp.router.expert_bias",), fp32=True)),
-    mtp=(
-        Rename("enorm.weight", ("enorm.weight",), norm=True),
-        Rename("hnorm.weight", ("hnorm.weight",), norm=True),
-        Rename("eh_proj.weight", ("eh_proj.weight",)),
-        Rename("final_layernorm.weight", ("final_layernorm.weight",), norm=True),
-    ),
+    mtp=(*PREDICTION_INPUT, Rename("final_layernorm.weight", ("final_layernorm.weight",), norm=True)),
     misfits=routed_misfits,
     facts=_facts,
     qkv_bias="use_qkv_bias",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from converters.models import config, llama
 from converters.models.gpt2 import hidden_width
 from converters.models.gpt_neox import partial_rope
-from converters.models.model import SET, UNSET, Model
+from converters.models.model import UNSET, Model
 from converters.models.nemotron_h import MAMBA_NEEDS, mamba, mamba_misfits
 from converters.models.rules import QKV, GateUp, Rename, Vocab
 
@@ -72,8 +72,7 @@ MODEL = Model(
         **config.SWIGLU,
         **config.ROPE,
         "position_embedding_type": ("rope",),
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
         "num_experts": (UNSET,),
     },
     settings=_settings,

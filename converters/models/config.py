@@ -131,6 +131,7 @@ ROPE: dict[str, tuple[Any, ...]] = {
     "rotary_interleaved": (False,),
     "rope_scaling": (UNSET, "linear", "llama3", "yarn"),
 }
+PARTIAL_ROPE: dict[str, tuple[Any, ...]] = {"rotary_percent": (SET,), "rope_scaling": (UNSET,)}
 LLAMA: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **RMS, **SWIGLU, **ROPE}
 LAYER_NORM: dict[str, tuple[Any, ...]] = {**DECODER, **GROUPED_ATTENTION, **ROPE, **DENSE}
 LAYER_NORM |= {"normalization": ("LayerNorm",), "gated": (False,)}

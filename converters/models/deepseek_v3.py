@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
 
 # both sides feed (embedding, hidden) to eh_proj in this order: multi_token_prediction.py, transformers MtpLayer
-PREDICTION = (
+PREDICTION_INPUT = (
     Rename("enorm.weight", ("enorm.weight",), norm=True),
     Rename("hnorm.weight", ("hnorm.weight",), norm=True),
     Rename("eh_proj.weight", ("eh_proj.weight",)),
+)
+PREDICTION = (
+    *PREDICTION_INPUT,
     Rename("shared_head.norm.weight", ("final_layernorm.weight",), norm=True),
 )
 ROUTER_BIAS = Rename("mlp.gate.e_score_correction_bias", ("mlp.router.expert_bias",), fp32=True)

@@ -69,7 +69,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
     facts.setdefault("num_query_groups", heads)
     facts.setdefault("ffn_hidden_size", 4 * hidden)  # n_inner of GPT-2 is null
     facts.setdefault("moe_ffn_hidden_size", facts["ffn_hidden_size"])
-    mla = _fixed_value(model, "mla") is True
+    mla = model.fixed_facts.get("mla") is True
     if not mla and "head_dim" not in facts:
         facts["head_dim"] = hidden // heads
     if not facts["num_query_groups"] or heads % facts["num_query_groups"]:
@@ -88,7 +88,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
     return ModelArgs(
         **facts,
         tied_embeddings=tied if isinstance(tied, bool) else None,
-        gated=_fixed_value(model, "gated"),
+        gated=model.fixed_facts.get("gated"),
         mla=mla,
         add_bias_linear=bias,
         add_qkv_bias=qkv_bias,
@@ -99,7 +99,7 @@ def described(model: Model, config: Mapping[str, Any], *, biased: bool) -> Model
 
 def _table_facts(model: Model, config: Mapping[str, Any]) -> dict[str, Any]:
     """What shapes tensors among the facts that no other architecture has."""
-    stated = {name: allowed[0] for name, allowed in model.needs.items() if len(allowed) == 1} | model.facts(config)
+    stated = model.fixed_facts | model.facts(config)
     extras = {name: stated[name] for name in _SHAPING_EXTRAS if stated.get(name)}
     fields = (
         "num_layers",
@@ -130,12 +130,6 @@ def _read_size(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
     return value
 
 
-def _fixed_value(model: Model, field: str) -> Any:
-    """The one value that an architecture has for a field; None if there are several or it does not matter."""
-    allowed = model.needs.get(field, ())
-    return allowed[0] if len(allowed) == 1 and isinstance(allowed[0], bool | str) else None
-
-
 def _biases(model: Model, config: Mapping[str, Any], *, biased: bool) -> tuple[bool, bool]:
     names = [name for name in _BIASES if name in config and name != model.qkv_bias]
     stated = {bool(config[name]) for name in names}
@@ -144,7 +138,7 @@ def _biases(model: Model, config: Mapping[str, Any], *, biased: bool) -> tuple[b
         shown = ", ".join(f"{name} {config[name]}" for name in names)
         raise RequestError(f"config.json says {shown}, an unknown variant of {model.name}")
     bias = stated.pop() if stated else bool(allowed[0]) if len(allowed) == 1 else biased
-    only = _fixed_value(model, "add_qkv_bias")
+    only = model.fixed_facts.get("add_qkv_bias")
     if only is not None:
         return bias, only
     if model.qkv_bias in config:

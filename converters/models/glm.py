@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from converters.models import config
 from converters.models.gpt_neox import partial_rope
 from converters.models.llama import LlamaModel
-from converters.models.model import SET, UNSET
 from converters.models.phi3 import FUSED_MLP
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ MODEL = LlamaModel(
         **config.DENSE,
         **config.QKV_BIAS,
         "rotary_interleaved": (True,),
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
     },
     settings=_settings,
     dense=FUSED_MLP,

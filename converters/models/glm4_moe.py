@@ -9,7 +9,6 @@ from converters.models.deepseek_v2 import DEEPSEEK_EXPERTS
 from converters.models.deepseek_v3 import PREDICTION, ROUTER_BIAS, routed_misfits
 from converters.models.gpt_neox import partial_rope
 from converters.models.llama import LlamaModel
-from converters.models.model import SET, UNSET
 from converters.models.rules import Rename
 
 if TYPE_CHECKING:
@@ -64,8 +63,7 @@ MODEL = LlamaModel(
         **config.LLAMA,
         **SIGMOID_ROUTER,
         "qk_layernorm": (True, False),
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
         **config.QKV_BIAS,
     },
     settings=_settings,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config
 from converters.models.gpt2 import layer_norm, one_head_width
-from converters.models.model import SET, UNSET, Model
+from converters.models.model import Model
 from converters.models.rules import Rename, Vocab
 
 if TYPE_CHECKING:
@@ -51,8 +51,7 @@ MODEL = Model(
     architecture="GPTNeoXForCausalLM",
     needs={
         **config.LAYER_NORM,
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
         "activation": ("gelu", "gelu_tanh"),
         "add_bias_linear": (True,),
     },

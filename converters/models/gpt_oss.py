@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from converters.models import config, llama
 from converters.models.llama import LlamaModel
 from converters.models.ministral import window_facts
-from converters.models.mixtral import every_layer_mixed
 from converters.models.model import SET, UNSET
 from converters.models.rules import InterleavedExperts, Rename, StackedExperts
 
@@ -73,6 +72,5 @@ MODEL = LlamaModel(
         StackedExperts("mlp.experts.down_proj", "linear_fc2.weight", transpose=True),
         StackedExperts("mlp.experts.down_proj_bias", "linear_fc2.bias"),
     ),
-    misfits=every_layer_mixed,
     facts=_facts,
 )

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from converters.models import config
 from converters.models.granite import granite_settings
 from converters.models.llama import LlamaModel
-from converters.models.mixtral import every_layer_mixed
 from converters.models.rules import Rename, StackedExperts
 
 if TYPE_CHECKING:
@@ -43,5 +42,4 @@ MODEL = LlamaModel(
     settings=stacked_settings,
     dense=(),
     moe=STACKED,
-    misfits=every_layer_mixed,
 )

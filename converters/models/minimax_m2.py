@@ -8,8 +8,8 @@ from converters.models import config
 from converters.models.glm4_moe import SIGMOID_ROUTER
 from converters.models.gpt_neox import partial_rope
 from converters.models.llama import LlamaModel
-from converters.models.mixtral import MIXTRAL_EXPERTS, every_layer_mixed
-from converters.models.model import SET, UNSET
+from converters.models.mixtral import MIXTRAL_EXPERTS
+from converters.models.model import UNSET
 from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.rules import Rename
 
@@ -32,8 +32,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 
 def _misfits(args: ModelArgs) -> list[str]:
     # moe_utils.py, topk_routing_with_score_function: a single expert keeps its score
-    single = ["one expert for each token, whose weight it norms to one"] if args.moe_topk == 1 else []
-    return [*every_layer_mixed(args), *single]
+    return ["one expert for each token, whose weight it norms to one"] if args.moe_topk == 1 else []
 
 
 MODEL = LlamaModel(
@@ -45,8 +44,7 @@ MODEL = LlamaModel(
         **config.NO_BIAS,
         "bridge_family": ("minimax_m2",),
         "qk_layernorm": (True,),
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
         "moe_pre_softmax": (False,),
         "moe_group_topk": (UNSET,),
         "moe_scaling_factor": (UNSET, 1.0),

@@ -31,12 +31,6 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
     }
 
 
-def every_layer_mixed(args: ModelArgs) -> list[str]:
-    """What an architecture with experts in every layer cannot express."""
-    dense = config.dense_layers(args)
-    return [f"layer {dense[0]} has no experts"] if dense else []
-
-
 MODEL = LlamaModel(
     name="mixtral",
     architecture="MixtralForCausalLM",
@@ -51,5 +45,4 @@ MODEL = LlamaModel(
     settings=_settings,
     dense=(),
     moe=MIXTRAL_EXPERTS,
-    misfits=every_layer_mixed,
 )

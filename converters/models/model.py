@@ -95,6 +95,12 @@ class Model:
         """Whether Megatron-Bridge builds it, and no argument of Megatron-LM's."""
         return "bridge_family" in self.needs
 
+    @property
+    def fixed_facts(self) -> dict[str, Any]:
+        """The facts for which the architecture leaves no choice."""
+        single = {name: allowed[0] for name, allowed in self.needs.items() if len(allowed) == 1}
+        return {name: value for name, value in single.items() if value is not SET and value is not UNSET}
+
     def unexpressible(self, args: ModelArgs) -> list[str]:
         """What of a model this architecture cannot express, as sentences; empty if it fits."""
         out = [text for name, allowed in self.needs.items() if (text := _misfit(name, args.fact(name), allowed))]
@@ -110,7 +116,13 @@ class Model:
         if self.hybrid:
             unknown_symbols = sorted({*(args.layer_pattern or "")} - self.hybrid.keys())
             out += [f"it has no layer of the kind {SYMBOLS.get(symbol, symbol)}" for symbol in unknown_symbols]
-        return out if out else self.misfits(args)
+        return out if out else [*self._dense_misfits(args), *self.misfits(args)]
+
+    def _dense_misfits(self, args: ModelArgs) -> list[str]:
+        """A layer without experts in an architecture that has rules for none."""
+        if not self.moe or self.dense or args.moe_layers is None or all(args.moe_layers):
+            return []
+        return [f"layer {args.moe_layers.index(False)} has no experts"]
 
     def requires(self, args: ModelArgs) -> None:
         """Checks that this architecture computes what the model computes.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from converters.models import config, starcoder2
 from converters.models.gpt_neox import linear, partial_rope
-from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
     from converters.megatron.model_args import ModelArgs
@@ -31,8 +30,7 @@ MODEL = replace(
     needs={
         **config.LAYER_NORM,
         "zero_centered_norm": (True,),
-        "rotary_percent": (SET,),
-        "rope_scaling": (UNSET,),
+        **config.PARTIAL_ROPE,
         "activation": ("relu2",),
         "add_bias_linear": (True, False),
         "add_qkv_bias": (True, False),

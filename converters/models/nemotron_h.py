@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.megatron.megatron_flags import HYBRID
 from converters.models import config
+from converters.models.deepseek_v3 import PREDICTION_INPUT
 from converters.models.glm4_moe import routed_settings
 from converters.models.model import SET, UNSET, Model
 from converters.models.rules import QKV, Experts, Joined, Rename, Vocab
@@ -195,10 +196,6 @@ MODEL = Model(
     remarks=_remarks,
     facts=_facts,
     predictions=("mtp.layers.{}.", "mtp.layers.{}."),
-    mtp=(
-        Rename("enorm.weight", ("enorm.weight",), norm=True),
-        Rename("hnorm.weight", ("hnorm.weight",), norm=True),
-        Rename("eh_proj.weight", ("eh_proj.weight",)),
-    ),
+    mtp=PREDICTION_INPUT,
     mtp_last=(Rename("final_layernorm.weight", ("final_layernorm.weight",), norm=True),),
 )

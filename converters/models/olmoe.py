@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from converters.models import config
 from converters.models.gpt2 import hidden_width
 from converters.models.llama import LlamaModel
-from converters.models.mixtral import every_layer_mixed
 from converters.models.qwen2_moe import QWEN_EXPERTS
 from converters.models.qwen3 import QWEN3_ATTENTION
 
@@ -33,7 +32,7 @@ def _settings(args: ModelArgs) -> dict[str, Any]:
 def _misfits(args: ModelArgs) -> list[str]:
     shared = args.num_query_groups != args.num_attention_heads
     # olmoe_provider.py, OLMoESelfAttention: its norm of keys is as wide as that of queries
-    return [*hidden_width(args), *every_layer_mixed(args), *(["keys are shared by several queries"] if shared else [])]
+    return [*hidden_width(args), *(["keys are shared by several queries"] if shared else [])]
 
 
 MODEL = LlamaModel(

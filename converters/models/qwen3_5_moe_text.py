@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.models import config, qwen3_5_text
-from converters.models.mixtral import every_layer_mixed
 from converters.models.qwen2_moe import QWEN_EXPERTS, SHARED_EXPERT
 from converters.models.qwen3_next import DELTA_NET_NEEDS, delta_net_settings, shared_expert_settings
 
@@ -28,5 +27,4 @@ MODEL = replace(
     settings=_settings,
     dense=(),
     moe=(*QWEN_EXPERTS, *SHARED_EXPERT),
-    misfits=every_layer_mixed,
 )

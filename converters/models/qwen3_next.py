@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from converters.models import config, llama
 from converters.models.gpt_neox import partial_rope
 from converters.models.llama import LlamaModel
-from converters.models.model import SET, UNSET
 from converters.models.qwen2_moe import QWEN_EXPERTS, SHARED_EXPERT
 from converters.models.qwen3 import QWEN3_ATTENTION
 from converters.models.rules import Joined, Rename
@@ -46,8 +45,7 @@ DELTA_NET_NEEDS: dict[str, tuple[Any, ...]] = {
     **config.NO_BIAS,
     "zero_centered_norm": (True,),
     "qk_layernorm": (True,),
-    "rotary_percent": (SET,),
-    "rope_scaling": (UNSET,),
+    **config.PARTIAL_ROPE,
     "attention_output_gate": (True,),
     "experimental_attention_variant": ("gated_delta_net", "gdn"),
     **config.required("linear_attention_freq", "linear_layers", *config.DELTA_NET_SIZES),

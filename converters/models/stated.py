@@ -12,7 +12,7 @@ from converters.errors import RequestError
 from converters.megatron.model_args import ModelArgs
 from converters.models.config import ACTIVATION_SPELLINGS, STATED, first_stated, rope_parameters, without_idle_options
 from converters.models.described import described
-from converters.models.model import SET, UNSET
+from converters.models.model import UNSET
 from converters.names import printable
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ def stated(model: Model, config: Mapping[str, Any], *, biased: bool) -> ModelArg
     """
     config = without_idle_options(config)
     shapes = described(model, config, biased=biased)
-    values: dict[str, Any] = {
-        name: allowed[0]
-        for name, allowed in model.needs.items()
-        if len(allowed) == 1 and allowed[0] is not SET and allowed[0] is not UNSET
-    }
+    values = model.fixed_facts
     values |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}  # Megatron's own default is another
     values |= {name: value for name, names in STATED.items() if (value := first_stated(config, names)) is not None}
     activation = first_stated(config, ("hidden_act", "activation_function", "mlp_hidden_act"))
