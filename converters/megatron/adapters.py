@@ -112,7 +112,7 @@ def read_adapters(catalog: Catalog, alpha: float | None = None) -> Adapters:
             f"the adapters are of an unknown kind: {printable(str(kind))[:80]}",
             hint="convert --to safetensors keeps them under Megatron's names",
         )
-    ranks = [one.rank for one in factors.values()]
+    ranks = [pair.rank for pair in factors.values()]
     rank = max(set(ranks), key=ranks.count) if stated.get("dim") is None else _read_number(stated, "dim")
     if rank != int(rank) or (stated and not set(ranks) <= {rank}):
         raise RequestError(
@@ -171,12 +171,12 @@ def _factors(catalog: Catalog) -> dict[str, Factors]:
     for name, pair in halves.items():
         if len(pair) < 2:
             raise IntegrityError(f"the adapter of {printable(name)} has only linear_{next(iter(pair))}", tensor=name)
-        one = Factors(pair["in"], pair["out"])
-        if one.rank != one.rows.shape[1]:
+        factors = Factors(pair["in"], pair["out"])
+        if factors.rank != factors.rows.shape[1]:
             raise IntegrityError(
-                f"the adapter of {printable(name)} does not fit together: linear_in is {list(one.columns.shape)}, "
-                f"linear_out {list(one.rows.shape)}",
+                f"the adapter of {printable(name)} does not fit together: linear_in is {list(factors.columns.shape)}, "
+                f"linear_out {list(factors.rows.shape)}",
                 tensor=name,
             )
-        out[name] = one
+        out[name] = factors
     return out

@@ -87,9 +87,9 @@ def _block(number: int, config: Any, heads: int, hidden: int) -> Block:
     sections = config if isinstance(config, dict) else {}
     attention, groups = _section(number, "attention", sections.get("attention"))
     mlp, width = _section(number, "ffn", sections.get("ffn") or sections.get("mlp"))
-    more = sorted(name for name, value in sections.items() if name not in ("attention", "ffn", "mlp") and value)
-    if more:
-        raise ValueError(f"says {printable(more[0])[:80]} of layer {number}, which is not understood")
+    unknown = sorted(name for name, value in sections.items() if name not in ("attention", "ffn", "mlp") and value)
+    if unknown:
+        raise ValueError(f"says {printable(unknown[0])[:80]} of layer {number}, which is not understood")
     if attention == mlp == "none":
         raise ValueError(f"says that layer {number} has neither attention nor an MLP, so that it has no tensors")
     per_group = groups["n_heads_in_group"]

@@ -162,13 +162,13 @@ def missing_tensors(names: Collection[str]) -> list[str]:
         else:
             layer.names.add("mlp.experts.*")
             layer.experts[int(expert[1])].add(expert[2])
-    out = [f"{where} has no {what}" for where, layer in layers.items() for what in _layer_lacks(layer)]
+    out = [f"{where} has no {name_lacking}" for where, layer in layers.items() for name_lacking in _layer_lacks(layer)]
     for sign, optional in _SHARED:
         if any(optional in layer.names for layer in layers.values()):
             bare = [where for where, layer in layers.items() if sign in layer.names and optional not in layer.names]
             out += [f"{where} has no {optional}" for where in bare]
-    out += [f"the model has no {what}" for what in _outer_lacks(layers, outer)]
-    out += [f"{where} has no {what}" for where, what in _predictions(layers, outer)]
+    out += [f"the model has no {name_lacking}" for name_lacking in _outer_lacks(layers, outer)]
+    out += [f"{where} has no {name_lacking}" for where, name_lacking in _predictions(layers, outer)]
     return [*out, *_adapters_alone(names)]
 
 
@@ -268,13 +268,13 @@ def _predictions(layers: dict[str, _Layer], outer: set[str]) -> Iterator[tuple[s
             if where.endswith(match[1]):
                 depth_names |= layer.names
     for where, names in depths.items():
-        yield from ((where, what) for what in _lacking(names or outer, _PREDICTION_NEEDS))
+        yield from ((where, name_lacking) for name_lacking in _lacking(names or outer, _PREDICTION_NEEDS))
 
 
 def _adapters_alone(names: Collection[str]) -> Iterator[str]:
     """Adapters of which one of the two matrices is there."""
     for name in names:
-        stem, adapter, rest = name.partition(".adapter.")
+        stem, adapter, leaf = name.partition(".adapter.")
         for matrix, counterpart in (("linear_in.", "linear_out."), ("linear_out.", "linear_in.")):
-            if adapter and matrix in rest and stem + adapter + rest.replace(matrix, counterpart) not in names:
-                yield f"{stem} has no {adapter[1:]}{rest.replace(matrix, counterpart)}"
+            if adapter and matrix in leaf and stem + adapter + leaf.replace(matrix, counterpart) not in names:
+                yield f"{stem} has no {adapter[1:]}{leaf.replace(matrix, counterpart)}"

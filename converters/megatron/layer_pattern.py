@@ -98,7 +98,7 @@ def describe_layers(pattern: str | None, linear: Sequence[bool] | None) -> str:
     """
     if pattern is not None:
         counts = Counter(pattern)
-        kinds = ", ".join(f"{counts[symbol]} {what}" for symbol, what in SYMBOLS.items() if counts[symbol])
+        kinds = ", ".join(f"{counts[symbol]} {kind}" for symbol, kind in SYMBOLS.items() if counts[symbol])
         return f"hybrid {pattern}: {kinds}" if len(pattern) <= _SHOWN_LAYERS else f"hybrid: {kinds}"
     return f"gated delta net in {sum(linear)} of {len(linear)}" if linear and any(linear) else ""
 
@@ -137,16 +137,16 @@ def _allocated(layers: int, attention: float, mlp: float) -> str:
     return "".join(out)
 
 
-def _spread(layers: list[str], symbol: str, every: float) -> None:
-    rest = every
+def _spread(layers: list[str], symbol: str, distance: float) -> None:
+    remaining = distance
     for number, kind in enumerate(layers):
         if kind != "M":
             continue
-        if rest < 0.5:
+        if remaining < 0.5:
             layers[number] = symbol
-            rest += every
+            remaining += distance
         else:
-            rest -= 1
+            remaining -= 1
 
 
 # the first that a layer's tensors begin with; a layer of a transformer has an attention and an MLP

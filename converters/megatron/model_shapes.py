@@ -102,8 +102,8 @@ class Findings(dict[str, Measured]):
         """`name` is (size of the axis - less) / divisor."""
         if tensor is None or axis >= len(tensor.shape) or divisor <= 0:
             return
-        value, rest = divmod(tensor.shape[axis] - less, divisor)
-        fits = value > 0 and not rest
+        value, remainder = divmod(tensor.shape[axis] - less, divisor)
+        fits = value > 0 and not remainder
         evidence = f"{tensor.name} {tensor.shape} fits {value if fits else 'no whole number'}"
         self[name] = Measured(value if fits else None, tensor.name, evidence)
 

@@ -169,5 +169,5 @@ def _adapters(weights: Mapping[str, TensorInfo]) -> Iterator[str]:
         rank = inward.shape[0] if inward.shape else 0
         expected = ((rank, base.shape[1]), (base.shape[0], rank)) if base is not None and len(base.shape) == 2 else None
         if shapes[0][:1] != shapes[1][1:] or (expected is not None and shapes != expected):
-            what = f"{base.name} {base.shape}" if base is not None else "each other"
-            yield f"{stem}.adapter is of {shapes[0]} and {shapes[1]}, which do not fit {what}"
+            counterpart = f"{base.name} {base.shape}" if base is not None else "each other"
+            yield f"{stem}.adapter is of {shapes[0]} and {shapes[1]}, which do not fit {counterpart}"

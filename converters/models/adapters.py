@@ -57,7 +57,9 @@ def map_adapters(
         RequestError: The architecture cannot express the model, or has no module for an adapter.
     """
     model.requires(args)
-    weights = {name: replace(one.rows, name=name, shape=one.shape, parts=()) for name, one in adapters.factors.items()}
+    weights = {
+        name: replace(pair.rows, name=name, shape=pair.shape, parts=()) for name, pair in adapters.factors.items()
+    }
     modules = _modules(args, model, weights)
     targets: dict[str, Target] = {}
     copies: list[Copy] = []

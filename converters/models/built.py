@@ -34,7 +34,7 @@ def saved_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
     library: Any = transformers  # its classes are not annotated
     library.logging.set_verbosity_error()
-    plain = {key: value for key, value in config.items() if not any(word in key for word in _CODE)}
+    plain = {key: value for key, value in config.items() if not any(code_key in key for code_key in _CODE)}
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")

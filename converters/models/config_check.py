@@ -95,8 +95,8 @@ def find_departures(model: Model, args: ModelArgs, config: Mapping[str, Any]) ->
     differing = [(key, config[key], ours[key]) for key in sorted(compared) if not _same(key, config[key], ours[key])]
     differing += _masks_and_positions(config, written, complete=True)
     return out + [
-        f"{key} is {printable(repr(one))[:80]}; Megatron-LM has only {printable(repr(other))[:80]}"
-        for key, one, other in differing
+        f"{key} is {printable(repr(stated))[:80]}; Megatron-LM has only {printable(repr(written_value))[:80]}"
+        for key, stated, written_value in differing
     ]
 
 
@@ -113,14 +113,15 @@ def find_contradictions(config: Mapping[str, Any], mapping: HfMapping) -> list[s
     if (kind := config.get("model_type")) is not None and of_config(config) is not of_config(mapping.config):
         differing.append(("model_type", kind, mapping.config["model_type"]))
     for names in _NAMES_OF_FACTS:
-        ours, theirs = _lookup(mapping.config, names), _lookup(config, names)
+        exported_key, stated = _lookup(mapping.config, names), _lookup(config, names)
         if names[0] == "sliding_window" and config.get("use_sliding_window") is False:
             continue
-        if ours is not None and theirs is not None and not _same(names[0], theirs[1], ours[1]):
-            differing.append((*theirs, ours[1]))
+        if exported_key is not None and stated is not None and not _same(names[0], stated[1], exported_key[1]):
+            differing.append((*stated, exported_key[1]))
     differing += _masks_and_positions(config, mapping.config, complete=False)
     return [
-        f"config.json says {key} {one!s:.200}, but the checkpoint gives {other!s:.200}" for key, one, other in differing
+        f"config.json says {key} {stated!s:.200}, but the checkpoint gives {exported!s:.200}"
+        for key, stated, exported in differing
     ]
 
 
@@ -132,7 +133,7 @@ def _lookup(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any
 
 
 def _masks_and_positions(
-    config: Mapping[str, Any], ours: Mapping[str, Any], *, complete: bool
+    config: Mapping[str, Any], written: Mapping[str, Any], *, complete: bool
 ) -> Iterator[tuple[str, Any, Any]]:
     """What is no key of a class, or a section of it: name, what a configuration says, what Megatron's model has.
 
@@ -141,19 +142,19 @@ def _masks_and_positions(
     """
     if config.get("is_causal") is False:  # of no class, but read by transformers' masks for all of them
         yield "is_causal", False, True
-    theirs, of_class = _rotary_sections(config), set()
+    stated_sections, of_class = _rotary_sections(config), set()
     if not complete and rope_parameters(config)["partial_rotary_factor"] is None:
         of_class = {"partial_rotary_factor"}  # whose default is the class's
-    sections = _rotary_sections(ours)
+    sections = _rotary_sections(written)
     if not any("rope_theta" in section for section in sections.values()):
         return  # no positions are rotated
-    for kind, other in sections.items():
-        one = theirs.get(kind, {})
-        if not complete and not ("rope_theta" in one and "rope_theta" in other):
+    for kind, section in sections.items():
+        stated = stated_sections.get(kind, {})
+        if not complete and not ("rope_theta" in stated and "rope_theta" in section):
             continue
-        for key in sorted({*one, *other} - of_class):
-            if not _same(key, one.get(key), other.get(key)):
-                yield f"{kind}{key}", one.get(key), other.get(key)
+        for key in sorted({*stated, *section} - of_class):
+            if not _same(key, stated.get(key), section.get(key)):
+                yield f"{kind}{key}", stated.get(key), section.get(key)
 
 
 def _rotary_sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -164,18 +165,18 @@ def _rotary_sections(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {"": _effective(plain), **sections}
 
 
-def _same(key: str, one: Any, other: Any) -> bool:
-    if one is None and key in _DERIVED:
+def _same(key: str, stated: Any, written: Any) -> bool:
+    if stated is None and key in _DERIVED:
         return True
     if key in _GROUPS:
-        one, other = one or 1, other or 1
-    if isinstance(one, bool) is not isinstance(other, bool):
-        return bool(one) is bool(other) and one in (None, False, 0) and other in (None, False, 0)
-    if isinstance(one, str) and isinstance(other, str):
-        return ACTIVATION_SPELLINGS.get(one, one) == ACTIVATION_SPELLINGS.get(other, other)
-    if isinstance(one, float) and isinstance(other, int | float):
-        return math.isclose(one, other, rel_tol=1e-12)
-    return bool(one == other)
+        stated, written = stated or 1, written or 1
+    if isinstance(stated, bool) is not isinstance(written, bool):
+        return bool(stated) is bool(written) and stated in (None, False, 0) and written in (None, False, 0)
+    if isinstance(stated, str) and isinstance(written, str):
+        return ACTIVATION_SPELLINGS.get(stated, stated) == ACTIVATION_SPELLINGS.get(written, written)
+    if isinstance(stated, float) and isinstance(written, int | float):
+        return math.isclose(stated, written, rel_tol=1e-12)
+    return bool(stated == written)
 
 
 def _effective(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -186,12 +187,12 @@ def _effective(parameters: Mapping[str, Any]) -> dict[str, Any]:
     if out.get("rope_type") == "default":
         return {key: out[key] for key in ("rope_theta", "rope_type", "partial_rotary_factor") if key in out}
     if out.get("rope_type") == "yarn" and isinstance(out.get("factor"), int | float) and out["factor"] >= 1:
-        mscale, every = out.pop("mscale", None), out.get("mscale_all_dim") or 0.0
+        mscale, all_dim = out.pop("mscale", None), out.get("mscale_all_dim") or 0.0
         defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "mscale_all_dim": 0.0}
         out = defaults | out
         if out.get("attention_factor") is None:
-            stated = mscale and every and isinstance(mscale, int | float) and isinstance(every, int | float)
-            scale = _mscale(out["factor"], mscale) / _mscale(out["factor"], every) if stated else None
+            stated = mscale and all_dim and isinstance(mscale, int | float) and isinstance(all_dim, int | float)
+            scale = _mscale(out["factor"], mscale) / _mscale(out["factor"], all_dim) if stated else None
             out["attention_factor"] = _mscale(out["factor"], 1.0) if scale is None else scale
     return out
 

@@ -129,19 +129,19 @@ def _types(copies: Iterable[Copy], present: Mapping[str, TensorInfo]) -> dict[st
     """A Hugging Face tensor of the type of each of Megatron's, which consists of tensors of one type."""
     kinds: dict[str, TensorInfo] = {}
     for copy in copies:
-        one, other = kinds.setdefault(copy.source, present[copy.target]), present[copy.target]
-        if one.dtype != other.dtype:
+        first, tensor = kinds.setdefault(copy.source, present[copy.target]), present[copy.target]
+        if first.dtype != tensor.dtype:
             raise RequestError(
-                f"{printable(one.name)} is {one.dtype} and {printable(other.name)} is {other.dtype}, but Megatron keeps "
-                f"both in {copy.source}",
+                f"{printable(first.name)} is {first.dtype} and {printable(tensor.name)} is {tensor.dtype}, but "
+                f"Megatron keeps both in {copy.source}",
                 hint="save the model once more in one type",
-                tensor=one.name,
+                tensor=first.name,
             )
-        if not one.dtype.floating or one.dtype.itemsize < 2:
+        if not first.dtype.floating or first.dtype.itemsize < 2:
             raise RequestError(
-                f"{printable(one.name)} is {one.dtype}: quantized weights are not imported",
+                f"{printable(first.name)} is {first.dtype}: quantized weights are not imported",
                 hint="save the model once more in bf16",
-                tensor=one.name,
+                tensor=first.name,
             )
     return kinds
 
@@ -181,4 +181,4 @@ def _dropped(
 
 
 def _scaled(leaves: Mapping[str, int]) -> bool:
-    return any(word in leaf for leaf in leaves for word in ("scale", "zeros", "zero_point", "absmax"))
+    return any(mark in leaf for leaf in leaves for mark in ("scale", "zeros", "zero_point", "absmax"))

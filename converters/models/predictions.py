@@ -61,9 +61,9 @@ def prediction_tensors(model: Model, args: ModelArgs, names: Collection[str]) ->
     if model.predictions is not None:
         return [name for name in names if name.startswith(model.predictions[0].partition("{}")[0])]
     layer = _numbered(model.layers)
-    count, more = args.num_layers or 0, args.mtp_num_layers or 0
+    count, depths = args.num_layers or 0, args.mtp_num_layers or 0
     numbered = ((name, layer.match(name)) for name in names)
-    return [name for name, match in numbered if match and count <= int(match[1]) < count + more]
+    return [name for name, match in numbered if match and count <= int(match[1]) < count + depths]
 
 
 def keeps_predictions(args: ModelArgs, model: Model, mtp: str) -> bool:

@@ -84,11 +84,11 @@ def dequantize(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> 
     plain, used = dict(tensors), {}
     for name, info in tensors.items():
         if packed and name.endswith("_blocks"):
-            whole = name.removesuffix("_blocks")
-            plain[whole] = replace(_packed(info, tensors.get(f"{whole}_scales"), whole), dtype=target)
+            weight = name.removesuffix("_blocks")
+            plain[weight] = replace(_packed(info, tensors.get(f"{weight}_scales"), weight), dtype=target)
             plain.pop(name)
-            plain.pop(f"{whole}_scales")
-            used[f"{whole}_scales"] = "multiplied into the weight that it belongs to"
+            plain.pop(f"{weight}_scales")
+            used[f"{weight}_scales"] = "multiplied into the weight that it belongs to"
             continue
         if info.dtype.name not in _FP8:
             continue
@@ -180,8 +180,8 @@ def _packed(info: TensorInfo, factors: TensorInfo | None, name: str) -> TensorIn
 def _single_part(info: TensorInfo) -> FlatPart | None:
     """The one piece that a tensor is stored as, if it is."""
     part = info.parts[0]
-    whole = isinstance(part, FlatPart) and [box for box, _ in part.pieces] == [Box.whole(info.shape)]
-    return part if isinstance(part, FlatPart) and whole and len(info.parts) == 1 else None
+    unbroken = isinstance(part, FlatPart) and [box for box, _ in part.pieces] == [Box.whole(info.shape)]
+    return part if isinstance(part, FlatPart) and unbroken and len(info.parts) == 1 else None
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

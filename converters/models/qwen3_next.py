@@ -77,8 +77,8 @@ def delta_net_facts(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Which layers have linear attention."""
     layers, kinds = settings.get("num_hidden_layers"), settings.get("layer_types")
     if not isinstance(kinds, list):  # written before transformers listed them
-        every = settings.get("full_attention_interval") or 4
-        kinds = [("linear_attention", "full_attention")[(n + 1) % every == 0] for n in range(layers or 0)]
+        interval = settings.get("full_attention_interval") or 4
+        kinds = [("linear_attention", "full_attention")[(n + 1) % interval == 0] for n in range(layers or 0)]
     linear = tuple(kind == "linear_attention" for kind in kinds)
     return {
         "linear_layers": linear,

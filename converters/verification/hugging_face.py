@@ -62,7 +62,9 @@ def check_hugging_face(check: Check, catalog: Catalog) -> str:
         return f"config.json was not compared: model_type {printable(str(config.get('model_type')))[:80]} is not known"
     if "quantization_config" in config:
         return "config.json was not compared: the weights are quantized"
-    tensors = {name: catalog.weights[own].shape for name, own in own_names(model, catalog.weights).items()}
+    tensors = {
+        name: catalog.weights[stored_name].shape for name, stored_name in own_names(model, catalog.weights).items()
+    }
     try:
         args = described(model, config, biased=any(name.endswith("proj.bias") for name in tensors))
         _Comparison(check, model, config, tensors).run(args)
@@ -165,10 +167,10 @@ class _Comparison:
             args = replace(args, num_experts=experts)
         return args
 
-    def _report_count(self, field: str, stated: int, have: int, what: str) -> None:
+    def _report_count(self, field: str, stated: int, have: int, unit: str) -> None:
         key = next(name for name in KEYS[field] if name in self._config)
-        text = f"config.json says {key} {stated:,}, the tensors are those of {have:,} {what}"
-        self._check.error(text, file="config.json", needed=f"{stated} {what}", found=f"{have} {what}")
+        text = f"config.json says {key} {stated:,}, the tensors are those of {have:,} {unit}"
+        self._check.error(text, file="config.json", needed=f"{stated} {unit}", found=f"{have} {unit}")
 
     def _report_shapes(self, wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], args: ModelArgs) -> None:
         if not wrong:
@@ -188,9 +190,9 @@ class _Comparison:
         ]
         reason = self._find_wrong_number(wrong, args)
         if reason is not None:
-            key, stated, other = reason
-            text = f"config.json says {key} {stated:,}, the shapes are those of {other:,}: {problems[0][0]}"
-            problems = [(text, list(wrong), f"{key} {other}", f"{key} {stated}")]
+            key, stated, fitting = reason
+            text = f"config.json says {key} {stated:,}, the shapes are those of {fitting:,}: {problems[0][0]}"
+            problems = [(text, list(wrong), f"{key} {fitting}", f"{key} {stated}")]
         for text, members, needed, there in problems:
             self._check.error(text, tensors=tuple(members), needed=needed, found=there)
 
@@ -207,27 +209,27 @@ class _Comparison:
         }
         keys = [key for names in KEYS.values() for key in names if type(self._config.get(key)) is int]
         for (h, w), key in itertools.product(ratios, keys):
-            other, rest = divmod(self._config[key] * h, w)
-            if rest or not other:
+            value, remainder = divmod(self._config[key] * h, w)
+            if remainder or not value:
                 continue
             try:
-                facts = described(self._model, {**self._config, key: other}, biased=bool(args.add_qkv_bias))
+                facts = described(self._model, {**self._config, key: value}, biased=bool(args.add_qkv_bias))
             except DistckptError:
                 continue
             shapes = expected_shapes(self._model, replace(facts, **counted))
             if all(self._tensors[name] == shapes.get(name) for name in wrong):
-                return key, self._config[key], other
+                return key, self._config[key], value
         return None
 
-    def _report_names(self, names: Iterable[str], one: str, many: str, needed: str = "absent") -> None:
+    def _report_names(self, names: Iterable[str], singular: str, plural: str, needed: str = "absent") -> None:
         folded = fold(names)
         actual = "absent" if needed == "present" else "present"
         for text, members in folded[:_SHOWN]:
-            words = one if len(members) == 1 else many
+            words = singular if len(members) == 1 else plural
             self._check.error(f"{printable(text)} {words}", tensors=tuple(members), needed=needed, found=actual)
         if len(folded) > _SHOWN:
-            rest = tuple(name for _, members in folded[_SHOWN:] for name in members)
-            self._check.error(f"{len(rest):,} more {many}", tensors=rest, needed=needed, found=actual)
+            unlisted = tuple(name for _, members in folded[_SHOWN:] for name in members)
+            self._check.error(f"{len(unlisted):,} more {plural}", tensors=unlisted, needed=needed, found=actual)
 
 
 def _check_index(check: Check, catalog: Catalog) -> None:
@@ -249,7 +251,7 @@ def _check_index(check: Check, catalog: Catalog) -> None:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     stored = {id(part.array): t for t in catalog.weights.values() for part in t.parts}
     stored_bytes = sum(t.nbytes for t in stored.values())
-    every = sum(t.nbytes for t in catalog.weights.values())
-    if type(total) in (int, float) and total not in (stored_bytes, every):
+    all_bytes = sum(t.nbytes for t in catalog.weights.values())
+    if type(total) in (int, float) and total not in (stored_bytes, all_bytes):
         text = f"{printable(index)} says total_size {total:,}, the tensors have {stored_bytes:,} bytes"
         check.warn(text, file=index, needed=f"{total}", found=f"{stored_bytes}")

@@ -98,14 +98,16 @@ def merge_adapters(reader: Reader, path: str | Path, alpha: float | None) -> Mer
     arrays: dict[int, StoredArray] = {}
     updates = {
         name: LowRank(
-            _renumbered(one.rows, offset, arrays), _renumbered(one.columns, offset, arrays), adapters.scale(name)
+            _renumbered(factors.rows, offset, arrays),
+            _renumbered(factors.columns, offset, arrays),
+            adapters.scale(name),
         )
-        for name, one in adapters.factors.items()
+        for name, factors in adapters.factors.items()
     }
     tensors = {
         name: replace(info, update=updates[name]) if name in updates else info for name, info in catalog.tensors.items()
     }
-    seen = replace(catalog, tensors=tensors)
+    merged = replace(catalog, tensors=tensors)
     merged_names = [name for name, info in tensors.items() if info.kind == "weight" and is_adapter(name)]
     facts = {
         "checkpoint": source.catalog.path.name,
@@ -115,8 +117,8 @@ def merge_adapters(reader: Reader, path: str | Path, alpha: float | None) -> Mer
         "weights": list(updates),
     }
     return Merge(
-        _AdaptedReader(reader, source, offset, seen, f"{adapters.alpha}"),
-        replace(seen, tensors={name: info for name, info in tensors.items() if name not in merged_names}),
+        _AdaptedReader(reader, source, offset, merged, f"{adapters.alpha}"),
+        replace(merged, tensors={name: info for name, info in tensors.items() if name not in merged_names}),
         tuple(Drop(name, None, "merged into the weight") for name in merged_names),
         facts,
         source.catalog.root,
@@ -136,17 +138,17 @@ class _AdaptedReader(ReaderPair):
 
 
 def _tensors(adapters: Adapters) -> Iterable[TensorInfo]:
-    return (info for one in adapters.factors.values() for info in (one.rows, one.columns))
+    return (info for factors in adapters.factors.values() for info in (factors.rows, factors.columns))
 
 
 def _check_fit(catalog: Catalog, adapters: Adapters) -> None:
     wrong = []
-    for name, one in adapters.factors.items():
+    for name, factors in adapters.factors.items():
         weight = catalog.weights.get(name)
         if weight is None:
             wrong.append(f"the model has no {printable(name)}")
-        elif weight.shape != one.shape:
-            wrong.append(f"{printable(name)} is {list(weight.shape)}, its adapter is for {list(one.shape)}")
+        elif weight.shape != factors.shape:
+            wrong.append(f"{printable(name)} is {list(weight.shape)}, its adapter is for {list(factors.shape)}")
         elif weight.dtype.name not in _MERGEABLE:
             wrong.append(f"{printable(name)} is {weight.dtype}, to which no adapter is added")
     if wrong:

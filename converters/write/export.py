@@ -119,8 +119,8 @@ def plan_export(reader: Reader, destination: Path, options: ExportOptions | None
         extra = _extra_files(content, layout, options, reference, notes, form.config if form else None)
         tokenizer_files = {} if options.hf_config else own_tokenizer(catalog, notes)
     except OSError as error:
-        what = printable(str(error.filename or options.hf_config))
-        raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
+        unread = printable(str(error.filename or options.hf_config))
+        raise FormatError(f"reading {unread} failed: {error.strerror or error}") from error
     extra = {**tokenizer_files, **extra}
     carried = [] if options.hf_config else [name for name in tokenizer_files if name in extra]
     beside = files_beside(catalog, "hf").dropped
@@ -262,9 +262,9 @@ def _plan_quantization(content: Content, options: ExportOptions) -> Quantization
 
 
 def _describe_quantization(form: Quantization) -> str:
-    count, every = len(form.scales), len(form.targets) - len(form.scales)
+    count, total = len(form.scales), len(form.targets) - len(form.scales)
     return (
-        f"{count} of {counted(every, 'tensor')} to FP8 (E4M3), a scale for each block of {SCALE_BLOCK} x {SCALE_BLOCK}"
+        f"{count} of {counted(total, 'tensor')} to FP8 (E4M3), a scale for each block of {SCALE_BLOCK} x {SCALE_BLOCK}"
     )
 
 

@@ -72,8 +72,8 @@ class ImportedReader(ReaderView):
         tensors = {info.name: info for info in seen(stored, mapping.targets, mapping.copies)}
         for name, info in tensors.items():
             if rows is not None and is_vocabulary(name) and rows > info.shape[0]:
-                more = rows - info.shape[0]
-                tensors[name] = replace(info, shape=(rows, *info.shape[1:]), mean_rows=more)
+                padding = rows - info.shape[0]
+                tensors[name] = replace(info, shape=(rows, *info.shape[1:]), mean_rows=padding)
         fp32 = dtype("float32")
         types = {name: (cast or info.dtype) if trainable(name) else fp32 for name, info in tensors.items()}
         catalog = Catalog(

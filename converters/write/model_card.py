@@ -22,10 +22,10 @@ CARD = "README.md"
 
 def loading_line(destination: Path, *, peft: bool) -> str:
     """A line of Python that loads what was exported."""
-    what = json.dumps(repository_of(destination) or str(destination))
+    model = json.dumps(repository_of(destination) or str(destination))
     if peft:
-        return f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({what})"
-    return f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({what})"
+        return f"from peft import AutoPeftModelForCausalLM as M; M.from_pretrained({model})"
+    return f"from transformers import AutoModelForCausalLM as M; M.from_pretrained({model})"
 
 
 def model_card(report: Mapping[str, Any], config: Mapping[str, Any], destination: Path, *, peft: bool = False) -> bytes:
@@ -54,8 +54,8 @@ def model_card(report: Mapping[str, Any], config: Mapping[str, Any], destination
         ("exported by", f"distckpt {report['distckpt']}"),
     )
     lines = ["---", yaml.safe_dump(header, sort_keys=False).rstrip(), "---", "", f"# {repository_of(destination)}", ""]
-    what = "LoRA adapters" if peft else "weights"
-    lines.append(f"The {what} of a training checkpoint. `distckpt-report.json` accounts for every tensor of it.")
+    content = "LoRA adapters" if peft else "weights"
+    lines.append(f"The {content} of a training checkpoint. `distckpt-report.json` accounts for every tensor of it.")
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {label} | {_plain(value)} |" for label, value in rows if value not in (None, "")]
     lines += ["", "```python", *loading_line(destination, peft=peft).replace("M.", "model = M.").split("; "), "```"]
