@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from converters.box import Box
 from converters.errors import FormatError, IntegrityError, RequestError
 from converters.megatron.model_args import ModelArgs
-from converters.megatron.vocabulary import is_embedding, is_vocabulary
+from converters.megatron.vocabulary import EMBEDDING, is_embedding, is_vocabulary
 from converters.models import by_name, infer, of_config
 from converters.models.config_check import find_contradictions
 from converters.models.described import COMPUTED
@@ -230,7 +230,7 @@ def _match_hf(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | N
             out.reshaped[name] = hf.tensors[name].reshaped(target.matrix)
     if "lm_head.weight" in hf.tensors and "lm_head.weight" not in targets:  # tied, and stored all the same
         copies["lm_head.weight"] = [
-            replace(c, target="lm_head.weight") for c in mapping.copies if c.source == _EMBEDDING
+            replace(c, target="lm_head.weight") for c in mapping.copies if c.source == EMBEDDING
         ]
         targets["lm_head.weight"] = targets[_embedding_target(mapping)]
     for name in (*targets, *(n for n in hf.tensors if n not in targets)):
@@ -258,11 +258,8 @@ def _match_hf(a: Side, b: Side, keep: Callable[[str], bool], vocab_size: int | N
     return out
 
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-
-
 def _embedding_target(mapping: HfMapping) -> str:
-    return next(copy.target for copy in mapping.copies if copy.source == _EMBEDDING)
+    return next(copy.target for copy in mapping.copies if copy.source == EMBEDDING)
 
 
 def _map_model(megatron: Side, hf: Side, arch: str | None, vocab_size: int | None) -> tuple[HfMapping, int]:
@@ -278,7 +275,7 @@ def _map_model(megatron: Side, hf: Side, arch: str | None, vocab_size: int | Non
         if hf.tensors.keys().isdisjoint(mapping.targets.keys() - without.targets.keys()):
             mtp, mapping = "drop", without
     embedding = _embedding_target(mapping)
-    stored = megatron.tensors[_EMBEDDING].shape[0]
+    stored = megatron.tensors[EMBEDDING].shape[0]
     hf_rows = hf.tensors[embedding].shape[:1] if embedding in hf.tensors else ()  # none if it is of another model
     most = min(*hf_rows, stored) if hf_rows else vocab_size or args.vocab_size or stored
     true = vocab_size or args.vocab_size or most

@@ -64,7 +64,7 @@ def provider_section(model: ModelArgs) -> dict[str, Any]:
     Args:
         model: Its facts; `dtype` is what it is trained in.
     """
-    values, _ = megatron_arguments(model, {})
+    values = megatron_arguments(model, {})
     family = model.extras.get("bridge_family")
     provider, layers = FAMILIES.get(str(family), ("gpt_provider.GPTModelProvider", ""))
     section: dict[str, Any] = {"_target_": MODELS + provider}

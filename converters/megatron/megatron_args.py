@@ -36,14 +36,11 @@ _ACTIVATIONS: dict[tuple[bool, str], dict[str, Any]] = {
 }
 
 
-def megatron_arguments(model: ModelArgs, options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def megatron_arguments(model: ModelArgs, options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments with which Megatron-LM builds a model, and those that describe the job that saved it.
 
     Args:
         options: The options that it was read from, for those that are spelt alike everywhere.
-
-    Returns:
-        The arguments, and a sentence on each fact that Megatron-LM has no argument for.
     """
     values = {argument: getattr(model, name) for argument, name in _SAME.items()}
     if model.num_attention_heads and model.num_query_groups and not model.mla:
@@ -65,35 +62,44 @@ def megatron_arguments(model: ModelArgs, options: Mapping[str, Any]) -> tuple[di
         if isinstance(options.get(name), int | str):
             values[name] = options[name]
     plain = {name: v for name, v in model.extras.items() if isinstance(v, bool | int | float | str | list | tuple)}
-    notes: list[str] = []
+    values |= _activation_flags(model) or {}
+    values |= _rope_arguments(model) | plain
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def without_argument(model: ModelArgs) -> list[str]:
+    """A sentence on each fact of a model that Megatron-LM has no argument for."""
+    out = []
     if (family := model.extras.get("bridge_family")) is not None:
-        notes.append(f"Megatron-LM has no arguments for this model ({family}); Megatron-Bridge builds it")
-    values |= _activation(model, notes) | _rope(model, notes) | plain
-    return {name: value for name, value in values.items() if value is not None}, notes
+        out.append(f"Megatron-LM has no arguments for this model ({family}); Megatron-Bridge builds it")
+    if _activation_flags(model) is None:
+        kind = "gated " if model.gated else ""
+        out.append(f"Megatron-LM has no argument for the {kind}{model.activation} of this model")
+    return out
 
 
-def _activation(model: ModelArgs, notes: list[str]) -> dict[str, Any]:
+def ignored_scaling(model: ModelArgs) -> list[str]:
+    """A sentence on a scaled rotary embedding of which Megatron-LM does not heed the argument."""
+    factor = model.rope_factor
+    if model.rope_scaling == "llama3" and factor != 8:  # no version's model builder passes the argument on
+        return [f"Megatron-LM scales the rotary embedding of Llama 3 by 8, this model by {factor:g}"]
+    if model.rope_scaling == "linear":
+        return [f"Megatron-LM before 0.19 ignores that the rotary embedding of this model is scaled by {factor:g}"]
+    return []
+
+
+def _activation_flags(model: ModelArgs) -> dict[str, Any] | None:
+    """The arguments that choose the activation; None if there are none for it."""
     if model.activation is None or model.gated is None:
         return {}
-    flags = _ACTIVATIONS.get((model.gated, model.activation))
-    if flags is None:
-        kind = "gated " if model.gated else ""
-        notes.append(f"Megatron-LM has no argument for the {kind}{model.activation} of this model")
-    return flags or {}
+    return _ACTIVATIONS.get((model.gated, model.activation))
 
 
-def _rope(model: ModelArgs, notes: list[str]) -> dict[str, Any]:
+def _rope_arguments(model: ModelArgs) -> dict[str, Any]:
     kind = model.rope_scaling
     if kind == "llama3":
-        if model.rope_factor != 8:  # no version's model builder passes the argument on
-            notes.append(
-                f"Megatron-LM scales the rotary embedding of Llama 3 by 8, this model by {model.rope_factor:g}"
-            )
         return {"use_rope_scaling": True, "rope_scaling_factor": model.rope_factor}
     if kind == "linear":
-        notes.append(
-            f"Megatron-LM before 0.19 ignores that the rotary embedding of this model is scaled by {model.rope_factor:g}"
-        )
         return {"rotary_seq_len_interpolation_factor": model.rope_factor}
     if kind == "yarn":
         values = {argument: getattr(model, name) for name, (argument, _) in YARN.items()}

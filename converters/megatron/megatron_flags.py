@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.layer_pattern import LayerPattern
-from converters.megatron.megatron_args import megatron_arguments
+from converters.megatron.megatron_args import megatron_arguments, without_argument
 from converters.megatron.model_options import read_options
 from converters.megatron.option_values import Facts
 
@@ -86,8 +86,7 @@ def inexpressible(model: ModelArgs, mcore: str) -> list[str]:
         out.append(f"{version} takes a whole number as --rotary-base, not {base}")
     if model.activation == "gelu_tanh" and not model.add_bias_linear:
         out.append(f"{version} computes the tanh form of GELU only where the projections have biases")
-    _, notes = megatron_arguments(model, {})
-    return out + [text for text in notes if "Llama 3" not in text and "is scaled by" not in text]
+    return out + without_argument(model)
 
 
 def no_predictions(model: ModelArgs, mcore: str) -> str | None:
@@ -102,7 +101,7 @@ def no_predictions(model: ModelArgs, mcore: str) -> str | None:
 
 def model_arguments(model: ModelArgs, mcore: str = "0.16") -> dict[str, Any]:
     """Megatron-LM's arguments for a model that is to be trained, in the order of `megatron_arguments`."""
-    values, _ = megatron_arguments(model, {})
+    values = megatron_arguments(model, {})
     if model.moe_layers is not None and all(model.moe_layers):
         values["moe_layer_freq"] = 1  # a list makes Megatron keep each layer under keys of its own
     if model.num_experts:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 
 def as_int(value: Any) -> int | None:
@@ -30,6 +33,11 @@ def as_bool(value: Any) -> bool | None:
 def as_str(value: Any) -> str | None:
     """A word."""
     return value if isinstance(value, str) else None
+
+
+def first_stated(options: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """The value of the first of these options that is stated; None if none is."""
+    return next((options[name] for name in names if options.get(name) is not None), None)
 
 
 class Facts:

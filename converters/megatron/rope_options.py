@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.layer_pattern import read_pattern
-from converters.megatron.option_values import as_bool, as_float, as_int
+from converters.megatron.option_values import as_bool, as_float, as_int, first_stated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,14 +36,14 @@ def read_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None:
     elif options.get("use_rope_scaling") is True or options.get("rope_scaling") is True:
         kind, source = "llama3", "use_rope_scaling" if "use_rope_scaling" in options else "rope_scaling"
         # rotary_pos_embedding.py fixes all but the factor
-        numbers = {"rope_factor": _first(options, "rope_scaling_factor") or 8.0, **_LLAMA3}
+        numbers = {"rope_factor": options.get("rope_scaling_factor") or 8.0, **_LLAMA3}
         if label == "args" and numbers["rope_factor"] != 8:
             # GPTModel's default applies: no version of Megatron-LM's model builder (0.6 to 0.20) passes the argument on
             facts.notes.append(f"Megatron-LM ignores rope_scaling_factor {numbers['rope_factor']:g} and scales by 8")
             numbers["rope_factor"] = 8.0
     elif as_float(options.get("scale_factor")) and options.get("old_context_len"):  # NeMo 2 Llama31Config
         kind, source = "llama3", "scale_factor"
-        numbers = {name: _first(options, old) for name, old in _NEMO_LLAMA3.items()}
+        numbers = {name: options.get(old) for name, old in _NEMO_LLAMA3.items()}
     if linear and linear != 1:
         if label == "args" and not _interpolates(options):
             facts.notes.append(f"Megatron-LM ignores rotary_seq_len_interpolation_factor {linear:g}")
@@ -78,7 +78,7 @@ def _read_mla_rope(facts: Facts, label: str, options: Mapping[str, Any]) -> None
 
 def _yarn(options: Mapping[str, Any]) -> dict[str, Any]:
     """YaRN's numbers; those that the command line cannot set are defaults of MLATransformerConfig."""
-    numbers = {name: _first(options, f"yarn_{old}", old) for name, (old, _) in YARN.items()}
+    numbers = {name: first_stated(options, (f"yarn_{old}", old)) for name, (old, _) in YARN.items()}
     return {name: YARN[name][1] if value is None else value for name, value in numbers.items()}
 
 
@@ -104,7 +104,3 @@ YARN: dict[str, tuple[str, Any]] = {
     "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
 }
 """Field -> option, default (core 0.14 transformer_config.py, MLATransformerConfig)."""
-
-
-def _first(options: Mapping[str, Any], *names: str) -> Any:
-    return next((options[name] for name in names if options.get(name) is not None), None)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from converters.catalog import Catalog, TensorInfo
 
-_EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+"""The word embedding, by its name within the language model."""
 
 
 def is_vocabulary(name: str) -> bool:
@@ -27,12 +28,12 @@ def is_vocabulary(name: str) -> bool:
 
 def is_embedding(name: str) -> bool:
     """Whether a canonical name is that of the word embedding."""
-    return language_name(name) == _EMBEDDING
+    return language_name(name) == EMBEDDING
 
 
 def embedding_name(names: Container[str]) -> str | None:
     """Which of some canonical names is that of the word embedding."""
-    return next((name for name in (_EMBEDDING, LANGUAGE + _EMBEDDING) if name in names), None)
+    return next((name for name in (EMBEDDING, LANGUAGE + EMBEDDING) if name in names), None)
 
 
 def padding_rows(sources: Mapping[str, TensorInfo], rows: Callable[[str, TensorInfo], int]) -> Iterator[Drop]:

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import RequestError
 from converters.models.described import COMPUTED, HEADS
 from converters.names import printable
-from converters.transformers_config import READ_AS
+from converters.transformers_config import CODE_KEYS, READ_AS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CODE = ("auto_map", "trust_remote_code", "quantization_config", "implementation", "kernel")
+_CODE = (*CODE_KEYS, "quantization_config", "implementation", "kernel")
 
 
 def saved_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from converters.megatron.layer_pattern import all_but_every_nth
+from converters.megatron.option_values import first_stated
 from converters.models.model import SET, UNSET
 
 if TYPE_CHECKING:
@@ -70,11 +71,6 @@ ACTIVATION_SPELLINGS = {
 }
 """Names of functions in config.json -> those of `ModelArgs.activation`; all others are spelt alike."""
 _FACTS = {key: fact for table in (KEYS, STATED) for fact, keys in table.items() for key in keys}
-
-
-def first_stated(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The value of the first of these keys that a config.json states; None if it states none."""
-    return next((config[name] for name in names if config.get(name) is not None), None)
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from converters.errors import IntegrityError, RequestError
+from converters.megatron.vocabulary import EMBEDDING
 from converters.models.described import COMPUTED, HEADS, Described, own_names
 from converters.models.export import emit_all
 from converters.models.predictions import keeps_predictions, prediction_tensors, without_predictions
@@ -98,7 +99,7 @@ def map_from_hf(
 def _check(out: Described, present: Mapping[str, TensorInfo], *, tied: bool) -> None:
     missing = [name for name in out.targets if name not in present]
     head = next((name for name in HEADS if name in present), None)
-    embedding = next(copy.target for copy in out.copies if copy.source == "embedding.word_embeddings.weight")
+    embedding = next(copy.target for copy in out.copies if copy.source == EMBEDDING)
     if tied and head and embedding in missing:
         raise RequestError(
             f"config.json ties {head} to {embedding}, but the folder stores only the former",

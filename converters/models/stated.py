@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.megatron.model_args import ModelArgs
-from converters.models.config import ACTIVATION_SPELLINGS, STATED, first_stated, rope_parameters, without_idle_options
+from converters.megatron.option_values import first_stated
+from converters.models.config import ACTIVATION_SPELLINGS, STATED, rope_parameters, without_idle_options
 from converters.models.described import described
 from converters.models.model import UNSET
 from converters.names import printable

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.models.quantized import KEY as QUANTIZATION
 from converters.names import fold, printable
 from converters.transformers_config import completed
 
@@ -31,7 +32,6 @@ _STARTS = (
     ("model.", "lm_head."),
 )
 _OTHERS = ("vision_tower", "vision_model", "visual", "multi_modal_projector", "connector", "image_newline")
-_QUANTIZED = "quantization_config"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def text_part(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> T
     # the class of the whole decides about tying; where lm_head is stored beside another embedding, it does not tie
     tied = completed_config.get("tie_word_embeddings") is True and "lm_head.weight" not in text_tensors
     out |= {"model_type": family, "tie_word_embeddings": tied}
-    out |= {key: config[key] for key in (_QUANTIZED, "dtype", "torch_dtype") if config.get(key) is not None}
+    out |= {key: config[key] for key in (QUANTIZATION, "dtype", "torch_dtype") if config.get(key) is not None}
     return TextPart(kind, out, text_tensors, other_parts)
 
 

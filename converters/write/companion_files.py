@@ -9,6 +9,7 @@ from converters.errors import FormatError
 from converters.formats.folder import read_small
 from converters.formats.links import enclose, escape
 from converters.names import printable
+from converters.transformers_config import CODE_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,9 +49,8 @@ def read_reference(folder: Path | None) -> Mapping[str, Any]:
 
 # weights in any form, and what describes their files: never taken over from the reference folder
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".index.json")
-# what Python could run, by itself or with trust_remote_code, and the settings that make transformers look for it
+# what Python could run, by itself or with trust_remote_code
 _CODE = (".py", ".pyc", ".so", ".pkl", ".pickle")
-_CODE_KEYS = ("auto_map", "trust_remote_code")
 
 
 def own_tokenizer(catalog: Catalog, notes: list[str]) -> dict[str, ExtraFile]:
@@ -88,9 +88,9 @@ def hf_companions(
         if path.suffix == ".json" and not copy_code and (plain := _without_code(path)) is not None:
             files[path.name] = plain
             code.append(f"auto_map in {path.name}")
-    if any(key in config for key in _CODE_KEYS):
+    if any(key in config for key in CODE_KEYS):
         code.append("auto_map in config.json")
-        for key in () if copy_code else _CODE_KEYS:
+        for key in () if copy_code else CODE_KEYS:
             config.pop(key, None)
     named = printable(", ".join(code))
     if code and copy_code:
@@ -108,12 +108,12 @@ def _without_code(path: Path) -> bytes | None:
         return None
     raw = read_small(path)
     try:
-        document = json.loads(raw) if any(key.encode() in raw for key in _CODE_KEYS) else None
+        document = json.loads(raw) if any(key.encode() in raw for key in CODE_KEYS) else None
     except (ValueError, RecursionError):
         return None
-    if not isinstance(document, dict) or not any(key in document for key in _CODE_KEYS):
+    if not isinstance(document, dict) or not any(key in document for key in CODE_KEYS):
         return None
-    return json_bytes({key: value for key, value in document.items() if key not in _CODE_KEYS})
+    return json_bytes({key: value for key, value in document.items() if key not in CODE_KEYS})
 
 
 def json_bytes(document: Any) -> bytes:

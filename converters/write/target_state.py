@@ -13,7 +13,7 @@ from converters.execute.destination import check_destination
 from converters.megatron.damage import refuse_contradictions, refuse_damaged, refuse_foreign_names
 from converters.megatron.layout import Layout
 from converters.megatron.layout_check import check_layout
-from converters.megatron.megatron_args import megatron_arguments
+from converters.megatron.megatron_args import ignored_scaling, megatron_arguments, without_argument
 from converters.megatron.model_args import ModelArgs
 from converters.names import quoted
 from converters.optimizer.state import OptimizerState, has_optimizer, optimizer_state
@@ -137,7 +137,8 @@ def as_megatron_lm(
     """
     if isinstance(tree.get("args"), Obj):
         return dict(tree), [], []
-    values, notes = megatron_arguments(ModelArgs.from_catalog(catalog), catalog.options)
+    model = ModelArgs.from_catalog(catalog)
+    values, notes = megatron_arguments(model, catalog.options), [*without_argument(model), *ignored_scaling(model)]
     if samples := _samples_seen(tree):
         values.setdefault("consumed_train_samples", samples)
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= values.keys():  # what a loader compares at least

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import RequestError
+from converters.megatron.vocabulary import EMBEDDING
 from converters.models.described import HEADS
 from converters.names import printable
 from converters.optimizer.proof import RoundingProof
@@ -14,8 +15,6 @@ if TYPE_CHECKING:
 
     from converters.formats.base import Reader
     from converters.models.importing import MegatronMapping
-
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class TiedHead(RoundingProof):
@@ -45,7 +44,7 @@ class TiedHead(RoundingProof):
     def needed(cls, reader: Reader, mapping: MegatronMapping) -> TiedHead | None:
         """The proof, or None if no output layer is left out."""
         head = next((drop.source for drop in mapping.drops if drop.source in HEADS), None)
-        embedding = next((copy.source for copy in mapping.copies if copy.target == _EMBEDDING), None)
+        embedding = next((copy.source for copy in mapping.copies if copy.target == EMBEDDING), None)
         return cls(reader, head, embedding) if head is not None and embedding is not None else None
 
     def judge(self, results: Mapping[int, bool]) -> None:

@@ -13,7 +13,7 @@ from converters.catalog import Catalog
 from converters.errors import FormatError
 from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
-from converters.megatron.megatron_args import megatron_arguments
+from converters.megatron.megatron_args import ignored_scaling, megatron_arguments, without_argument
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.vocabulary import vocabulary_rows
 from converters.pickles.nodes import fields
@@ -63,11 +63,11 @@ def test_arguments_say_what_the_model_is(family):
     """Whatever arguments a model came from: those made of its facts give the same facts, and no note."""
     catalog = make_catalog(megatron_shapes(case(family)), case(family))
     model = ModelArgs.from_catalog(catalog)
-    values, notes = megatron_arguments(model, catalog.options)
+    values = megatron_arguments(model, catalog.options)
     again = ModelArgs.from_catalog(dataclasses.replace(catalog, args=values))
     ours, theirs = ({**dataclasses.asdict(m), "source": 0, "notes": 0} for m in (model, again))
     assert ours == theirs
-    assert notes == []
+    assert without_argument(model) + ignored_scaling(model) == []
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_arguments_say_what_the_model_is(family):
 )
 def test_what_megatron_lm_has_no_argument_for_is_told(config, words):
     model = ModelArgs.from_catalog(Catalog("x", "torch_dist", "NeMo 2", {}, config={"num_layers": 2, **config}))
-    assert [words in note for note in megatron_arguments(model, {})[1]] == [True]
+    assert [words in note for note in without_argument(model) + ignored_scaling(model)] == [True]
 
 
 @pytest.mark.megatron
