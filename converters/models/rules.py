@@ -186,6 +186,9 @@ class Vocab:
             out.drops.append(Drop(tensor.name, Box.rows(tensor.shape, out.vocab), reason))
 
 
+_QKV = "self_attention.linear_qkv"
+
+
 def _qkv_rows(args: ModelArgs) -> Iterator[tuple[int, int, int, int]]:
     """Row ranges of a fused QKV projection: `(part, source row, row within the part, rows)`, part 0, 1, 2 is q, k, v.
 
@@ -229,18 +232,16 @@ class QKV:
 
     Attributes:
         targets: Hugging Face's names of query, key and value.
-        source: Megatron's name.
         groups: Query groups of this layer, where the layers have different numbers; None for those of the model.
     """
 
     targets: tuple[str, str, str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    source: str = "self_attention.linear_qkv"
     groups: int | None = None
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
         for leaf in (".weight", ".bias") if out.args.add_qkv_bias else (".weight",):
-            tensor = out.source(source, self.source + leaf)
+            tensor = out.source(source, _QKV + leaf)
             pieces: tuple[list[tuple[int, int, int]], ...] = ([], [], [])
             args = out.args if self.groups is None else replace(out.args, num_query_groups=self.groups)
             for part, at, to, rows in _qkv_rows(args):
@@ -258,12 +259,11 @@ class FusedQKV:
     """
 
     target: str
-    source: str = "self_attention.linear_qkv"
     transpose: bool = False
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
-        weight, args = out.source(source, self.source + ".weight"), out.args
+        weight, args = out.source(source, _QKV + ".weight"), out.args
         name, inner = target + self.target + ".weight", weight.shape[1]
         rows = list(_qkv_rows(args))
         starts = {part: sum(n for other, _, _, n in rows if other < part) for part in range(3)}
@@ -276,7 +276,7 @@ class FusedQKV:
         else:
             out.rows(name, weight, pieces)
         if args.add_qkv_bias:
-            out.rows(target + self.target + ".bias", out.source(source, self.source + ".bias"), pieces)
+            out.rows(target + self.target + ".bias", out.source(source, _QKV + ".bias"), pieces)
 
 
 @dataclass(frozen=True)
@@ -289,18 +289,14 @@ class Joined:
         target: Hugging Face's name.
         sources: Megatron's names, in the order of their rows within a group.
         groups: Field of `ModelArgs` with the number of groups; None for one.
-        when: Field of `ModelArgs` that must be set.
     """
 
     target: str
     sources: tuple[str, ...]
     groups: str | None = None
-    when: str | None = None
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
-        if not out.applies(self.when):
-            return
         tensors = [out.source(source, name) for name in self.sources]
         groups = (getattr(out.args, self.groups) if self.groups else 1) or 0
         if not groups or any(tensor.shape[0] % groups for tensor in tensors):
@@ -345,12 +341,11 @@ class Experts:
 
     target: str
     rules: tuple[Rule, ...]
-    source: str = "mlp.experts.{}."
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
         for expert in range(out.args.num_experts or 0):
-            inner, outer = source + self.source.format(expert), target + self.target.format(expert)
+            inner, outer = f"{source}mlp.experts.{expert}.", target + self.target.format(expert)
             for rule in self.rules:
                 rule.emit(out, inner, outer)
 
@@ -391,7 +386,6 @@ class InterleavedExperts:
     """
 
     target: str
-    source: str = "linear_fc1"
 
     def emit(self, out: Emit, source: str, target: str) -> None:
         """See `Rule`."""
@@ -399,7 +393,7 @@ class InterleavedExperts:
         for leaf, suffix in ((".weight", ""), (".bias", "_bias")):
             name = target + self.target + suffix
             for expert in range(count):
-                tensor = out.source(source, f"mlp.experts.{expert}.{self.source}{leaf}")
+                tensor = out.source(source, f"mlp.experts.{expert}.linear_fc1{leaf}")
                 half, rest = tensor.shape[0] // 2, tensor.shape[1:]
                 if not expert:
                     out.target(name, tensor, (count, *rest, 2 * half), matrix=(count, *rest, half, 2))

@@ -64,7 +64,7 @@ BAD = {
         "with the rotary embedding of Llama 3.1 only",
     ),
     "a bias": ({"attention_bias": True, "mlp_bias": True}, "an unknown variant"),
-    "wide heads": ({"head_dim": 10}, "does not fit the tensors"),
+    "wide heads": ({"head_dim": 10}, "head_dim is 10"),
     "widths": (changed(1, "ffn", ffn_mult=2.0), "does not fit the tensors: model.layers.1.mlp"),
     "groups": (changed(5, "attention", n_heads_in_group=2), "does not fit the tensors: model.layers.5.self_attn"),
 }
