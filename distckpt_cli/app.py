@@ -56,7 +56,13 @@ def root(
         bool, typer.Option("-V", "--version", help="Print the version.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Look at and convert the checkpoints of large training jobs, without Megatron and without a GPU."""
+    """Look at and convert the checkpoints of large training jobs, without Megatron and without a GPU.
+
+    $ distckpt inspect ckpt/iter_0050000
+    $ distckpt inspect ckpt/iter_0050000 --tensors 'decoder.layers.0.*'
+    $ distckpt inspect ckpt/iter_0050000 --json | jq .model
+    $ distckpt export-hf ckpt/iter_0050000 llama-hf
+    """
     if not (workers.isascii() and workers.isdigit() and int(workers)):
         raise UsageProblem(f"--workers {printable(workers)} is not a number of processes", hint="give 1 or more")
     if int(workers) > 1:

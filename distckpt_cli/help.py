@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from distckpt_cli.choices import nearest
-from distckpt_cli.commands import COMMANDS, EXAMPLES, OPTIONAL_GLOBS
+from distckpt_cli.commands import COMMANDS
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import EPILOG
 
@@ -59,13 +59,13 @@ def _sections(params: Sequence[Any]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _format_help(command: Any, ctx: Any, formatter: Any, sections: dict[str, list[tuple[str, str]]]) -> None:
-    """Writes a whole help text: usage, what the command does, examples, sections."""
+    """Writes a whole help text: usage, what the command does, the examples at the end of its docstring, sections."""
+    text, *examples = re.split(r"\n *\$ ", (command.help or "").strip())
     command.format_usage(ctx, formatter)
     formatter.write_paragraph()
     with formatter.indentation():
-        formatter.write_text((command.help or "").strip())
-    examples = EXAMPLES.get("" if isinstance(command, LazyGroup) else command.name, ())
-    formatter.write("\n" * bool(examples) + "".join(f"  $ {line}\n" for line in examples))
+        formatter.write_text(text.strip())
+    formatter.write("\n" + "".join(f"  $ {line}\n" for line in examples))
     width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
     for title, rows in sections.items():
         with formatter.section(title):
@@ -107,7 +107,7 @@ class PlainCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parses, after giving `--tensors` and its like the glob `*` where no glob follows."""
-        globs = OPTIONAL_GLOBS.get(self.name or "", ())
+        globs = {name for param in self.get_params(ctx) if param.metavar == "[GLOB]" for name in param.opts}
         filled: list[str] = []
         for word, following in itertools.zip_longest(args, args[1:], fillvalue=None):
             filled.append(word or "")
@@ -139,12 +139,11 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Builds a command from its module; None if there is no such command."""
-        entry = COMMANDS.get(cmd_name)
-        if entry is None:
+        if cmd_name not in COMMANDS:
             return None
-        module, function = entry.target.split(":")
+        name = cmd_name.replace("-", "_")
         app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        callback = getattr(importlib.import_module(f"distckpt_cli.commands.{module}"), function)
+        callback = getattr(importlib.import_module(f"distckpt_cli.commands.{name}"), name)
         app.command(cmd_name, cls=PlainCommand, context_settings=CONTEXT)(callback)
         return get_command(app)
 

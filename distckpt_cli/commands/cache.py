@@ -39,6 +39,10 @@ def cache(
 
     The command shown with an interrupted run continues it. --clear removes what such runs left if it has a journal of
     distckpt and no process uses it; it keeps everything else and says why. distckpt has no cache of metadata.
+
+        $ distckpt cache
+        $ distckpt cache runs --json
+        $ distckpt cache runs /scratch --clear
     """
     if clear and not folders:
         raise UsageProblem("--clear removes what is below DIR, and none was named", hint="distckpt cache . --clear")

@@ -82,6 +82,11 @@ def convert(
 
     Training jobs load torch_dist and legacy, at the given layout; sizes not given stay the source's. torch is one file
     of torch.save, safetensors a folder; both hold whole tensors. Options without effect on a format are refused.
+
+        $ distckpt convert legacy/iter_0050000 out --to torch_dist --tp 2 --pp 2
+        $ distckpt convert ckpt out --to torch_dist --mcore 0.19 --weights-only
+        $ distckpt convert ckpt model.pt --to torch
+        $ distckpt convert ckpt out --to safetensors --names hf
     """
     from converters.write.convert import WRITERS
 

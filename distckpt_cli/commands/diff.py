@@ -52,6 +52,12 @@ def diff(
     through the architecture's table. Without --rtol and --atol, bits and types must be equal; with either, values must
     lie within atol + rtol * max(|a|, |b|) of each other. Parallel layout and paths of the jobs are shown, but do not
     count.
+
+        $ distckpt diff ckpt/iter_0050000 out/iter_0050000
+        $ distckpt diff ckpt llama-hf --rtol 1e-2
+        $ distckpt diff a b --tensors 'decoder.layers.{0..3}.*' --ignore '*.bias'
+        $ distckpt diff a b --args
+        $ distckpt diff a b --json | jq '.tensors[] | [.name, .max_abs]'
     """
     if comparison.args and (
         comparison.tensors

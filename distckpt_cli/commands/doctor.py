@@ -47,6 +47,11 @@ def doctor(
     With --for "--tp 4 --pp 2 --mcore 0.16 --use-distributed-optimizer", the first argument is a checkpoint: says whether
     a job with these flags loads it, and if not, which command rewrites it. Exit code 0 if it does, or if that cannot be
     decided, 1 if not.
+
+        $ distckpt doctor train.log ckpt/iter_0050000
+        $ distckpt doctor 'ShardedTensor.flattened_range is not supported.'
+        $ kubectl logs trainer | distckpt doctor -
+        $ distckpt doctor ckpt --for '--tp 4 --pp 2 --mcore 0.16 --use-distributed-optimizer'
     """
     if job is not None:
         if ckpt is not None or names:

@@ -34,6 +34,9 @@ def edit_args(
 
     Arguments of the layout are refused: `reshard` changes them and moves the tensors. So are values that the stored
     tensors contradict.
+
+        $ distckpt edit-args ckpt/iter_0050000 out --set lr=1e-5 --set 'tokenizer_model="tok.model"'
+        $ distckpt edit-args ckpt out --set params_dtype=bfloat16 --unset wandb_project --dry-run
     """
     from converters.write.argument_values import LiteralText
 

@@ -79,6 +79,11 @@ def export_hf(src: Ckpt, dst: Target, request: ExportRequest, writing: Writing) 
 
     Needs nothing but the checkpoint. Every source tensor is accounted for; a tensor that the architecture lacks is an
     error. An interrupted run continues when the same command is given again; DST appears only when it is complete.
+
+        $ distckpt export-hf ckpt/iter_0050000 llama-hf
+        $ distckpt export-hf ckpt llama-hf --hf-config /models/Llama-3.1-8B
+        $ distckpt export-hf ckpt llama-hf --dtype fp16 --max-shard-size 2GB
+        $ distckpt export-hf ckpt llama-hf --dry-run --json | jq .dropped
     """
     to = f"hf://{dst}" if request.push and "://" not in dst else dst
     return carry_out("distckpt.export-hf/1", src, to, writing, request.options)

@@ -76,6 +76,11 @@ def import_hf(
     megatron_args.txt: the flags with which Megatron-LM builds this model. Start the job with these flags:
     --use-checkpoint-args leaves out the norm's epsilon, --qk-layernorm, latent attention and more. Every key of
     config.json that changes what the model computes is carried or refused.
+
+        $ distckpt import-hf Qwen3-8B start --tp 2 --pp 2
+        $ distckpt import-hf Mixtral-8x7B start --ep 8 --mcore 0.19
+        $ distckpt import-hf llama-hf start --to legacy --dtype bf16
+        $ distckpt import-hf Qwen3-8B start --dry-run --json | jq -r .arguments
     """
     from converters.transformers_config import start
 

@@ -82,6 +82,14 @@ def inspect(
 
     Reads metadata only, never tensor data, and runs nothing that the files contain. Exit code 1 if files are missing or too
     short; of several checkpoints, if one is not complete.
+
+        $ distckpt inspect ckpt/iter_0050000
+        $ distckpt inspect ckpt --tensors '*.linear_qkv.weight' --flat
+        $ distckpt inspect ckpt --files
+        $ distckpt inspect ckpt --args '*lr*'
+        $ distckpt inspect ckpt --tree --sort size
+        $ distckpt inspect ckpt --tensors --flat --sort size | head
+        $ distckpt inspect ckpt --names | grep router
     """
     if len(view.lists) > 1 and not speaking.as_json:
         hint = "ask for one, or for all with --json"

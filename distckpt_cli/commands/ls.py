@@ -48,6 +48,11 @@ def ls(paths: Folders = None, *, rows: Rows, speaking: Speaking, follow_links: F
 
     Reads names, sizes and metadata, never tensor data. Incomplete is a checkpoint whose save has not ended, or that lacks
     bytes that its metadata needs; `distckpt verify` checks the bytes themselves. `*` marks what the run's tracker names.
+
+        $ distckpt ls runs
+        $ distckpt ls runs --incomplete
+        $ distckpt ls --sort size
+        $ distckpt ls runs --json | jq -r '.checkpoints[].path'
     """
     if rows.names and speaking.as_json:
         raise UsageProblem("--names prints paths and --json a document", hint="choose one")

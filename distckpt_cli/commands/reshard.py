@@ -18,6 +18,10 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     The result is a training root that Megatron-Core loads at the given layout; sizes not given stay the source's. It
     needs no GPU, no Megatron and no launch script. An interrupted run continues when the same command is given again;
     DST appears only when it is complete.
+
+        $ distckpt reshard ckpt/iter_0050000 out --tp 2 --pp 2
+        $ distckpt reshard ckpt out --tp 4 --pp 4 --vpp 2 --dp 8 --fully-parallel
+        $ distckpt reshard ckpt out --tp 2 --ep 8 --optimizer none --dry-run
     """
     from converters.write.reshard_state import ReshardOptions
 

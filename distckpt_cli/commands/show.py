@@ -63,6 +63,12 @@ def show(
     Optimizer state is named by its parameter: optimizer.state.param.NAME (master weight), .exp_avg.NAME,
     .exp_avg_sq.NAME. Statistics are exact, of the slice if one is given. The tensor is read in tiles, once for each 16
     bits of an element. Quantiles are elements of the tensor, not interpolated (numpy's method inverted_cdf).
+
+        $ distckpt show ckpt decoder.final_layernorm.weight
+        $ distckpt show ckpt output_layer.weight --slice 0:4,:8
+        $ distckpt show ckpt '*.layers.0.*.weight'
+        $ distckpt show ckpt optimizer.state.exp_avg.output_layer.weight --histogram
+        $ distckpt show ckpt output_layer.weight --slice 17 --json | jq .values
     """
     from converters.overview.checkpoint import Checkpoint
 

@@ -54,6 +54,11 @@ def verify(
     --values reports as errors: NaN and Inf; a negative second moment; weights of which more than 1 % are denormal; a
     matrix that is constant in one layer only; a matrix 1,000 times as large or as small as in other layers. At 10 times
     it warns.
+
+        $ distckpt verify ckpt/iter_0050000
+        $ distckpt verify ckpt --quick
+        $ distckpt verify ckpt --values --json | jq '.checks[] | select(.status == "bad")'
+        $ distckpt verify ckpt --write-manifest
     """
     if checks.quick and (checks.values or checks.write_manifest):
         option = "--values" if checks.values else "--write-manifest"

@@ -54,6 +54,10 @@ def watch(
     damaged or cannot be read is tried again later, as is an --exec that fails; any other failure ends it. OUT belongs to
     one run and one command: OUT/.distckpt-watch records them. --json, --silent, -q and -v apply to the command, too.
     Exit code: that of the first failure.
+
+        $ distckpt watch runs/llama hf -- export-hf
+        $ distckpt watch runs/llama tp2 --once -- reshard --tp 2 --optimizer none
+        $ distckpt watch runs/llama hf --exec 'rclone copy $1 remote:hf' -- export-hf --dtype bf16
     """
     if command[0] not in _WRITERS:
         hint = "distckpt watch RUN OUT --once -- export-hf"
