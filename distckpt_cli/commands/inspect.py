@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from converters.names import quoted
+from converters.names import matcher, printable, quoted
 from converters.remote.address import named_path
 from converters.words import format_size
 from distckpt_cli.choices import choice
@@ -17,11 +18,13 @@ from distckpt_cli.exits import ExitCode
 from distckpt_cli.options import FollowLinks, Speaking, flag, panel, spread, value
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from converters.catalog import Catalog
     from converters.formats.base import Reader
     from converters.megatron.identity import Identity
-    from distckpt_cli.listing import Selection
+    from distckpt_cli.listing import Listing
 
 _view, _choosing = panel("What to show"), panel("How to choose and sort")
 _LISTS = ("tensors", "files", "args", "objects", "tree")
@@ -67,11 +70,27 @@ class Choosing:
     ignore_case: bool = flag(_choosing, "Ignore case.", "-i", "--ignore-case")
     sort: str = value(_choosing, "KEY", "model (the default) or size.", choice("model", "size"), default="model")
 
-    def selection(self) -> Selection:
-        """The same for `listing`."""
-        from distckpt_cli.listing import Selection
+    @property
+    def by_size(self) -> bool:
+        """The largest rows come first; else the order of the model, weights before optimizer state."""
+        return self.sort == "size"
 
-        return Selection(self.regex, self.ignore_case, self.sort == "size")
+    def matcher(self, pattern: str) -> Callable[[str], bool]:
+        """Whether a name matches a pattern; a glob may hold `{0..31}` as the folded tables print it.
+
+        Raises:
+            UsageProblem: It is no regular expression.
+        """
+        if self.regex:
+            try:
+                compiled = re.compile(pattern, re.IGNORECASE if self.ignore_case else 0)
+            except re.error as error:
+                raise UsageProblem(f"{pattern!r} is not a regular expression: {error}") from None
+            return lambda name: compiled.search(name) is not None
+        if not self.ignore_case:
+            return matcher(pattern)
+        matches = matcher(pattern.lower())
+        return lambda name: matches(name.lower())
 
 
 @spread
@@ -118,7 +137,7 @@ def inspect(
         return _list(console, several, follow_links=follow_links)
     if view.html is not None:
         return _write_page(console, several, view.html, view.verification, follow_links=follow_links)
-    return _show_each(console, several, view, choosing.selection(), follow_links=follow_links)
+    return _show_each(console, several, view, choosing, follow_links=follow_links)
 
 
 def _write_page(console: Console, paths: list[str], file: str, verification: str | None, *, follow_links: bool) -> int:
@@ -189,52 +208,57 @@ def _list(console: Console, paths: list[str], *, follow_links: bool) -> int:
     return ExitCode.OK if all(summary.status == "complete" for summary in summaries) else ExitCode.NO
 
 
-def _show_each(console: Console, paths: list[str], view: View, selection: Selection, *, follow_links: bool) -> int:
+def _show_each(console: Console, paths: list[str], view: View, choosing: Choosing, *, follow_links: bool) -> int:
     from converters.formats import open_checkpoint
     from converters.megatron.identity import identify
+    from converters.overview.card import card_document
+    from distckpt_cli.listing import LISTINGS
 
     documents, code = [], ExitCode.OK
     for number, path in enumerate(paths):
         reader = open_checkpoint(path, follow_links=follow_links)
-        identity = identify(reader.catalog)
-        if any(problem.severity == "error" for problem in reader.catalog.problems):
+        catalog, identity = reader.catalog, identify(reader.catalog)
+        if any(problem.severity == "error" for problem in catalog.problems):
             code = ExitCode.NO
+        listings: dict[str, Listing] = {}
+        for name, kind in LISTINGS.items():
+            if pattern := getattr(view, name) or (name == "tensors" and view.names and not view.lists):
+                listings[name] = kind(reader, pattern if isinstance(pattern, str) else "*", view, choosing)
         if console.json_requested:
-            documents.append(_document(reader, identity, view, selection))
+            lists = {name: listing.document() for name, listing in listings.items()}
+            documents.append(card_document(catalog, identity) | lists)
             continue
         if number and not view.names:
             console.out()
-        if view.lists and len(paths) > 1 and not view.names:
-            console.fact(f"{reader.catalog.path}  ", "", style="bold")
-        if view.names:
-            console.lines(_names(reader, view, selection))
-        else:
-            _show(console, reader, identity, path, view, selection)
+        if listings and len(paths) > 1 and not view.names:
+            console.fact(f"{catalog.path}  ", "", style="bold")
+        for listing in listings.values():
+            if view.names:
+                console.lines(map(printable, listing.names()))
+            else:
+                listing.show(console)
+        if not listings:
+            _print_card(console, catalog, identity)
+            _name_other_iterations(console, path)
+            console.next_step(_next_command(reader, identity, path))
     if console.json_requested:
         console.document("distckpt.inspect/1", documents[0] if len(documents) == 1 else {"checkpoints": documents})
     return code
 
 
-def _show(console: Console, reader: Reader, identity: Identity, path: str, view: View, selection: Selection) -> None:
-    from distckpt_cli import listing
-    from distckpt_cli.card import print_card
+def _print_card(console: Console, catalog: Catalog, identity: Identity) -> None:
+    """Prints what it is, the model, how it was saved, problems, components."""
+    from converters.overview.card import card_lines
 
-    catalog = reader.catalog
-    if view.tree:
-        listing.print_tree(console, listing.chosen_tensors(catalog, "*"), view.depth, selection, flat=view.flat)
-    elif view.tensors:
-        tensors = listing.chosen_tensors(catalog, view.tensors, selection)
-        listing.print_tensors(console, tensors, selection, flat=view.flat)
-    elif view.args:
-        listing.print_args(console, listing.chosen_args(catalog, view.args, selection))
-    elif view.objects:
-        listing.print_objects(console, listing.chosen_objects(catalog, view.objects, selection), flat=view.flat)
-    elif view.files:
-        listing.print_files(console, reader, identity.layout, selection)
-    else:
-        print_card(console, catalog, identity)
-        _name_other_iterations(console, path)
-        console.next_step(_next_command(reader, identity, path))
+    for number, (label, text) in enumerate(card_lines(catalog, identity)):
+        style = label if label in ("error", "warning") else None if number else "bold"
+        console.fact(label, text, style=style)
+    console.out()
+    rows = [(c.name, f"{c.tensors:,}", ", ".join(c.dtypes) or "-", format_size(c.nbytes)) for c in identity.components]
+    # sizes stand under each other at the end of the line, so the last column is padded here
+    width = max((len(row[3]) for row in rows), default=0)
+    columns = ["COMPONENT", ">TENSORS", "DTYPE", "SIZE".rjust(width)]
+    console.table(columns, [(*row[:3], row[3].rjust(width)) for row in rows])
 
 
 def _name_other_iterations(console: Console, path: str) -> None:
@@ -256,37 +280,3 @@ def _next_command(reader: Reader, identity: Identity, path: str) -> str:
     first = next(iter(catalog.weights), next(iter(catalog.tensors)))
     head, dot, _ = first.partition(".")
     return f"distckpt inspect {name} --tensors {quoted(f'{head}.*' if dot else first)}"
-
-
-def _names(reader: Reader, view: View, selection: Selection) -> list[str]:
-    from converters.names import printable
-    from distckpt_cli import listing
-
-    catalog = reader.catalog
-    if view.files:
-        names = [info.name for info in catalog.files]
-    elif view.args:
-        names = list(listing.chosen_args(catalog, view.args, selection))
-    elif view.objects:
-        names = [item.key for item in listing.chosen_objects(catalog, view.objects, selection)]
-    else:
-        names = [tensor.name for tensor in listing.chosen_tensors(catalog, view.tensors or "*", selection)]
-    return [printable(name) for name in names]
-
-
-def _document(reader: Reader, identity: Identity, view: View, selection: Selection) -> dict[str, Any]:
-    from converters.overview.card import card_document
-    from distckpt_cli import listing
-
-    catalog = reader.catalog
-    document = card_document(catalog, identity)
-    if view.tensors:
-        chosen = listing.chosen_tensors(catalog, view.tensors, selection)
-        document["tensors"] = [listing.tensor_document(reader, tensor, chunks=view.flat) for tensor in chosen]
-    if view.tree:
-        document["tree"] = listing.tree_document(listing.chosen_tensors(catalog, "*"), folded=not view.flat)
-    if view.args:
-        document["args"] = listing.chosen_args(catalog, view.args, selection)
-    if view.objects:
-        document["objects"] = [asdict(item) for item in listing.chosen_objects(catalog, view.objects, selection)]
-    return document
