@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from converters.commands import import_hf as import_hf
     from converters.commands import reshard as reshard
     from converters.commands import strip as strip
-    from converters.comparison import diff as diff
+    from converters.comparison.compare import diff as diff
     from converters.comparison.report import DiffReport as DiffReport
     from converters.errors import DistckptError as DistckptError
     from converters.loading.loader import LoadedState as LoadedState
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from converters.overview.checkpoint import Checkpoint as Checkpoint
     from converters.overview.checkpoint import open as open
     from converters.overview.runs import survey as survey
-    from converters.verification import verify as verify
     from converters.verification.report import Report as Report
+    from converters.verification.run import verify as verify
     from converters.write.written import WriteReport as WriteReport
 
 __version__ = "0.1.0"
 
 _NAMES = {
     "commands": "convert edit_args export_hf import_hf reshard strip",
-    "comparison": "diff",
+    "comparison.compare": "diff",
     "comparison.report": "DiffReport",
     "errors": "DistckptError",
     "loading.loader": "LoadStream LoadedState load",
@@ -64,8 +64,8 @@ _NAMES = {
     "megatron.layout": "Layout",
     "overview.checkpoint": "Checkpoint open",
     "overview.runs": "survey",
-    "verification": "verify",
     "verification.report": "Report",
+    "verification.run": "verify",
     "write.written": "WriteReport",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}

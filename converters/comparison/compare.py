@@ -1,6 +1,6 @@
-"""Plans and runs the comparison of two checkpoints: names, shapes, arguments, state, then every value.
+"""Compares two checkpoints: plans it, names, shapes, arguments, state; then compares every value.
 
-plan = plan_diff(open_checkpoint("a"), open_checkpoint("b"), DiffOptions())
+plan = plan_diff(open_checkpoint("a"), open_checkpoint("b"), DiffOptions(rtol=1e-2))
 report = run_diff(plan)
 report.identical, [tensor.name for tensor in report.differing]
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Unpack
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Unpack
 
 from converters.comparison.facts import Fact, Facts, compare_arguments, compare_facts
 from converters.comparison.folders import comparable
@@ -18,20 +18,25 @@ from converters.comparison.pairs import Side, match
 from converters.comparison.report import DiffReport, TensorReport
 from converters.comparison.run import blaming, read_values, split_work, tile_size
 from converters.comparison.trees import ABSENT
+from converters.comparison.values import Tolerance
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
 from converters.execute.work_sharing import Crew
+from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
 from converters.io.memory import workers_and_memory
+from converters.keywords import keyword, with_keywords
 from converters.megatron.damage import refuse_damage
 from converters.names import any_of, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from converters.comparison.pairs import Matching, Pair
     from converters.comparison.run import WorkItem
-    from converters.comparison.values import Difference, Tolerance
+    from converters.comparison.values import Difference
+    from converters.events import Listener, StopFlag
     from converters.execute.work_sharing import Sharing
     from converters.formats.base import Reader
 
@@ -41,24 +46,34 @@ class DiffOptions:
     """The options of a comparison.
 
     Attributes:
-        tolerance: How far apart values may be; None asks for equal bits, and equal types.
+        rtol: Values may be apart by `atol + rtol * max(|a|, |b|)`, and of different types, if one of the two is given; else
+            bits and types must be equal.
+        atol: See `rtol`.
         tensors: Patterns of the tensors to be compared, and nothing else; empty for everything.
         ignore: Patterns of what is left out: tensors, `args.*`, `iteration`, `rng_state.*`, `opt_param_scheduler.*`.
         quick: Names, shapes, types and what is said about them; no values.
         vocab_size: True rows of the vocabulary; None takes the checkpoints' word.
-        arch: Architecture of a Hugging Face folder beside a Megatron checkpoint; None to find out.
-        max_memory: Bytes of buffers; None: see `workers_and_memory`.
-        threads: Workers in this process; None as well.
+        arch: Architecture of a Hugging Face folder beside a Megatron checkpoint, where the inferred one is wrong.
+        max_memory: Bytes of buffers; None takes 64 MiB, 512 MiB where an object store is read.
+        threads: Workers in this process; None takes one for each core, 4 to 8; 32 where an object store is read.
     """
 
-    tolerance: Tolerance | None = None
-    tensors: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
+    rtol: float | None = None
+    atol: float | None = None
+    tensors: Sequence[str] = ()
+    ignore: Sequence[str] = ()
     quick: bool = False
     vocab_size: int | None = None
     arch: str | None = None
     max_memory: int | None = None
     threads: int | None = None
+
+    @property
+    def tolerance(self) -> Tolerance | None:
+        """How far apart values may be; None asks for equal bits, and equal types."""
+        if self.rtol is None and self.atol is None:
+            return None
+        return Tolerance(self.rtol or 0.0, self.atol or 0.0)
 
 
 @dataclass(frozen=True)
@@ -99,6 +114,43 @@ class DiffPlan:
         """Changes when anything about the work changes."""
         parts = self.prints, self.options, self.tile_bytes, len(self.work), self.nbytes
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+@with_keywords(keyword(option.name, option.default, option.type) for option in fields(DiffOptions))
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    follow_links: bool = False,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    **options: Any,
+) -> DiffReport:
+    """Compares two checkpoints of any formats and layouts, tensor by tensor in the model's own shapes.
+
+    The process that calls this does all of it, with threads. Under torchrun, too: call it on one rank, or have ranks share
+    the work with `torchrun ... -m distckpt_cli diff A B`.
+
+    Args:
+        a: The first, as for every command: a training root, an iteration, a file inside, a Hugging Face folder.
+        b: The second.
+        follow_links: Files of both may be links out of their folders.
+        listener: Told about progress; see `converters.events`.
+        stop: Polled between tiles; set it to end.
+        options: See `DiffOptions`.
+
+    Returns:
+        The answer, `identical`; `differing` are the tensors, `plan.matching.only` those that one side lacks,
+        `plan.arguments` and `plan.facts.differing` what else is not the same.
+
+    Raises:
+        FormatError: One of them cannot be read.
+        IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
+        RequestError: One is a Hugging Face folder of a model that the other cannot be, or nothing matches the patterns.
+        Interrupted: Asked to stop.
+    """
+    reader_a, reader_b = (open_checkpoint(path, follow_links=follow_links) for path in (a, b))
+    return run_diff(plan_diff(reader_a, reader_b, DiffOptions(**options)), listener=listener, stop=stop)
 
 
 def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffPlan:

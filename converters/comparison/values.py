@@ -42,11 +42,6 @@ class Tolerance:
     rtol: float = 0.0
     atol: float = 0.0
 
-    @classmethod
-    def of(cls, rtol: float | None, atol: float | None) -> Tolerance | None:
-        """The tolerance of two options; None if neither is used."""
-        return None if rtol is None and atol is None else cls(rtol or 0.0, atol or 0.0)
-
 
 class Spot(NamedTuple):
     """One element: its index in the tensor, and its value in A and in B."""

@@ -1,6 +1,6 @@
 """Whether a checkpoint is right: its structure, every record and checksum, its optimizer, and on request its values.
 
-    report = verify(open_checkpoint("ckpt/iter_0050000"), VerifyOptions(values=True))
+    report = verify("ckpt/iter_0050000", values=True)
     report.good, report.affected      # whether all is well; the tensors concerned
 
 Nothing is written but a manifest, where one is asked for and all is well. Files are read from front to back, once; what has
@@ -13,17 +13,19 @@ import contextlib
 import hashlib
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from converters.errors import FormatError, RequestError
+from converters.errors import DamagedFileError, FormatError, RequestError
 from converters.events import Phase, PlanReady
 from converters.execute.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
 from converters.execute.work_sharing import Crew
+from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, read_small, status
 from converters.io.memory import workers_and_memory
+from converters.keywords import keyword, with_keywords
 from converters.names import listed, printable
 from converters.verification.blocks import BLOCK_BYTES
 from converters.verification.duplicate_shards import find_twins
@@ -39,8 +41,7 @@ from converters.words import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.errors import DamagedFileError
-    from converters.events import Listener
+    from converters.events import Listener, StopFlag
     from converters.execute.manifest import Manifest
     from converters.execute.work_sharing import Sharing
     from converters.formats.base import Reader
@@ -54,9 +55,10 @@ class VerifyOptions:
 
     Attributes:
         quick: Structure only; no payload is read.
-        values: Look at the values of all tensors, too.
-        write_manifest: List the files with their SHA-256, if nothing is wrong.
-        threads: Workers in this process; None: see `workers_and_memory`.
+        values: Look at all values, too: NaN, Inf, zeros, denormals, constants, layers unlike the others.
+        write_manifest: List the files with their SHA-256, if nothing is wrong: `integrity.json`, as Megatron writes it, or
+            `distckpt-manifest.json` for formats that Megatron does not know.
+        threads: Workers in this process; None takes one for each core, 8 at most.
     """
 
     quick: bool = False
@@ -65,11 +67,46 @@ class VerifyOptions:
     threads: int | None = None
 
 
+@with_keywords(keyword(option.name, option.default, option.type) for option in fields(VerifyOptions))
 def verify(
-    reader: Reader,
-    options: VerifyOptions | None = None,
-    **sharing: Unpack[Sharing],
+    path: str | Path,
+    *,
+    format: str | None = None,
+    follow_links: bool = False,
+    listener: Listener | None = None,
+    stop: StopFlag | None = None,
+    **options: Any,
 ) -> Report:
+    """Checks a checkpoint of any format, and reports errors and warnings; executes nothing in it.
+
+    The process that calls this does all of it, with threads. Under torchrun, too: call it on one rank, or have ranks share
+    the work with `torchrun ... -m distckpt_cli verify CKPT`.
+
+    Args:
+        path: The checkpoint, as for every command: a training root, an iteration, a file inside.
+        format: Name of the format to read it as; None finds out.
+        follow_links: Files of it may be links out of its folder.
+        listener: Told about progress; see `converters.events`.
+        stop: Polled between blocks; set it to end.
+        options: See `VerifyOptions`.
+
+    Returns:
+        What was found; `good` is the answer. Also of a checkpoint so damaged that it cannot be opened.
+
+    Raises:
+        FormatError: Nothing there, or no checkpoint of a known format, or a file that may not be read.
+        RequestError: A manifest was asked for that there is no place for.
+        DestinationError: The manifest cannot be written.
+        Interrupted: Asked to stop.
+    """
+    try:
+        reader = open_checkpoint(path, format, follow_links=follow_links)
+    except DamagedFileError as error:
+        return unopened(error)
+    return verify_reader(reader, VerifyOptions(**options), listener=listener, stop=stop)
+
+
+def verify_reader(reader: Reader, options: VerifyOptions | None = None, **sharing: Unpack[Sharing]) -> Report:
     """Looks at a checkpoint and says what is wrong with it.
 
     Args:
@@ -125,7 +162,7 @@ class _Verification:
         self._threads = workers_and_memory(options.threads, None)[0]
 
     def run(self, sharing: Sharing) -> Report:
-        """See `verify`."""
+        """See `verify_reader`."""
         check_structure(self.report.check("structure"), self.catalog)
         if self.options.write_manifest and not self.catalog.path.is_dir():
             raise RequestError("a manifest lists the files of a folder; this checkpoint is a single file")

@@ -12,7 +12,18 @@ from converters.names import quoted
 from distckpt_cli.choices import ARCHITECTURES
 from distckpt_cli.console import UsageProblem
 from distckpt_cli.exits import ExitCode
-from distckpt_cli.options import Looking, MaxMemory, buffer_bytes, flag, output, panel, resolve_word, spread, value
+from distckpt_cli.options import (
+    Looking,
+    MaxMemory,
+    buffer_bytes,
+    flag,
+    options_set,
+    output,
+    panel,
+    resolve_word,
+    spread,
+    value,
+)
 
 _panel = panel("What to compare")
 
@@ -73,22 +84,14 @@ def diff(
         raise UsageProblem("--quick compares no values, so a tolerance has no effect")
     console = looking.console
     from converters.comparison.compare import DiffOptions, plan_diff, run_diff
-    from converters.comparison.values import Tolerance
     from converters.formats import open_checkpoint
     from converters.models import by_name
     from distckpt_cli import differences
 
     resolve_word(by_name, comparison.arch)
-    options = DiffOptions(
-        tolerance=Tolerance.of(comparison.rtol, comparison.atol),
-        tensors=tuple(comparison.tensors or ()),
-        ignore=tuple(comparison.ignore or ()),
-        quick=comparison.quick,
-        arch=comparison.arch,
-        vocab_size=comparison.vocab_size,
-        max_memory=buffer_bytes(comparison.max_memory),
-        threads=looking.threads,
-    )
+    asked = {name: value for name, value in options_set(comparison).items() if name not in ("args", "flat")}
+    asked |= {"max_memory": buffer_bytes(comparison.max_memory), "threads": looking.threads}
+    options = DiffOptions(**asked)
     names = quoted(a), quoted(b)
     follow = looking.follow_links
     readers = open_checkpoint(a, follow_links=follow), open_checkpoint(b, follow_links=follow)

@@ -66,7 +66,7 @@ def verify(
     console = looking.console
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
-    from converters.verification.run import VerifyOptions, unopened, verify
+    from converters.verification.run import VerifyOptions, unopened, verify_reader
 
     options = VerifyOptions(**vars(checks), threads=looking.threads)
     try:
@@ -75,7 +75,7 @@ def verify(
         report = unopened(error)
     else:
         with looking.watched(console) as watched:
-            report = verify(reader, options, **watched)
+            report = verify_reader(reader, options, **watched)
     if looking.as_json:
         console.document("distckpt.verify/1", report.document())
     else:

@@ -14,7 +14,6 @@ import pytest
 
 from converters.comparison.compare import DiffOptions, plan_diff, run_diff
 from converters.comparison.pairs import Side
-from converters.comparison.values import Tolerance
 from converters.errors import IntegrityError, Interrupted, RequestError
 from converters.events import Moved, PlanReady, StopFlag
 from converters.formats import open_checkpoint
@@ -277,13 +276,13 @@ def test_tolerances_and_types(tmp_path):
     assert all(t.values.rounds_b and not t.values.rounds_a for t in report.tensors)
     furthest = max(t.values.max_rel for t in report.tensors)
     assert 2**-10 < furthest <= 2**-8
-    assert diff(half, single, tolerance=Tolerance(rtol=furthest)).identical
-    assert not diff(half, single, tolerance=Tolerance(rtol=furthest * 0.99)).identical
+    assert diff(half, single, rtol=furthest).identical
+    assert not diff(half, single, rtol=furthest * 0.99).identical
     apart = max(t.values.max_abs for t in report.tensors)
-    assert diff(half, single, tolerance=Tolerance(atol=apart)).identical
-    assert not diff(half, single, tolerance=Tolerance(atol=apart * 0.99)).identical
+    assert diff(half, single, atol=apart).identical
+    assert not diff(half, single, atol=apart * 0.99).identical
     assert not diff(half, single, quick=True).identical
-    assert diff(half, half, tolerance=Tolerance()).identical
+    assert diff(half, half, rtol=0).identical
 
 
 # ---------------------------------------------------------------------- reading

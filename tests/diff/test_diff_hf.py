@@ -9,7 +9,6 @@ import pytest
 
 from converters.comparison.compare import DiffOptions, plan_diff, run_diff
 from converters.comparison.pairs import Side
-from converters.comparison.values import Tolerance
 from converters.dtypes import from_option
 from converters.formats import open_checkpoint
 from converters.models import ARCHITECTURES, llama
@@ -121,12 +120,12 @@ def test_a_cast_is_within_tolerance_and_said_to_be_rounded(exported):
     assert all(not t.same_type and t.values.rounds_a for t in report.tensors)
     assert {t.status for t in report.tensors} <= {"type", "different"}
     furthest = max(t.values.max_rel for t in report.tensors)
-    assert diff(golden(LLAMA), folder, tolerance=Tolerance(rtol=max(furthest, 1e-9))).identical
+    assert diff(golden(LLAMA), folder, rtol=max(furthest, 1e-9)).identical
     wider = exported(LLAMA, dtype=from_option("fp32"))
     report = diff(golden(LLAMA), wider)
     assert {t.status for t in report.tensors} == {"type"}
     assert not report.identical
-    assert diff(golden(LLAMA), wider, tolerance=Tolerance()).identical
+    assert diff(golden(LLAMA), wider, rtol=0).identical
 
 
 def test_shifted_norms_are_compared_in_the_type_of_the_export(exported):

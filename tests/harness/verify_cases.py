@@ -7,7 +7,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING
 
 from converters.formats import open_checkpoint
-from converters.verification.run import VerifyOptions, verify
+from converters.verification.run import VerifyOptions, verify_reader
 from distckpt_cli.app import main
 from harness.support import GOLDEN
 
@@ -32,7 +32,7 @@ def cli(*args: str | Path) -> tuple[int, str, str]:
 
 
 def found(folder: Path, **options) -> Report:
-    return verify(open_checkpoint(folder), VerifyOptions(**options))
+    return verify_reader(open_checkpoint(folder), VerifyOptions(**options))
 
 
 def text_of(report: Report) -> str:

@@ -22,7 +22,7 @@ from converters.megatron.layout import Layout
 from converters.optimizer.state import optimizer_state
 from converters.optimizer.storage import complete_masters, keeps_remainders
 from converters.pickles.nodes import Global, fields, set_field
-from converters.verification.run import VerifyOptions, verify
+from converters.verification.run import VerifyOptions, verify_reader
 from converters.write.container import plan_torch
 from converters.write.legacy import plan_legacy
 from converters.write.reshard import plan_reshard
@@ -127,7 +127,7 @@ def test_other_layouts_and_formats_hold_the_same(name, tmp_path):
         found = load_ranks(tmp_path / result, Layout(), 0, optimizer=True)
         for key, value in wanted.items():
             assert value is None or same(found[key].float().numpy(), value.float().numpy()), key
-        report = verify(reader, VerifyOptions(values=True))
+        report = verify_reader(reader, VerifyOptions(values=True))
         assert report.good, str(report)
         assert report.check("optimizer").summary.startswith("15 master weights round to the weights")
 
@@ -141,7 +141,7 @@ def test_a_rank_gets_fp32_masters(name, expected):
 
 @pytest.mark.parametrize("name", [*NAMES, "hy16_dpr_tp2dp2", "gdn16_dpr_tp2dp2"])
 def test_verify_is_silent(name):
-    report = verify(open_checkpoint(golden(name)), VerifyOptions(values=True))
+    report = verify_reader(open_checkpoint(golden(name)), VerifyOptions(values=True))
     assert not any(check.findings for check in report.checks), str(report)
     assert report.check("optimizer").skipped == (name in NAMES)
     assert ("not checked" in report.check("optimizer").summary) == (name in NAMES)
@@ -287,7 +287,7 @@ def test_plain_masters_of_a_precision_aware_job_stay_plain(tmp_path):
     source = changed_copy("pao16_full_tp2dp2", tmp_path / "iter_0000010", plain_masters)
     found = optimizer_state(open_checkpoint(source)).tensors
     assert all(info.remainders is None for info in found.values())
-    assert verify(open_checkpoint(source)).good
+    assert verify_reader(open_checkpoint(source)).good
     plan, _ = reshard(source, tmp_path / "out", {"tp": 2})
     assert "use_precision_aware_optimizer" not in plan.facts["changed_args"]
 
@@ -321,7 +321,7 @@ def test_a_state_that_may_be_shifted(values, tmp_path):
     lost = with_args(changed_copy("pao16_full_tp2dp2", tmp_path / "b" / "iter_0000010", shifted), **values)
     with pytest.raises(RequestError, match="may have been saved shifted"):
         optimizer_state(open_checkpoint(lost))
-    report = verify(open_checkpoint(lost))
+    report = verify_reader(open_checkpoint(lost))
     assert report.good
     assert "may have been saved shifted" in report.check("optimizer").summary
 

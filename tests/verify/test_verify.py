@@ -28,7 +28,7 @@ from converters.io.arithmetic import Arithmetic, examine_blocks
 from converters.optimizer.state import optimizer_state
 from converters.pickles.nodes import fields
 from converters.verification.report import Check
-from converters.verification.run import VerifyOptions, verify
+from converters.verification.run import VerifyOptions, verify_reader
 from converters.verification.structure import check_structure
 from converters.verification.values import Stats, count, judge_values
 from harness.checkpoints import copy_golden, edit_metadata, flip, golden, payloads, run_cli, tree, truth, write_llama
@@ -182,7 +182,7 @@ def test_a_stale_file_is_told(tmp_path):
 def test_arguments_that_do_not_fit():
     reader = open_checkpoint(golden("qwen2_weights_tp2pp2"))
     reader.catalog = replace(reader.catalog, args={**reader.catalog.args, "num_layers": 4})
-    report = verify(reader, VerifyOptions(quick=True))
+    report = verify_reader(reader, VerifyOptions(quick=True))
     assert "args say num_layers 4, but the checkpoint holds 2 layers" in text_of(report)
 
 
@@ -225,7 +225,7 @@ def test_state_that_megatron_did_save_shifted():
     right = agree["param"]
     assert right <= agree["exp_avg"]  # where the master weight is right, so are the moments
     assert right <= agree["exp_avg_sq"]
-    report = verify(reader)
+    report = verify_reader(reader)
     headline, saved, *details = report.check("optimizer").findings
     assert 0 < len(right) < 15
     assert headline.message.startswith(
@@ -303,11 +303,11 @@ def test_a_tied_output_layer_that_differs(tmp_path):
     """Both are stored, and the arguments say that they are one."""
     reader = open_checkpoint(golden("llama_adam_tp2pp2"))
     assert {"output_layer.weight", "embedding.word_embeddings.weight"} <= reader.catalog.weights.keys()
-    assert not any(c.name == "copies" for c in verify(reader).checks)
+    assert not any(c.name == "copies" for c in verify_reader(reader).checks)
     args = {**reader.catalog.args, "untie_embeddings_and_output_weights": False}
     reader.catalog = replace(reader.catalog, args=args)
-    assert "output_layer.weight" in text_of(verify(reader))
-    assert "differ from embedding.word_embeddings.weight" in text_of(verify(reader))
+    assert "output_layer.weight" in text_of(verify_reader(reader))
+    assert "differ from embedding.word_embeddings.weight" in text_of(verify_reader(reader))
 
 
 # ---------------------------------------------------------------------- values
@@ -549,7 +549,7 @@ def test_a_manifest_is_complete_or_absent(tmp_path, monkeypatch):
 def test_events_and_interruption(tmp_path):
     reader = open_checkpoint(golden("llama_adam_tp2pp2"))
     events = []
-    report = verify(reader, VerifyOptions(values=True), listener=events.append)
+    report = verify_reader(reader, VerifyOptions(values=True), listener=events.append)
     (plan,) = [e for e in events if isinstance(e, PlanReady)]
     assert plan.files == report.files == sum(isinstance(e, FileDone) for e in events)
     assert sum(e.nbytes for e in events if isinstance(e, Moved)) == report.bytes_read
@@ -557,7 +557,7 @@ def test_events_and_interruption(tmp_path):
     stop = StopFlag()
     stop.set(2)
     with pytest.raises(Interrupted):
-        verify(reader, stop=stop)
+        verify_reader(reader, stop=stop)
     assert not [t for t in threading.enumerate() if t.name.startswith("distckpt")]
 
 
@@ -569,14 +569,14 @@ def test_a_checkpoint_that_changes_meanwhile(tmp_path):
         if isinstance(event, FileDone):
             os.utime(copy / "__0_0.distcp", ns=(1, 1))
 
-    assert "changed while it was read" in text_of(verify(reader, listener=meddle))
+    assert "changed while it was read" in text_of(verify_reader(reader, listener=meddle))
 
 
 def test_a_manifest_needs_a_folder(tmp_path):
     reader = open_checkpoint(golden("qwen2_weights_tp2pp2"))
     reader.catalog = replace(reader.catalog, path=golden("qwen2_weights_tp2pp2") / "common.pt")
     with pytest.raises(RequestError, match="lists the files of a folder"):
-        verify(reader, VerifyOptions(write_manifest=True))
+        verify_reader(reader, VerifyOptions(write_manifest=True))
 
 
 @pytest.mark.parametrize("damaged", [False, True])

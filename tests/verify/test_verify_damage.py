@@ -20,7 +20,7 @@ import pytest
 
 from converters.execute.manifest import write_manifest
 from converters.formats import open_checkpoint
-from converters.verification.run import verify
+from converters.verification.run import verify_reader
 from distckpt_cli.app import main
 from harness.checkpoints import flip, golden, payloads, tree
 from harness.conformance import _poison as poison
@@ -92,7 +92,7 @@ def source(request, tmp_path):
 @pytest.mark.parametrize("damage", CATALOGUE, ids=lambda d: d.__name__)
 def test_catalogue_of_damage(damage, source):
     """17 of 18 without a manifest, 18 with one. Only records of equal shape that were swapped look right without."""
-    before = verify(open_checkpoint(source))
+    before = verify_reader(open_checkpoint(source))
     assert before.good, text_of(before)
     digests = {name: _sha256(source / name) for name in tree(source)}
     damage(source)
@@ -166,13 +166,13 @@ def test_every_flipped_bit_of_a_payload_is_found(name, tmp_path):
     reader = open_checkpoint(place)
     chunks = payloads(place)
     weights = [size for *_, size in chunks]
-    assert verify(reader).good
+    assert verify_reader(reader).good
     missed = []
     for _ in range(FLIPS // len(FORMATS)):
         tensor, path, at, size = rng.choices(chunks, weights)[0]
         where, mask = at + rng.randrange(size), 1 << rng.randrange(8)
         flip(path, where, mask)
-        report = verify(reader)
+        report = verify_reader(reader)
         check = report.check("checksums")
         named = [f for f in check.findings if f.file == str(path.relative_to(copy))]
         if reader.catalog.tensors[tensor].opaque:  # the parameters in the bucket are named, or, for its padding, itself
@@ -188,7 +188,7 @@ def test_every_flipped_bit_of_a_payload_is_found(name, tmp_path):
             missed.append((tensor, path.name, where, mask))
         flip(path, where, mask)
     assert missed == []
-    assert verify(reader).good
+    assert verify_reader(reader).good
 
 
 def test_torch_loads_a_flipped_bit_silently(tmp_path):
@@ -243,7 +243,7 @@ def test_flips_outside_of_tensors_are_found_too(member, tmp_path):
     crc = zlib.crc32(path.read_bytes())
     flip(path, at, 1)
     assert zlib.crc32(path.read_bytes()) != crc
-    report = verify(reader)
+    report = verify_reader(reader)
     assert not report.good
     assert path.name in text_of(report)
 
@@ -400,9 +400,9 @@ def test_a_flipped_last_byte_is_an_answer_and_hostile_files_are_none(tmp_path):
 def test_a_missing_file_is_not_called_wrong_masters(tmp_path):
     """What cannot be read is neither right nor wrong, and is not among the records that were read."""
     shutil.copytree(GOLDEN / DIST, tmp_path / "whole")
-    whole = {check.name: check.summary for check in verify(open_checkpoint(tmp_path / "whole")).checks}
+    whole = {check.name: check.summary for check in verify_reader(open_checkpoint(tmp_path / "whole")).checks}
     (tmp_path / "whole" / "iter_0000010" / "__1_0.distcp").unlink()
-    report = verify(open_checkpoint(tmp_path / "whole"))
+    report = verify_reader(open_checkpoint(tmp_path / "whole"))
     summary = report.check("records").summary
     lost = int(re.search(r"(\d+) records of missing files could not be read", summary)[1])
     read = int(re.match(r"(\d+) records hold", summary)[1])
@@ -416,7 +416,7 @@ def test_remainders_without_a_common_state(name, tmp_path, capsys):
     """Only what is missing is wrong, and what reshard hints at works."""
     shutil.copytree(GOLDEN / name, tmp_path / "src")
     next((tmp_path / "src").rglob("common.pt")).unlink()
-    report = verify(open_checkpoint(tmp_path / "src"))
+    report = verify_reader(open_checkpoint(tmp_path / "src"))
     assert [f.severity for f in report.check("optimizer").findings] in ([], ["unchecked"])
     assert len([f for c in report.checks for f in c.findings if f.severity == "error"]) == 1
     assert main(["reshard", str(tmp_path / "src"), str(tmp_path / "out"), "--tp", "1", "--progress", "off"]) == 4

@@ -15,7 +15,7 @@ from converters.execute.work_sharing import Crew
 from converters.formats import open_checkpoint
 from converters.verification import files as reading
 from converters.verification.files import FileRead, FileTask
-from converters.verification.run import VerifyOptions, verify
+from converters.verification.run import VerifyOptions, verify_reader
 from harness.checkpoints import flip, payloads, write_llama
 from harness.support import GOLDEN
 from harness.verify_cases import found, golden_folder, opened
@@ -103,7 +103,7 @@ def test_pieces_are_shared_and_each_byte_is_read_once(small, tmp_path, monkeypat
         moved(self, event, nbytes)
 
     monkeypatch.setattr(Crew, "moved", watched)
-    report = verify(
+    report = verify_reader(
         reader, VerifyOptions(threads=3), listener=lambda e: done.append(e) if isinstance(e, FileDone) else None
     )
     assert report.good

@@ -366,7 +366,7 @@ def test_moments_of_an_unknown_optimizer_are_not_judged(changes, copy):
     from dataclasses import replace
 
     from converters.verification.run import VerifyOptions
-    from converters.verification.run import verify as run
+    from converters.verification.run import verify_reader as run
 
     place = copy(DIST)
     moments_exchanged(place)
@@ -509,7 +509,7 @@ def test_arguments_of_another_job(copy):
     from dataclasses import replace
 
     from converters.verification.run import VerifyOptions
-    from converters.verification.run import verify as run
+    from converters.verification.run import verify_reader as run
 
     for args, words in (
         ({"world_size": 2}, "__2_0.distcp is of rank 2, the arguments are those of a job of 2 ranks"),

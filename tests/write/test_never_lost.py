@@ -25,7 +25,7 @@ from converters.formats.registry import REGISTRY
 from converters.loading.loader import load
 from converters.megatron.layout import Layout
 from converters.names import fold
-from converters.verification import verify
+from converters.verification.run import verify
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.export import plan_export
 from converters.write.import_hf import plan_import

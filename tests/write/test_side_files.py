@@ -9,7 +9,7 @@ import pytest
 
 from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
-from converters.verification import verify
+from converters.verification.run import verify
 from converters.write.convert import WRITERS, plan_convert
 from converters.write.export import plan_export
 from converters.write.reshard import plan_reshard
