@@ -14,7 +14,7 @@ from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters.dtypes import from_option
-from converters.errors import RequestError
+from converters.errors import RequestError, UsageError
 from converters.formats import open_checkpoint
 from converters.keywords import keyword, with_keywords
 from converters.megatron.identity import identify
@@ -74,9 +74,9 @@ def target_layout(catalog: Catalog, sizes: Mapping[str, Any]) -> Layout:
 def _saved_layout(catalog: Catalog) -> Layout:
     if not catalog.megatron:
         return Layout()
-    saved, seen = Layout.saved(catalog), identify(catalog).layout
+    saved, identified = Layout.saved(catalog), identify(catalog).layout
     # where no argument says it, the random states or the pieces of the tensors do
-    observed = {name: size for name in ("tp", "pp", "dp") if (size := getattr(seen, name)) is not None}
+    observed = {name: size for name in ("tp", "pp", "dp") if (size := getattr(identified, name)) is not None}
     return saved.changed(**{name: size for name, size in observed.items() if size != getattr(saved, name)})
 
 
@@ -115,23 +115,31 @@ def plan_command(
     """
     sizes, into = {k: v for k, v in (layout or {}).items() if v is not None}, named_path(destination)
     if command == "import-hf":
-        more = {"follow_links": follow_links} | dict(options)
-        return plan_import(source, into, Layout().changed(**sizes), ImportOptions(**more))
+        import_options = {"follow_links": follow_links} | dict(options)
+        return plan_import(source, into, Layout().changed(**sizes), ImportOptions(**import_options))
     reader = open_checkpoint(source, format, follow_links=follow_links)
     catalog = reader.catalog
     if command == "export-hf":
         return plan_export(reader, into, ExportOptions(**options))
     if command == "convert":
-        words = dict(options)
-        to = words.pop("to")
+        writer_options = dict(options)
+        to = writer_options.pop("to")
         if to not in WRITERS or not WRITERS[to].layout:
-            return plan_convert(reader, into, to, options=words)
+            return plan_convert(reader, into, to, options=writer_options)
         with _kept_sizes_named(_saved_layout(catalog), sizes):
-            return plan_convert(reader, into, to, layout=target_layout(catalog, sizes), options=words)
+            return plan_convert(reader, into, to, layout=target_layout(catalog, sizes), options=writer_options)
     if command == "edit-args":
         return plan_edit(reader, into, EditOptions(**options))
     if command == "strip":
         return _plan_strip(reader, into, options)
+    changes = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(WriteOptions)}
+    if not sizes and not any(options.get(name) is not None for name in changes):
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in LAYOUT_OPTIONS)
+        raise UsageError(
+            "reshard needs at least one change",
+            hint=f"give at least one of {names}, or an option of what to carry over, such as --optimizer; what is not given "
+            "stays as it is. `distckpt inspect CKPT` shows what it is",
+        )
     with _kept_sizes_named(_saved_layout(catalog), sizes):
         return plan_reshard(reader, into, target_layout(catalog, sizes), ReshardOptions(**options))
 
@@ -139,11 +147,11 @@ def plan_command(
 def _plan_strip(reader: Reader, into: Path, options: Mapping[str, Any]) -> Conversion:
     """The weights and their extra states alone, in the format and layout that they have, written like any reshard."""
     catalog = reader.catalog
-    layout, less = _saved_layout(catalog), {"optimizer": "none", "rng": "drop", "extra_state": "keep", **options}
+    layout, kept_state = _saved_layout(catalog), {"optimizer": "none", "rng": "drop", "extra_state": "keep", **options}
     if catalog.format == "torch_dist":
-        return replace(plan_reshard(reader, into, layout, ReshardOptions(**less)), command="strip")
+        return replace(plan_reshard(reader, into, layout, ReshardOptions(**kept_state)), command="strip")
     if catalog.format == "legacy":
-        return replace(plan_convert(reader, into, "legacy", layout=layout, options=less), command="strip")
+        return replace(plan_convert(reader, into, "legacy", layout=layout, options=kept_state), command="strip")
     raise RequestError(
         f"strip keeps the format, and distckpt does not write {catalog.format}",
         hint="distckpt convert CKPT DST --to safetensors keeps the weights",
@@ -195,16 +203,7 @@ def reshard(src: str | Path, dst: str | Path, **options: Any) -> WriteReport:
         IntegrityError: It is damaged.
         DestinationError: The destination cannot be written.
     """
-    _refuse_no_change(options)
     return _carry_out("reshard", src, dst, options)
-
-
-def _refuse_no_change(options: Mapping[str, Any]) -> None:
-    changes = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(WriteOptions)}
-    if not any(options.get(name) is not None for name in (*LAYOUT_OPTIONS, *changes)):
-        raise RequestError(
-            "reshard needs at least one change", hint=f"give at least one of {', '.join(LAYOUT_OPTIONS)}"
-        )
 
 
 def convert(src: str | Path, dst: str | Path, *, to: str, **options: Any) -> WriteReport:

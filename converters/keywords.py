@@ -23,8 +23,8 @@ def with_keywords(keywords: Iterable[inspect.Parameter]) -> Callable[[_Function]
     def wrap(function: _Function) -> _Function:
         signature = inspect.signature(function)
         parameters = {n: p for n, p in signature.parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-        more = [parameter for parameter in keywords if parameter.name not in parameters]
-        signature = signature.replace(parameters=[*parameters.values(), *more])
+        added = [parameter for parameter in keywords if parameter.name not in parameters]
+        signature = signature.replace(parameters=[*parameters.values(), *added])
 
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Words:
-    """The words that an option takes: the shell completes them, `spread` refuses all others.
+    """The words that an option takes: the shell completes them, `check` refuses all others.
 
     Attributes:
         words: Lists them; called only when one is needed, as they may lie in modules that take long to import.
@@ -32,6 +32,18 @@ class Words:
     def complete(self, incomplete: str) -> list[str]:
         """The words that begin so."""
         return [word for word in self.words() if word.startswith(incomplete)]
+
+    def check(self, context: typer.Context, param: typer.CallbackParam, value: str | None) -> str | None:
+        """Refuses other words, as Typer's callback of the option.
+
+        Raises:
+            UsageProblem: It is one.
+        """
+        if value is not None and self.strict:
+            source = context.get_parameter_source(str(param.name))
+            in_environment = source is not None and source.name == "ENVIRONMENT"
+            check_choice(str(param.envvar) if in_environment else max(param.opts, key=len), value, self.words())
+        return value
 
 
 def choice(*words: str) -> Words:

@@ -196,10 +196,10 @@ class Console:
         if len(texts) > len(shown):
             self.fact("", f"and {len(texts) - len(shown):,} more (-v)")
 
-    def read_fact(self, what: str, nbytes: int, seconds: float, more: str = "") -> None:
+    def read_fact(self, sources: str, nbytes: int, seconds: float, remark: str = "") -> None:
         """Prints what was read, the time it took, and the rate."""
         rate = f", {format_size(nbytes / seconds)}/s" if seconds > 0.05 else ""
-        self.fact("read", f"{what}, {seconds:.1f} s{rate}{more}")
+        self.fact("read", f"{sources}, {seconds:.1f} s{rate}{remark}")
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
         """The answer as one JSON document with its schema's name; ASCII only, so that no name can act on a terminal.
@@ -214,10 +214,6 @@ class Console:
     def note(self, text: str) -> None:
         """Something worth knowing, on stderr."""
         self.label("note:", text, "hint")
-
-    def warn(self, text: str) -> None:
-        """A warning on stderr; shown even when quiet."""
-        self._err(f"{self.style('warning:', 'warning', 'err')} {printable(text)}")
 
     def label(self, word: str, text: str, style: str = "bold") -> None:
         """A labelled line on stderr: `resuming  40 of 64 files already done`."""
@@ -235,9 +231,9 @@ class Console:
             self._err_lines("hint:", "hint", error.hint)
 
     def _err_lines(self, word: str, style: str, text: str) -> None:
-        first, *rest = text.splitlines() or [""]
+        first, *further_lines = text.splitlines() or [""]
         self._err(f"{self.style(word.ljust(6), style, 'err')} {printable(first)}")
-        for line in rest:
+        for line in further_lines:
             self._err(f"       {printable(line)}")
 
     def _wrap(self, text: str, indent: int) -> list[str]:

@@ -80,8 +80,8 @@ def _show_structure(console: Console, report: DiffReport) -> None:
     matching = report.plan.matching
     both = len(matching.pairs) + len(matching.shapes)
     types = _type_lines(report)
-    trouble = bool(any(matching.only) or matching.shapes or types)
-    text = f"{both:,} in both" + ("" if trouble else ", with the same shapes and types")
+    is_different = bool(any(matching.only) or matching.shapes or types)
+    text = f"{both:,} in both" + ("" if is_different else ", with the same shapes and types")
     console.fact("tensors", text if both else "none in both")
     for number, side in enumerate(report.plan.sides):
         console.facts(f"only in {side.label}", _lines_of_one_side(report, number), style="error")
@@ -97,12 +97,12 @@ def _show_structure(console: Console, report: DiffReport) -> None:
 
 def _lines_of_one_side(report: DiffReport, number: int) -> list[str]:
     """Tensors that one side has; its whole optimizer as one line if the other side has none."""
-    names, other = report.plan.matching.only[number], report.plan.sides[1 - number]
+    names, other_side = report.plan.matching.only[number], report.plan.sides[1 - number]
     state = [name for name in names if name.startswith("optimizer.")]
-    if not state or any(name.startswith("optimizer.") for name in other.tensors):
+    if not state or any(name.startswith("optimizer.") for name in other_side.tensors):
         return folded(names)
-    rest = folded(name for name in names if not name.startswith("optimizer."))
-    return [*rest, f"the optimizer state ({counted(len(state), 'tensor')})"]
+    weights = folded(name for name in names if not name.startswith("optimizer."))
+    return [*weights, f"the optimizer state ({counted(len(state), 'tensor')})"]
 
 
 def _type_lines(report: DiffReport) -> list[str]:
@@ -110,15 +110,15 @@ def _type_lines(report: DiffReport) -> list[str]:
     for (types_a, types_b), tensors in _grouped((t.types, t) for t in report.tensors if not t.same_type).items():
         a, b = ("/".join(kind.short for kind in kinds) for kinds in (types_a, types_b))
         values = [t.values for t in tensors if t.values is not None]
-        more = ""
+        remark = ""
         if values and len(values) == len(tensors):
             if not any(v.unequal for v in values):
-                more = "; the values are the same"
+                remark = "; the values are the same"
             elif all(v.rounds_a for v in values):
-                more = "; B is A, rounded"
+                remark = "; B is A, rounded"
             elif all(v.rounds_b for v in values):
-                more = "; A is B, rounded"
-        out.append(f"{a} in A, {b} in B ({_name_or_count([t.name for t in tensors])}){more}")
+                remark = "; A is B, rounded"
+        out.append(f"{a} in A, {b} in B ({_name_or_count([t.name for t in tensors])}){remark}")
     return out
 
 
@@ -203,8 +203,8 @@ def _agreeing_arguments(report: DiffReport) -> str:
 
 def _agreeing_state(report: DiffReport) -> str:
     compared = report.plan.facts.compared
-    one = len(compared) == 1 and not compared[0].endswith("s")
-    return f"{', '.join(compared)} agree{'s' if one else ''}" if compared else ""
+    is_singular = len(compared) == 1 and not compared[0].endswith("s")
+    return f"{', '.join(compared)} agree{'s' if is_singular else ''}" if compared else ""
 
 
 # ---------------------------------------------------------------------- the end
@@ -276,12 +276,12 @@ def show_arguments(
         console.document("distckpt.diff/1", {"identical": not code, "arguments": [fact_document(f) for f in facts]})
         return code
     shown = [*both, *single[0], *single[1]] if flat else both
-    most = 10**9 if console.verbose else _CUT if console.width is None or console.width > 120 else 20
+    longest = 10**9 if console.verbose else _CUT if console.width is None or console.width > 120 else 20
     rows = [
         [
             f.group.removesuffix(" arguments"),
-            _format_value(f.a, most),
-            _format_value(f.b, most),
+            _format_value(f.a, longest),
+            _format_value(f.b, longest),
             f.name.partition(".")[2],
         ]
         for f in shown

@@ -89,8 +89,8 @@ def _wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int]:
         time.sleep(0.02)
     failed |= {rank: code for rank, code in enumerate(codes) if code}
     if living := [rank for rank, code in enumerate(codes) if code is None]:
-        what = f"{listed(failed)} ended with {', '.join(map(_describe_ending, failed.values()))}"
-        message = f"{what}; ending {listed(living)}, where it was not noticed"
+        cause = f"{listed(failed)} ended with {', '.join(map(_describe_ending, failed.values()))}"
+        message = f"{cause}; ending {listed(living)}, where it was not noticed"
         Console().error(Interrupted(signal.SIGTERM, message, hint=AGAIN), word="stopped")
         for rank in living:
             ranks[rank].terminate()

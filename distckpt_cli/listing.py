@@ -33,12 +33,12 @@ _BAR = 20
 
 
 def no_match_error(
-    what: str, pattern: str, names: Sequence[str], counts: tuple[str, str] | None = None
+    noun: str, pattern: str, names: Sequence[str], counts: tuple[str, str] | None = None
 ) -> RequestError:
     """No match: the error with the nearest pattern that has some, or with examples of names.
 
     Args:
-        what: What the names are of: "tensor".
+        noun: What the names are of: "tensor".
         counts: What is counted, one of them and several, where that is not all that a checkpoint has of it.
     """
     rows = folded(names)
@@ -53,18 +53,18 @@ def no_match_error(
     other_case = [name for name in names if matcher(pattern.lower())(name.lower())]
     if other_case:
         return RequestError(
-            f"no {what} matches {pattern!r}", hint=f"-i ignores the case: {counted(len(other_case), what)}"
+            f"no {noun} matches {pattern!r}", hint=f"-i ignores the case: {counted(len(other_case), noun)}"
         )
     count, meant = max(
         ((len(list(filter(matcher(glob), names))), glob) for glob in near + part), default=(0, ""), key=lambda c: c[0]
     )
     if count:
-        hint = f"did you mean '{meant}'?  ({counted(count, what)})"
+        hint = f"did you mean '{meant}'?  ({counted(count, noun)})"
     else:
         verb = "is" if len(names) == 1 else "are"
-        total, examples = counted(len(names), *(counts or (what,))), ", ".join(sorted(rows, key=len)[:3])
+        total, examples = counted(len(names), *(counts or (noun,))), ", ".join(sorted(rows, key=len)[:3])
         hint = f"there {verb} {total}, for example {examples}"
-    return RequestError(f"no {what} matches {pattern!r}", hint=hint)
+    return RequestError(f"no {noun} matches {pattern!r}", hint=hint)
 
 
 class Listing(ABC):

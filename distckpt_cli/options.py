@@ -13,8 +13,8 @@ import typer
 
 from converters.errors import RequestError
 from converters.remote.patience import RETRY_SECONDS, retry_for
-from distckpt_cli.choices import Words, check_choice, choice
-from distckpt_cli.console import COMMAND_LINE, Console, UsageProblem, parse_size
+from distckpt_cli.choices import Words, choice
+from distckpt_cli.console import Console, UsageProblem, parse_size
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _Value = TypeVar("_Value")
@@ -58,7 +58,7 @@ def value(
         settings: Further arguments of `typer.Option`.
     """
     if words is not None:
-        settings["autocompletion"] = words.complete
+        settings |= {"autocompletion": words.complete, "callback": words.check}
     return field(default=default, metadata={"option": option(*names, metavar=metavar, help=help, **settings)})
 
 
@@ -113,6 +113,7 @@ class Running(Speaking):
         resources,
         "N",
         "Workers; by default one for each core, 4 to 8; where an object store is read, 32.",
+        min=1,
     )
     rank_timeout: float = value(
         resources,
@@ -123,14 +124,6 @@ class Running(Speaking):
         min=0.1,
     )
     follow_links: FollowLinks = False
-
-    def __post_init__(self) -> None:
-        from distckpt_cli.progress import choose_mode
-
-        super().__post_init__()
-        choose_mode(self.progress)
-        if self.threads is not None and self.threads < 1:
-            raise UsageProblem(f"--threads {self.threads} is not a number of workers", hint="give 1 or more")
 
     @contextmanager
     def watched(self, console: Console) -> Iterator[dict[str, Any]]:
@@ -187,20 +180,6 @@ def spread(command: _Command) -> _Command:
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
-        for parameter in parameters:
-            option = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
-            words = getattr(getattr(option, "autocompletion", None), "__self__", None)
-            if (
-                option is not None
-                and isinstance(words, Words)
-                and words.strict
-                and isinstance(values[parameter.name], str)
-            ):
-                # Typer has the first name of an option in `Annotated` where its default was, before 0.9
-                names = [option.default, *(option.param_decls or ()), f"--{parameter.name.replace('_', '-')}"]
-                name = next(name for name in names if isinstance(name, str) and name.startswith("--"))
-                typed = any(word.partition("=")[0] == name for word in COMMAND_LINE.get())
-                check_choice(name if typed else option.envvar or name, values[parameter.name], words.words())
         options = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
         return command(**values, **options)
 

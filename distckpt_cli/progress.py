@@ -18,7 +18,6 @@ from converters.events import FileDone, Moved, Note, Phase, PlanReady, Resumed
 from converters.execute.ranks import Ranks
 from converters.names import printable
 from converters.words import format_size
-from distckpt_cli.choices import check_choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,18 +26,12 @@ if TYPE_CHECKING:
     from converters.events import Event
     from distckpt_cli.console import Console
 
-MODES = ("auto", "bar", "log", "off")
 _WINDOW = 30.0  # seconds over which the rate is averaged
 _REFRESH = 4  # times a second
 
 
 def choose_mode(mode: str, *, quiet: bool = False) -> str:
-    """The renderer for `--progress`: "bar", "log" or "off". Of several ranks only rank 0 shows anything.
-
-    Raises:
-        UsageProblem: No such mode.
-    """
-    check_choice("--progress", mode, MODES)
+    """The renderer for `--progress`: "bar", "log" or "off". Of several ranks only rank 0 shows anything."""
     if quiet or Ranks.from_environment().rank:
         return "off"
     if mode != "auto":

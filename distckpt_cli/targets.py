@@ -15,22 +15,18 @@ _layout, content = panel("Target layout"), panel("What to carry over")
 class TargetLayout:
     """The layout of the job that will load the result; None keeps the size that the source was saved with."""
 
-    tp: int | None = value(_layout, "T", "Tensor-parallel size.")
-    pp: int | None = value(_layout, "P", "Pipeline stages.")
-    vpp: int | None = value(_layout, "V", "Model chunks of each pipeline rank.")
-    ep: int | None = value(_layout, "E", "Expert-parallel size.")
-    etp: int | None = value(_layout, "X", "Tensor-parallel size of experts; follows --tp where it was the same.")
-    cp: int | None = value(_layout, "C", "Context-parallel size.")
-    dp: int | None = value(_layout, "D", "Data-parallel size; by default the source's, or the smallest that fits --ep.")
+    tp: int | None = value(_layout, "T", "Tensor-parallel size.", min=1)
+    pp: int | None = value(_layout, "P", "Pipeline stages.", min=1)
+    vpp: int | None = value(_layout, "V", "Model chunks of each pipeline rank.", min=1)
+    ep: int | None = value(_layout, "E", "Expert-parallel size.", min=1)
+    etp: int | None = value(_layout, "X", "Tensor-parallel size of experts; follows --tp where it was the same.", min=1)
+    cp: int | None = value(_layout, "C", "Context-parallel size.", min=1)
+    dp: int | None = value(
+        _layout, "D", "Data-parallel size; by default the source's, or the smallest that fits --ep.", min=1
+    )
     first_layers: int | None = value(_layout, "N", "Layers of the first pipeline stage.")
     last_layers: int | None = value(_layout, "N", "Layers of the last pipeline stage.")
     pp_layout: str | None = value(_layout, "STR", "Megatron's pipeline layout: 'Ettt|(tt|)*3,m|L'.")
-
-    def __post_init__(self) -> None:
-        for name in ("tp", "pp", "vpp", "ep", "etp", "cp", "dp"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UsageProblem(f"--{name} is {value}; it must be 1 or more")
 
 
 @dataclass(frozen=True)

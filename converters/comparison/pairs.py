@@ -196,15 +196,15 @@ def _in_order(a: Iterable[str], b: Iterable[str]) -> list[str]:
 
 def _match_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...], vocab: int | None) -> None:
     rows = min(a[0], b[0]) if a and b else 0
-    true = vocab if vocab is not None and is_vocabulary(parameter_of(name)) else None
-    if a != b and (true is None or len(a) != len(b) or a[1:] != b[1:] or true > rows):
+    trained = vocab if vocab is not None and is_vocabulary(parameter_of(name)) else None
+    if a != b and (trained is None or len(a) != len(b) or a[1:] != b[1:] or trained > rows):
         out.shapes[name] = a, b
         return
     copies, padding = [_same_box(name, Box.whole(b))], []
-    if true is not None and true < max(a[0], b[0]):
-        zero, rest = (0,) * (len(a) - 1), a[1:]
-        copies = [_same_box(name, Box((0, *zero), (true, *rest)))]
-        padding = [_same_box(name, Box((true, *zero), (rows - true, *rest)))] if rows > true else []
+    if trained is not None and trained < max(a[0], b[0]):
+        zero, other_axes = (0,) * (len(a) - 1), a[1:]
+        copies = [_same_box(name, Box((0, *zero), (trained, *other_axes)))]
+        padding = [_same_box(name, Box((trained, *zero), (rows - trained, *other_axes)))] if rows > trained else []
     differ = (a[0], b[0]) if a != b else None
     out.pairs.append(Pair(name, (name,), (name,), b, tuple(copies), tuple(padding), differ))
 

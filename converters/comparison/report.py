@@ -139,5 +139,5 @@ class DiffReport:
         return tuple(tensor for tensor in self.tensors if tensor.differs)
 
 
-def _several(number: int, word: str, words: str = "") -> str:
-    return counted(number, word, words) if number else ""
+def _several(number: int, noun: str, plural: str = "") -> str:
+    return counted(number, noun, plural) if number else ""

@@ -47,15 +47,16 @@ def described(value: Any) -> Any:
 def differences(a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None) -> Iterator[Leaf]:
     """Where two inert trees are not the same: `(path, value in A, value in B)`, values as plain data; the first of many.
 
+    Either may be `ABSENT`, which is another value than all others.
     Tensors are compared by type, shape and elements, wherever their storages lie in the two archives.
     """
     return islice(_walk(a, b, path, in_a, in_b, set(), 0), _MOST)
 
 
 def _walk(
-    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, seen: set[tuple[int, int]], depth: int
+    a: Any, b: Any, path: str, in_a: Archive | None, in_b: Archive | None, compared: set[tuple[int, int]], depth: int
 ) -> Iterator[Leaf]:
-    if a is b or (id(a), id(b)) in seen:  # a small pickle may share its parts 2^60 times
+    if a is b or (id(a), id(b)) in compared:  # a small pickle may share its parts 2^60 times
         return
     if depth > _DEPTH:
         yield path, "too deep to compare", "too deep to compare"
@@ -67,20 +68,17 @@ def _walk(
     below = _children(a), _children(b)
     if below[0] is None or below[1] is None:
         if not _same(a, b):
-            yield path, describe(a), describe(b)
+            yield path, described(a), described(b)
         return
     if below[0][0] != below[1][0]:
         yield path, below[0][0], below[1][0]
         return
-    seen.add((id(a), id(b)))
+    compared.add((id(a), id(b)))
     parts_a, parts_b = below[0][1], below[1][1]
     for key in dict.fromkeys((*parts_a, *parts_b)):
         inner = f"{path}.{key}" if path else str(key)
         x, y = parts_a.get(key, ABSENT), parts_b.get(key, ABSENT)
-        if x is ABSENT or y is ABSENT:
-            yield inner, described(x), described(y)
-        else:
-            yield from _walk(x, y, inner, in_a, in_b, seen, depth + 1)
+        yield from _walk(x, y, inner, in_a, in_b, compared, depth + 1)
 
 
 def _same(a: Any, b: Any) -> bool:

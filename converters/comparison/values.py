@@ -94,21 +94,21 @@ class Difference:
             return float(self.square_a == self.square_b)
         return max(-1.0, min(1.0, self.dot / math.sqrt(self.square_a) / math.sqrt(self.square_b)))
 
-    def add(self, more: Difference) -> None:
+    def add(self, part: Difference) -> None:
         """Adds further elements of the same tensor; sums depend on the order of the calls."""
-        if more.first is not None and (self.first is None or more.first.position < self.first.position):
-            self.first = more.first
-        if more.worst is not None and (
+        if part.first is not None and (self.first is None or part.first.position < self.first.position):
+            self.first = part.first
+        if part.worst is not None and (
             self.worst is None
-            or more.max_abs > self.max_abs
-            or (more.max_abs == self.max_abs and more.worst.position < self.worst.position)
+            or part.max_abs > self.max_abs
+            or (part.max_abs == self.max_abs and part.worst.position < self.worst.position)
         ):
-            self.worst = more.worst
-        self.max_abs, self.max_rel = max(self.max_abs, more.max_abs), max(self.max_rel, more.max_rel)
+            self.worst = part.worst
+        self.max_abs, self.max_rel = max(self.max_abs, part.max_abs), max(self.max_rel, part.max_rel)
         for name in ("elements", "differing", "unequal", "nan_a", "nan_b", "dot", "square_a", "square_b"):
-            setattr(self, name, getattr(self, name) + getattr(more, name))
-        self.rounds_a &= more.rounds_a
-        self.rounds_b &= more.rounds_b
+            setattr(self, name, getattr(self, name) + getattr(part, name))
+        self.rounds_a &= part.rounds_a
+        self.rounds_b &= part.rounds_b
 
 
 def prepared_type(kind: DType, op: Op, target: DType) -> DType:
@@ -170,9 +170,9 @@ class DifferenceOf:
         if special:
             finite = np.isfinite(a) & np.isfinite(b)
             sums = on.sums(*pairs, use=finite)
-        distance, other = on.distance(a, b), on.row(4, a)
+        distance, scratch = on.distance(a, b), on.row(4, a)
         larger = np.abs(a, out=on.row(3, a))
-        np.maximum(larger, np.abs(b, out=other), out=larger)
+        np.maximum(larger, np.abs(b, out=scratch), out=larger)
         equal, nans = distance == 0, (np.intp(0), np.intp(0))
         if special:
             nan_a, nan_b = np.isnan(a), np.isnan(b)
@@ -186,11 +186,11 @@ class DifferenceOf:
             distance[changed & (distance == 0)] = 1.0
         differs = ~equal if changed is None else changed
         if self.tolerance is not None:
-            np.add(np.multiply(larger, self.tolerance.rtol, out=other), self.tolerance.atol, out=other)
-            within = distance <= other
+            np.add(np.multiply(larger, self.tolerance.rtol, out=scratch), self.tolerance.atol, out=scratch)
+            within = distance <= scratch
             # an infinity is within rtol of an infinity, but of nothing else
             differs = ~(within if finite is None else equal | (within & finite))
-        relative = np.divide(distance, np.maximum(larger, _TINY, out=larger), out=other)
+        relative = np.divide(distance, np.maximum(larger, _TINY, out=larger), out=scratch)
         if special:
             relative[nan_a | nan_b] = 0.0
             relative[np.isinf(distance)] = math.inf

@@ -186,8 +186,8 @@ class Checkpoint:
 
     def _repr_html_(self) -> str:
         """The same in a notebook."""
-        (path, what), *lines = self._card()
-        return pairs_as_html(f"{path.strip()}: {what}", lines)
+        (path, title), *lines = self._card()
+        return pairs_as_html(f"{path.strip()}: {title}", lines)
 
     def _card(self) -> list[tuple[str, str]]:
         return [(printable(label), printable(text)) for label, text in card_lines(self.catalog, identify(self.catalog))]
@@ -237,22 +237,22 @@ class TensorSlice:
         shape: list[int] = []
         inner: list[int | slice] = []
         for axis, (word, size) in enumerate(zip(words, self.shape, strict=True)):
-            low, length, rest = _axis(axis, word, size)
+            low, length, inner_index = _axis(axis, word, size)
             start.append(low)
             shape.append(length)
-            inner.append(rest)
+            inner.append(inner_index)
         bits = self._checkpoint.read(self._info.name, Box(tuple(start), tuple(shape)))
         return self._checkpoint._convert(np.ascontiguousarray(bits[tuple(inner)]), self.dtype)
 
 
-def _axis(axis: int, word: Any, size: int) -> tuple[int, int, int | slice]:
+def _axis(axis: int, index: Any, size: int) -> tuple[int, int, int | slice]:
     """First element and length of what is read of an axis, and the index into that."""
-    if isinstance(word, slice):
-        low, high, step = word.indices(size)
+    if isinstance(index, slice):
+        low, high, step = index.indices(size)
         if step < 0:
             raise IndexError("a slice with a negative step is not read: flip the result instead")
         return low, max(0, high - low), slice(None, None, step)
-    position = int(word)
+    position = int(index)
     if not -size <= position < size:
         raise IndexError(f"index {position} is outside of axis {axis}, which has {size} elements")
     return position % size, 1, 0

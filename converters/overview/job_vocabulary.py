@@ -83,8 +83,8 @@ def vocabulary_findings(catalog: Catalog, job: Job) -> Iterator[Finding]:
         text += ": a legacy job loads exactly its rows"
         yield Finding("vocab", False, text, fixed=_rows_after(catalog, name, stored, tp, stated) == wanted)
     else:
-        rest = "the others are zero" if wanted > stored else "the padding is left out"
-        yield Finding("vocab", True, f"{text}: weights load with any padding, {rest}")
+        effect = "the others are zero" if wanted > stored else "the padding is left out"
+        yield Finding("vocab", True, f"{text}: weights load with any padding, {effect}")
     if buckets and not exact:
         layout = optimizer_layout(catalog).name
         if layout.endswith("fully_sharded_model_space"):

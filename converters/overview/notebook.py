@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def lines_as_html(lines: Sequence[str], *, good: bool) -> str:
     """A headline, green or red, and lines below it."""
-    head, *rest = lines or [""]
+    head, *lines_below = lines or [""]
     colour = "#1a7f37" if good else "#cf222e"
-    items = "".join(f"<li><code>{escape(printable(line))}</code></li>" for line in rest)
+    items = "".join(f"<li><code>{escape(printable(line))}</code></li>" for line in lines_below)
     return f'<div><b style="color:{colour}">{escape(printable(head))}</b>{f"<ul>{items}</ul>" if items else ""}</div>'
 
 

@@ -35,7 +35,7 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
     """
     catalog = reader.catalog
     identity = identify(catalog)
-    (path, what), *card = card_lines(catalog, identity)
+    (path, title), *card = card_lines(catalog, identity)
     dtypes: dict[str, int] = {}
     order = {"weight": 0, "other": 1, "optimizer": 2}
     tensors: list[list[Any]] = []
@@ -51,7 +51,7 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
         number = dtypes.setdefault(tensor.dtype.short, len(dtypes))
         tensors.append([printable(tensor.name), number, list(tensor.shape), tensor.nbytes, chunks])
     data = {
-        "title": printable(f"{path.strip()}  {what}"),
+        "title": printable(f"{path.strip()}  {title}"),
         "card": [[printable(label), printable(text)] for label, text in card],
         "checks": _checks(verification),
         "tree": [_branch(root) for root in module_tree(catalog.tensors.values())],

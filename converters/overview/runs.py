@@ -88,7 +88,7 @@ def survey(*paths: str | Path, follow_links: bool = False) -> Iterator[Checkpoin
     Raises:
         FormatError: A path does not exist, or may not be read.
     """
-    seen: set[Path] = set()
+    listed_paths: set[Path] = set()
     for path in paths:
         start = named_path(path)
         try:
@@ -98,8 +98,8 @@ def survey(*paths: str | Path, follow_links: bool = False) -> Iterator[Checkpoin
             raise FormatError(f"cannot read {start}: {error.strerror or error}") from error
         for checkpoint in checkpoints_below(start):
             real = checkpoint.resolve()
-            if real not in seen:
-                seen.add(real)
+            if real not in listed_paths:
+                listed_paths.add(real)
                 yield summarize(checkpoint, follow_links=follow_links)
 
 
@@ -168,11 +168,11 @@ def summarize(path: Path, *, follow_links: bool = False) -> CheckpointSummary:
         return CheckpointSummary(path, status, error.message, modified=modified, latest=latest)
     identity = identify(catalog)
     errors = [problem.message for problem in catalog.problems if problem.severity == "error"]
-    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    further = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     return CheckpointSummary(
         path,
         "incomplete" if errors else "complete",
-        errors[0] + more if errors else "",
+        errors[0] + further if errors else "",
         catalog.format,
         catalog.framework,
         _architecture_name(catalog, identity),

@@ -10,7 +10,7 @@ Quantiles are elements of the tensor, found by counting. Its elements are mapped
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from converters.errors import RequestError
 from converters.overview.checkpoint import as_numpy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -50,12 +50,12 @@ class Statistics:
     nan: int
     infinite: int
     zero: int
-    minimum: float | None
-    maximum: float | None
-    mean: float | None
-    std: float | None
-    norm: float | None
-    quantiles: dict[float, float]
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    norm: float | None = None
+    quantiles: dict[float, float] = field(default_factory=dict)
     histogram: tuple[int, ...] = ()
 
 
@@ -66,7 +66,6 @@ def tensor_statistics(
     *,
     quantiles: Sequence[float] = QUANTILES,
     bins: int = 0,
-    check: Callable[[], None] = lambda: None,
 ) -> Statistics:
     """Statistics of a tensor or of a box of it, in as many passes as an element has 16-bit halves, two at least.
 
@@ -76,7 +75,6 @@ def tensor_statistics(
         box: In its coordinates; None for all of it.
         quantiles: Fractions between 0 and 1.
         bins: Ranges of the histogram; 0 for none.
-        check: Called for each tile; raises to stop.
 
     Raises:
         RequestError: There is no such tensor, or its elements are complex.
@@ -85,18 +83,19 @@ def tensor_statistics(
     info = checkpoint.info(name)
     if info.dtype.name.startswith("complex"):
         raise RequestError(f"{name} is {info.dtype}: complex numbers have no order", hint="--slice shows values")
-    return _Pass(checkpoint, info, box or Box.whole(info.shape), check).statistics(quantiles, bins)
+    return _Passes(checkpoint, info, box or Box.whole(info.shape)).statistics(quantiles, bins)
 
 
-class _Pass:
-    def __init__(self, checkpoint: Checkpoint, info: TensorInfo, box: Box, check: Callable[[], None]) -> None:
-        self._checkpoint, self._info, self._box, self._check = checkpoint, info, box, check
+class _Passes:
+    """The passes over a box of a tensor."""
+
+    def __init__(self, checkpoint: Checkpoint, info: TensorInfo, box: Box) -> None:
+        self._checkpoint, self._info, self._box = checkpoint, info, box
 
     def _tiles(self) -> Iterator[tuple[NDArray[Any], NDArray[np.float64], int]]:
         """Order keys and values of the finite elements, and the number of NaN, tile by tile."""
         dtype = self._info.dtype
         for tile in contiguous_tiles(self._box, _TILE_BYTES // dtype.itemsize):
-            self._check()
             bits = self._checkpoint.read(self._info.name, tile).reshape(-1)
             values = as_numpy(bits, dtype).astype(np.float64)
             finite = np.isfinite(values)
@@ -112,8 +111,8 @@ class _Pass:
         low, high = math.inf, -math.inf
         halves = np.zeros(_HALF, np.int64)
         shift = max(0, 8 * dtype.itemsize - 16)
-        for keys, values, more in self._tiles():
-            nan += more
+        for keys, values, nan_count in self._tiles():
+            nan += nan_count
             count += values.size
             zero += int(np.count_nonzero(values == 0))
             if values.size:
@@ -124,7 +123,7 @@ class _Pass:
         numel = self._box.volume
         infinite = numel - count - nan
         if not count:
-            return Statistics(numel, nan, infinite, zero, None, None, None, None, None, {})
+            return Statistics(numel, nan, infinite, zero)
         mean = math.fsum(sums) / count
         ranks = {q: max(0, math.ceil(q * count) - 1) for q in quantiles}
         elements, spread, histogram = self._second(halves, set(ranks.values()), mean, low, high, bins)

@@ -48,7 +48,7 @@ def find_twins(
     reader: Reader,
     index: RecordIndex,
     tensors: Mapping[str, TensorInfo],
-    seen: Iterable[tuple[int, int]],
+    fingerprints: Iterable[tuple[int, int]],
 ) -> None:
     """Reports tensors that have the same elements in two places.
 
@@ -57,10 +57,10 @@ def find_twins(
         reader: The checkpoint.
         index: Its records.
         tensors: The tensors to be named.
-        seen: `(record, fingerprint)` of each.
+        fingerprints: `(record, fingerprint)` of each.
     """
     groups: list[list[int]] = []
-    for group in _equal(seen):
+    for group in _equal(fingerprints):
         if sum(map(len, groups)) < _MOST and _varied(reader, group[0]):
             groups.append(group)
     owners = index.tensors({record for group in groups for record in group}, tensors)
@@ -101,9 +101,9 @@ def _gate_and_up(info: TensorInfo, pair: tuple[int, int]) -> bool:
     return len(starts) == 2 and abs(starts[0][0] - starts[1][0]) == half and starts[0][1:] == starts[1][1:]
 
 
-def _equal(seen: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
+def _equal(fingerprints: Iterable[tuple[int, int]]) -> Iterator[list[int]]:
     """Records with the same fingerprint."""
-    pairs: NDArray[np.int64] = np.array([pair for pair in seen if pair[1]], np.int64).reshape(-1, 2)
+    pairs: NDArray[np.int64] = np.array([pair for pair in fingerprints if pair[1]], np.int64).reshape(-1, 2)
     pairs = pairs[np.argsort(pairs[:, 1], kind="stable")]
     edges = np.flatnonzero(np.diff(pairs[:, 1])) + 1
     for group in np.split(pairs[:, 0], edges) if len(edges) + 1 < len(pairs) else []:
@@ -124,9 +124,9 @@ def _varied(reader: Reader, record: int) -> bool:
     return False
 
 
-def _same(reader: Reader, one: int, other: int) -> bool:
+def _same(reader: Reader, record_a: int, record_b: int) -> bool:
     try:
-        return all(a == b for a, b in zip(_blocks(reader, one), _blocks(reader, other), strict=True))
+        return all(a == b for a, b in zip(_blocks(reader, record_a), _blocks(reader, record_b), strict=True))
     except (FormatError, ValueError):  # ends early
         return False
 

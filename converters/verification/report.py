@@ -65,17 +65,17 @@ class Check:
         if self.count[finding.severity] <= _KEPT:
             self.findings.append(finding)
 
-    def error(self, message: str, **more: Any) -> None:
+    def error(self, message: str, **details: Any) -> None:
         """Adds an error; see `Finding`."""
-        self.add(Finding("error", message, **more))
+        self.add(Finding("error", message, **details))
 
-    def warn(self, message: str, **more: Any) -> None:
+    def warn(self, message: str, **details: Any) -> None:
         """Adds a warning; see `Finding`."""
-        self.add(Finding("warning", message, **more))
+        self.add(Finding("warning", message, **details))
 
-    def leave(self, message: str, **more: Any) -> None:
+    def leave(self, message: str, **details: Any) -> None:
         """Adds something that is not checked because it is not understood, with the reason; see `Finding`."""
-        self.add(Finding("unchecked", message, **more))
+        self.add(Finding("unchecked", message, **details))
 
     def skip(self, reason: str) -> None:
         """Marks the check as not made."""
@@ -137,7 +137,7 @@ class Report:
             lines += [f"{c.name}: {f.message}" for c in self.checks for f in c.findings if f.severity == kind]
         left = errors + warnings - _SHOWN
         if self.unchecked:
-            lines[0] += f"; not checked: {self.unchecked[0]}" + _more(len(self.unchecked))
+            lines[0] += f"; not checked: {self.unchecked[0]}" + _and_more(len(self.unchecked))
         return "\n".join([*lines[: 1 + _SHOWN], *([f"and {left:,} more"] if left > 0 else [])])
 
     __repr__ = __str__
@@ -190,5 +190,5 @@ class Report:
         }
 
 
-def _more(number: int) -> str:
+def _and_more(number: int) -> str:
     return f" and {number - 1:,} more" if number > 1 else ""

@@ -83,8 +83,8 @@ class Scan:
 
     def differs(self, part: Segment, crc: int, records: Iterable[int]) -> None:
         """Adds an error about a checksum."""
-        self.file, what, at, nbytes, wanted, *_ = part
-        text = f"{printable(self.file)} at {at:,}: the {nbytes:,} bytes of {what} do not match their checksum"
+        self.file, title, at, nbytes, wanted, *_ = part
+        text = f"{printable(self.file)} at {at:,}: the {nbytes:,} bytes of {title} do not match their checksum"
         self.note("checksums", text, at, *records, needed=f"CRC-32 {wanted:08x}", found=f"CRC-32 {crc:08x}")
 
 
@@ -273,16 +273,16 @@ class _FileScan:
         file, blocks, out = self._file, self._blocks, self._out
         at, owned = archive.start, file.owns(archive.start)
         key = f": {printable(archive.key)}" if archive.key else ""
-        what = f"{printable(file.name)} at {at:,}{key}"
+        title = f"{printable(file.name)} at {at:,}{key}"
         if at + archive.length > file.size:
             if owned:
                 end = at + archive.length
                 out.beyond.append((file.name, file.size, at, end, archive.record, printable(archive.key)))
             return
         try:
-            members = read_directory(blocks.look, at, archive.length, what)
+            members = read_directory(blocks.look, at, archive.length, title)
             if owned and archive.record < 0 and file.positions and not inside:
-                read_pickle(blocks.look, at, archive.length, what, limit=_OBJECT_PICKLE)
+                read_pickle(blocks.look, at, archive.length, title, limit=_OBJECT_PICKLE)
         except FormatError as error:
             if owned:
                 out.note("records", str(error).replace("\n", "; "), at, archive.record, *inside)
@@ -295,12 +295,12 @@ class _FileScan:
         ordered = sorted(members.values(), key=lambda m: m.header)
         for member, behind in zip(ordered, [*(m.header for m in ordered[1:]), archive.length], strict=False):
             if at + member.header < file.end and at + behind > file.begin:
-                self._member(archive, member, what, summed=summed)
+                self._member(archive, member, title, summed=summed)
 
-    def _member(self, archive: StoredArchive, member: Member, what: str, *, summed: bool) -> None:
+    def _member(self, archive: StoredArchive, member: Member, title: str, *, summed: bool) -> None:
         file, blocks, out = self._file, self._blocks, self._out
         try:
-            at = member_offset(blocks.look, archive.start, member, what)
+            at = member_offset(blocks.look, archive.start, member, title)
         except FormatError as error:
             if file.owns(archive.start + member.header):
                 out.note("records", str(error), archive.start + member.header, archive.record)

@@ -183,11 +183,11 @@ class TensorChecks:
             self._report_difference(task, result)
 
     def _report_difference(self, task: TensorTask, result: Mapping[str, Any]) -> None:
-        name, other = task.names
+        name, reference = task.names
         verb = "differ from" if task.compare == "equal" else "do not round to"
         share = f"{result['wrong']:,} of {math.prod(self.tensors[name].shape):,} elements, first at {result['first']}"
-        text = f"{printable(name)}: {share}, {verb} {printable(other)}"
-        concerned = other if task.compare == "equal" else self._stored_names.get(name, name)
+        text = f"{printable(name)}: {share}, {verb} {printable(reference)}"
+        concerned = reference if task.compare == "equal" else self._stored_names.get(name, name)
         self._report.check(_CHECKS[task.compare]).error(text, tensors=(concerned,))
 
     def _conclude_masters(self, masters: Mapping[str, str], wrong: Sequence[str]) -> None:

@@ -63,9 +63,9 @@ def _has_rule(name: str) -> bool:
     return Pipeline.recognises(name)
 
 
-def _report_unknown(check: Check, names: Iterable[str], one: str, many: str) -> None:
+def _report_unknown(check: Check, names: Iterable[str], singular: str, plural: str) -> None:
     unknown = tuple(names)  # tensors, or keys and files, which are shown alike
     if not unknown:
         return
     shown = listed(folded(unknown), 8)
-    check.leave(f"{one if len(unknown) == 1 else many}: {shown}", tensors=unknown)
+    check.leave(f"{singular if len(unknown) == 1 else plural}: {shown}", tensors=unknown)

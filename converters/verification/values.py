@@ -119,7 +119,9 @@ class TensorWorker:
                 out |= {"wrong": moments.wrong, "excess": moments.excess}
             elif task.compare:
                 out |= {"wrong": rounds.wrong, "first": rounds.first and rounds.first[0]}
-            out["stats"] = {info.name: one.document() for info, one in zip(infos, stats, strict=False)}
+            out["stats"] = {
+                info.name: tensor_stats.document() for info, tensor_stats in zip(infos, stats, strict=False)
+            }
         except Interrupted:
             raise
         except DistckptError as error:
@@ -242,13 +244,13 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
         if not info.dtype.floating or not tensor_stats["numel"]:
             continue
         shown, numel = printable(name), tensor_stats["numel"]
-        for what, word in (("nan", "NaN"), ("inf", "infinite")):
-            if tensor_stats[what]:
+        for kind, word in (("nan", "NaN"), ("inf", "infinite")):
+            if tensor_stats[kind]:
                 check.error(
-                    f"{shown}: {tensor_stats[what]:,} of {numel:,} elements are {word}",
+                    f"{shown}: {tensor_stats[kind]:,} of {numel:,} elements are {word}",
                     tensors=(name,),
                     needed="finite numbers",
-                    found=f"{tensor_stats[what]} {word}",
+                    found=f"{tensor_stats[kind]} {word}",
                 )
         if name.startswith(str(StateName("exp_avg_sq", ""))) and (tensor_stats["min"] or 0) < 0:
             text = f"{shown}: a second moment cannot be negative, the smallest is {tensor_stats['min']:.3g}"
@@ -259,7 +261,7 @@ def judge_values(check: Check, stats: Mapping[str, Mapping[str, Any]], tensors: 
         zeros, numel = stats[name]["zero"], stats[name]["numel"]
         if len(tensors[name].shape) < 2 or not tensors[name].dtype.floating or not _PAGE <= zeros < numel:
             continue
-        if sum(not other["zero"] for other in group) >= _FEWEST:
+        if sum(not sibling["zero"] for sibling in group) >= _FEWEST:
             text = f"{printable(name)}: {zeros:,} of {numel:,} elements are zero, no other element is"
             check.error(f"{text}: an unwritten page looks like this", tensors=(name,), needed="0", found=f"{zeros}")
 
@@ -341,15 +343,15 @@ def value_tasks(
         first: Number of the first task.
         read: Tensors that are read also if values are not looked at: reading shows whether they are what they should be.
     """
-    number, seen = first, set[str]()
-    for name, (how, other) in pairs.items():
-        nbytes = tensors[name].nbytes + tensors[other].nbytes
-        yield TensorTask(number, (name, other), how, values and how == "rounded", nbytes)
-        seen |= {name, other} if how == "rounded" else set()
+    number, paired = first, set[str]()
+    for name, (how, reference) in pairs.items():
+        nbytes = tensors[name].nbytes + tensors[reference].nbytes
+        yield TensorTask(number, (name, reference), how, values and how == "rounded", nbytes)
+        paired |= {name, reference} if how == "rounded" else set()
         number += 1
     for name, info in tensors.items():
         if not values and name not in read:
             continue
-        if name not in seen and info.dtype.itemsize in UNSIGNED and info.dtype.itemsize < 16 and info.kind != "copy":
+        if name not in paired and info.dtype.itemsize in UNSIGNED and info.dtype.itemsize < 16 and info.kind != "copy":
             yield TensorTask(number, (name,), "", values, info.nbytes)
             number += 1

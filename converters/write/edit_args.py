@@ -127,7 +127,7 @@ class _Changes:
         self.shown: dict[str, tuple[Any, Any]] = {}
         self.values: dict[str, Any] = {}
         if not options.values and not options.unset:
-            raise RequestError("edit-args needs at least one change", hint="--set key=value, --unset key")
+            raise UsageError("edit-args needs at least one change", hint="--set KEY=VALUE, --unset KEY")
         both = sorted(options.values.keys() & set(options.unset))
         if both:
             raise UsageError(f"{printable(both[0])} is both set and unset")

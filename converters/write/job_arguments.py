@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from converters.optimizer.groups import ParamGroups
 
 
-def job_flags(root: Path, layout: Layout, *more: str) -> str:
+def job_flags(root: Path, layout: Layout, *further_flags: str) -> str:
     """What Megatron-LM has to be told to load a training root at a layout."""
     words = [f"--load {quoted(root)}", f"--tensor-model-parallel-size {layout.tp}"]
     words.append(f"--pipeline-model-parallel-size {layout.pp}")
     words += [f"--expert-model-parallel-size {layout.ep}"] if layout.ep > 1 else []
-    return " ".join([*words, *more])
+    return " ".join([*words, *further_flags])
 
 
 def optimizer_arguments(args: Mapping[str, Any], groups: ParamGroups, form: str) -> dict[str, Any]:

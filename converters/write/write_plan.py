@@ -94,7 +94,7 @@ class WriteOptions:
         sources: Mapping[str, TensorInfo],
         routes: Routes,
         files: Sequence[OutputFile],
-        **more: Any,
+        **arguments: Any,
     ) -> Job:
         """`Job.build` with these resources; `more` are its further arguments."""
         source = reader.catalog.path
@@ -107,7 +107,7 @@ class WriteOptions:
             max_memory=memory,
             threads=threads,
             distant=isinstance(source, RemotePath),
-            **more,
+            **arguments,
         )
 
 
@@ -158,7 +158,7 @@ class Conversion:
         Raises:
             RequestError: One is neither.
         """
-        elsewhere = (*self.copied, *(what for what, _ in self.dropped))
+        elsewhere = (*self.copied, *(name for name, _ in self.dropped))
         account(self.reader.catalog.tensors, self.job.sources, elsewhere)
 
     @property

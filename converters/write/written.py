@@ -46,7 +46,7 @@ class WriteReport:
             "source": {"path": str(catalog.path), "format": catalog.format, "iteration": catalog.iteration},
             "destination": str(self.path),
             "tensors": len(job.sources),
-            "dropped": [{"what": what, "reason": reason} for what, reason in plan.dropped],
+            "dropped": [{"what": name, "reason": reason} for name, reason in plan.dropped],
             "notes": notes,
             **plan.facts,
             "files": [{"name": file.name, "bytes": file.size} for file in job.files],
@@ -128,8 +128,8 @@ class WriteReport:
         """One line for each reason; names only where there are few."""
         catalog = self.plan.reader.catalog
         reasons: dict[str, list[str]] = {}
-        for what, reason in self.plan.dropped:
-            reasons.setdefault(reason, []).append(what)
+        for name, reason in self.plan.dropped:
+            reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             shown = [text for text, _ in fold(names)]
             if len(shown) > 2 and all(name in catalog.tensors for name in names):

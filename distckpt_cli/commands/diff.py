@@ -89,9 +89,9 @@ def diff(
     from distckpt_cli import differences
 
     resolve_word(by_name, comparison.arch)
-    asked = {name: value for name, value in options_set(comparison).items() if name not in ("args", "flat")}
-    asked |= {"max_memory": buffer_bytes(comparison.max_memory), "threads": looking.threads}
-    options = DiffOptions(**asked)
+    chosen = {name: value for name, value in options_set(comparison).items() if name not in ("args", "flat")}
+    chosen |= {"max_memory": buffer_bytes(comparison.max_memory), "threads": looking.threads}
+    options = DiffOptions(**chosen)
     names = quoted(a), quoted(b)
     follow = looking.follow_links
     readers = open_checkpoint(a, follow_links=follow), open_checkpoint(b, follow_links=follow)

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from converters.overview.symptoms import Diagnosis
     from distckpt_cli.console import Console
 
-What = Annotated[str, typer.Argument(metavar="LOG", help="A log file, - for standard input, or the text of an error.")]
+Log = Annotated[str, typer.Argument(metavar="LOG", help="A log file, - for standard input, or the text of an error.")]
 
 
 @spread
 def doctor(
-    what: What,
+    log: Log,
     ckpt: Annotated[
         str | None,
         typer.Argument(metavar="[CKPT]", help="The checkpoint that the log is about; the suggested commands name it."),
@@ -56,18 +56,18 @@ def doctor(
     if job is not None:
         if ckpt is not None or names:
             raise UsageProblem("--for takes one checkpoint", hint='distckpt doctor CKPT --for "--tp 4 --pp 2"')
-        return _examine(what, job, speaking)
+        return _examine(log, job, speaking)
     from converters.overview.symptoms import diagnose
 
     if ckpt is not None:
         _check_exists(ckpt)
-    with _lines(what) as lines:
+    with _lines(log) as lines:
         diagnoses = diagnose(lines)
     console = speaking.console
     if speaking.as_json:
-        console.document("distckpt.doctor/1", {"errors": [_document(one, ckpt) for one in diagnoses]})
+        console.document("distckpt.doctor/1", {"errors": [_document(diagnosis, ckpt) for diagnosis in diagnoses]})
     elif names:
-        console.lines(one.symptom.name for one in diagnoses)
+        console.lines(diagnosis.symptom.name for diagnosis in diagnoses)
     else:
         _show(console, diagnoses, ckpt)
     return ExitCode.OK if diagnoses else ExitCode.NO
@@ -110,30 +110,30 @@ def _examine(source: str, flags: str, speaking: Speaking) -> int:
 
 
 @contextlib.contextmanager
-def _lines(what: str) -> Iterator[Iterator[str]]:
-    if not what.strip():
+def _lines(log: str) -> Iterator[Iterator[str]]:
+    if not log.strip():
         raise UsageProblem("no log was named: the text is empty", hint="is a shell variable unset?")
-    if what == "-":
+    if log == "-":
         if sys.stdin is None:  # Python's word for one that is closed
             raise FormatError("standard input is closed")
         yield iter(sys.stdin)
-    elif "\n" not in what and len(what) < 4096 and os.path.lexists(what):
-        path = Path(what)
+    elif "\n" not in log and len(log) < 4096 and os.path.lexists(log):
+        path = Path(log)
         if path.is_dir():
-            shown = quoted(what)
+            shown = quoted(log)
             hint = (
                 f"distckpt verify {shown} examines a checkpoint; doctor {shown} --for FLAGS says whether a job loads it"
             )
-            raise UsageProblem(f"{what} is a folder, not a log", hint=hint)
+            raise UsageProblem(f"{log} is a folder, not a log", hint=hint)
         try:
             with path.open(encoding="utf-8", errors="replace") as file:
                 yield iter(file)
         except OSError as error:
-            raise FormatError(f"reading {what} failed: {error.strerror or error}") from error
-    elif "/" in what and not any(character.isspace() for character in what):
-        raise FormatError(f"{what} does not exist")
+            raise FormatError(f"reading {log} failed: {error.strerror or error}") from error
+    elif "/" in log and not any(character.isspace() for character in log):
+        raise FormatError(f"{log} does not exist")
     else:
-        yield iter(what.splitlines())
+        yield iter(log.splitlines())
 
 
 def _check_exists(ckpt: str) -> None:
@@ -145,33 +145,35 @@ def _check_exists(ckpt: str) -> None:
         raise FormatError(f"{path} does not exist", hint="the second argument is the checkpoint that the log is about")
 
 
-def _remedies(one: Diagnosis, ckpt: str | None) -> list[str]:
-    return [text.replace("CKPT", quoted(ckpt) if ckpt else "CKPT") for text in one.symptom.remedies]
+def _remedies(diagnosis: Diagnosis, ckpt: str | None) -> list[str]:
+    return [text.replace("CKPT", quoted(ckpt) if ckpt else "CKPT") for text in diagnosis.symptom.remedies]
 
 
 def _show(console: Console, diagnoses: list[Diagnosis], ckpt: str | None) -> None:
-    for number, one in enumerate(diagnoses):
+    for number, diagnosis in enumerate(diagnoses):
         if number:
             console.out()
-        times = f"  ({one.count:,} lines)" if one.count > 1 else ""
+        times = f"  ({diagnosis.count:,} lines)" if diagnosis.count > 1 else ""
         console.fact(
-            "error", f"line {one.line}: {one.text}{times}", style="warning" if one.symptom.harmless else "error"
+            "error",
+            f"line {diagnosis.line}: {diagnosis.text}{times}",
+            style="warning" if diagnosis.symptom.harmless else "error",
         )
-        console.fact("means", one.symptom.meaning + (" The job may go on." if one.symptom.harmless else ""))
-        for row, text in enumerate(_remedies(one, ckpt)):
+        console.fact("means", diagnosis.symptom.meaning + (" The job may go on." if diagnosis.symptom.harmless else ""))
+        for row, text in enumerate(_remedies(diagnosis, ckpt)):
             console.fact("" if row else "try", text, style="hint")
     if not diagnoses:
         console.out("no error that distckpt knows")
         console.next_step(f"distckpt verify {quoted(ckpt) if ckpt else 'CKPT'}")
 
 
-def _document(one: Diagnosis, ckpt: str | None) -> dict[str, object]:
+def _document(diagnosis: Diagnosis, ckpt: str | None) -> dict[str, object]:
     return {
-        "name": one.symptom.name,
-        "line": one.line,
-        "text": one.text,
-        "count": one.count,
-        "meaning": one.symptom.meaning,
-        "harmless": one.symptom.harmless,
-        "remedies": _remedies(one, ckpt),
+        "name": diagnosis.symptom.name,
+        "line": diagnosis.line,
+        "text": diagnosis.text,
+        "count": diagnosis.count,
+        "meaning": diagnosis.symptom.meaning,
+        "harmless": diagnosis.symptom.harmless,
+        "remedies": _remedies(diagnosis, ckpt),
     }

@@ -48,7 +48,5 @@ def edit_args(
         if key in values:
             raise UsageProblem(f"--set {key} is given twice")
         values[key] = LiteralText(text)
-    if not values and not unset:
-        raise UsageProblem("edit-args needs at least one change", hint="--set KEY=VALUE, --unset KEY")
     options = {"values": values, "unset": tuple(unset or ()), "new": new}
     return carry_out("distckpt.edit-args/1", src, dst, writing, options)

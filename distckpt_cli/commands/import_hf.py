@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 
 from distckpt_cli.choices import DTYPES, MCORE_VERSIONS, choice, choice_of
-from distckpt_cli.console import UsageProblem
 from distckpt_cli.options import options_set, panel, resolve_word, spread, value
 from distckpt_cli.targets import TargetLayout  # noqa: TC001
 from distckpt_cli.writing import Target, Writing, carry_out
@@ -44,7 +43,7 @@ class ImportRequest:
         choice_of("pad"),
     )
     make_vocab_size_divisible_by: int | None = value(
-        _job, "N", "Rows of the padded vocabulary are a multiple of N times --tp, 128 by default."
+        _job, "N", "Rows of the padded vocabulary are a multiple of N times --tp, 128 by default.", min=1
     )
 
     @property
@@ -55,10 +54,8 @@ class ImportRequest:
         options = options_set(self)
         if self.dtype is not None:
             options["dtype"] = resolve_word(from_option, self.dtype)
-        if (divisible := options.pop("make_vocab_size_divisible_by", None)) is not None:
-            if divisible < 1:
-                raise UsageProblem(f"--make-vocab-size-divisible-by is {divisible}; it must be 1 or more")
-            options["divisible"] = divisible
+        if "make_vocab_size_divisible_by" in options:
+            options["divisible"] = options.pop("make_vocab_size_divisible_by")
         return options
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from distckpt_cli.choices import check_choice
-from distckpt_cli.console import UsageProblem
 from distckpt_cli.options import Ckpt, options_set, spread
-from distckpt_cli.targets import Carried, TargetLayout
+from distckpt_cli.targets import Carried, TargetLayout  # noqa: TC001
 from distckpt_cli.writing import Target, Writing, carry_out
 
 
@@ -26,13 +23,4 @@ def reshard(src: Ckpt, dst: Target, target: TargetLayout, carried: Carried, writ
     from converters.write.reshard_state import ReshardOptions
 
     check_choice("--optimizer", carried.optimizer, ReshardOptions.CHOICES["optimizer"])
-    layout, options = options_set(target), options_set(carried)
-    if not layout and not options:
-        changes = [*fields(TargetLayout), *fields(Carried)]
-        names = ", ".join(f"--{change.name.replace('_', '-')}" for change in changes)
-        raise UsageProblem(
-            "reshard needs at least one change",
-            hint=f"give at least one of {names}; what is not given stays as it is. `distckpt inspect CKPT` shows what it is",
-        )
-
-    return carry_out("distckpt.reshard/1", src, dst, writing, options, layout=layout)
+    return carry_out("distckpt.reshard/1", src, dst, writing, options_set(carried), layout=options_set(target))
