@@ -132,13 +132,14 @@ def plan_command(
         return plan_edit(reader, into, EditOptions(**options))
     if command == "strip":
         return _plan_strip(reader, into, options)
-    changes = {f.name for f in fields(ReshardOptions)} - {f.name for f in fields(WriteOptions)}
+    resources = {f.name for f in fields(WriteOptions)}
+    changes = [f.name for f in fields(ReshardOptions) if f.name not in resources]
     if not sizes and not any(options.get(name) is not None for name in changes):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in LAYOUT_OPTIONS)
+        names = [name.replace("_", "-") for name in (*LAYOUT_OPTIONS, *changes) if name != "framework"]
         raise UsageError(
             "reshard needs at least one change",
-            hint=f"give at least one of {names}, or an option of what to carry over, such as --optimizer; what is not given "
-            "stays as it is. `distckpt inspect CKPT` shows what it is",
+            hint=f"give at least one of --{', --'.join(names)}; what is not given stays as it is. "
+            "`distckpt inspect CKPT` shows what it is",
         )
     with _kept_sizes_named(_saved_layout(catalog), sizes):
         return plan_reshard(reader, into, target_layout(catalog, sizes), ReshardOptions(**options))
