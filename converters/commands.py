@@ -135,7 +135,8 @@ def plan_command(
     resources = {f.name for f in fields(WriteOptions)}
     changes = [f.name for f in fields(ReshardOptions) if f.name not in resources]
     if not sizes and not any(options.get(name) is not None for name in changes):
-        names = [name.replace("_", "-") for name in (*LAYOUT_OPTIONS, *changes) if name != "framework"]
+        of_convert = ("framework", "weights_only")
+        names = [name.replace("_", "-") for name in (*LAYOUT_OPTIONS, *changes) if name not in of_convert]
         raise UsageError(
             "reshard needs at least one change",
             hint=f"give at least one of --{', --'.join(names)}; what is not given stays as it is. "

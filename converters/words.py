@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def format_count(number: int) -> str:
     if number >= 10**9:
         return f"{number / 1e9:,.2f} B"
     return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
+
+
+def format_value(value: object) -> str:
+    """A value that JSON can hold, such as a training argument: text as it is, all else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def format_shape(shape: Sequence[int]) -> str:

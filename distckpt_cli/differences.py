@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,7 +10,7 @@ from converters.comparison.pairs import Side
 from converters.comparison.trees import ABSENT
 from converters.errors import RequestError
 from converters.names import any_of, folded, matcher, printable
-from converters.words import counted, format_shape
+from converters.words import counted, format_shape, format_value
 from distckpt_cli.difference_values import show_values
 from distckpt_cli.exits import ExitCode
 
@@ -185,7 +184,7 @@ def _describe(fact: Fact) -> str:
 def _format_value(value: Any, most: int = _CUT) -> str:
     if value is None:
         return "none"
-    text = value if isinstance(value, str) else repr(value) if value is ABSENT else json.dumps(value, default=str)
+    text = repr(value) if value is ABSENT else format_value(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

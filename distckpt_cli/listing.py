@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from converters.megatron.identity import identify, writer_of
 from converters.names import fold, folded, matcher, natural_key, printable
 from converters.overview.tree import KINDS, module_tree
 from converters.pickles.describe import describe
-from converters.words import counted, format_shape, format_size
+from converters.words import counted, format_shape, format_size, format_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -314,7 +313,7 @@ class ArgumentListing(Listing):
 
     def show(self, console: Console) -> None:
         """See `Listing`."""
-        rows = [(k, v if isinstance(v, str) else json.dumps(v, default=str)) for k, v in self._arguments.items()]
+        rows = [(name, format_value(value)) for name, value in self._arguments.items()]
         console.table(["ARGUMENT", "VALUE"], rows)
 
 

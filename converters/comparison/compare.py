@@ -255,17 +255,17 @@ def run_diff(plan: DiffPlan, **sharing: Unpack[Sharing]) -> DiffReport:
         crew.listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
         for text in plan.notes:
             crew.listener(Note(text))
-        values = read_values(crew, plan)
+        differences, bytes_read, records_checked = read_values(crew, plan)
         for side, before in zip(plan.sides, plan.prints, strict=True):
             if fingerprint_of(side.reader) != before:
                 raise IntegrityError(
                     f"{side.label} changed while it was read", hint="wait until nobody writes to it, then compare again"
                 )
         tensors = tuple(
-            _report(plan, pair, *results) for pair, results in zip(plan.matching.pairs, values.differences, strict=True)
+            _report(plan, pair, *results) for pair, results in zip(plan.matching.pairs, differences, strict=True)
         )
         same = bool(crew.agree(_same(plan, tensors)))
-    return DiffReport(plan, tensors, same, values.bytes_read, values.records_checked, time.monotonic() - begin)
+    return DiffReport(plan, tensors, same, bytes_read, records_checked, time.monotonic() - begin)
 
 
 def _report(

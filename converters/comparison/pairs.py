@@ -200,17 +200,12 @@ def _match_name(out: Matching, name: str, a: tuple[int, ...], b: tuple[int, ...]
     if a != b and (trained is None or len(a) != len(b) or a[1:] != b[1:] or trained > rows):
         out.shapes[name] = a, b
         return
-    copies, padding = [_same_box(name, Box.whole(b))], []
-    if trained is not None and trained < max(a[0], b[0]):
-        zero, other_axes = (0,) * (len(a) - 1), a[1:]
-        copies = [_same_box(name, Box((0, *zero), (trained, *other_axes)))]
-        padding = [_same_box(name, Box((trained, *zero), (rows - trained, *other_axes)))] if rows > trained else []
+    box = Box.whole((rows, *b[1:]) if b else b)
+    copies, padding = [Copy(name, box, name, box)], list[Copy]()
+    if trained is not None and b:
+        copies, padding = _split_rows(copies, trained)
     differ = (a[0], b[0]) if a != b else None
     out.pairs.append(Pair(name, (name,), (name,), b, tuple(copies), tuple(padding), differ))
-
-
-def _same_box(name: str, box: Box) -> Copy:
-    return Copy(name, box, name, box)
 
 
 # ---------------------------------------------------------------------- Megatron and Hugging Face

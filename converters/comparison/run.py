@@ -61,21 +61,6 @@ class WorkItem:
     nbytes: int
 
 
-@dataclass
-class Values:
-    """The results of comparing all values.
-
-    Attributes:
-        differences: For each pair, what there is to say of its elements, and of its padding.
-        bytes_read: Bytes read of A, and of B.
-        records_checked: Records of both whose checksum was compared.
-    """
-
-    differences: list[tuple[Difference, Difference]]
-    bytes_read: tuple[int, int] = (0, 0)
-    records_checked: int = 0
-
-
 def tile_size(threads: int, max_memory: int) -> tuple[int, int]:
     """Bytes of a tile, and how many workers fit into `max_memory` bytes of buffers.
 
@@ -137,8 +122,12 @@ def _axes(copy: Copy) -> tuple[int, int]:
     return first, second
 
 
-def read_values(crew: Crew, plan: DiffPlan) -> Values:
+def read_values(crew: Crew, plan: DiffPlan) -> tuple[list[tuple[Difference, Difference]], tuple[int, int], int]:
     """Compares the elements of all pairs.
+
+    Returns:
+        For each pair the difference of its elements and that of its padding; the bytes read of A and of B; how many records
+        of both were compared with their checksums.
 
     Raises:
         IntegrityError: A record does not match its checksum; the error says of which side.
@@ -152,7 +141,7 @@ def read_values(crew: Crew, plan: DiffPlan) -> Values:
         for pair, is_padding, values in results[number]:
             differences[pair][is_padding].add(_unpacked(values))
     bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.handed_over, strict=True))
-    return Values(differences, (bytes_a, bytes_b), records)
+    return differences, (bytes_a, bytes_b), records
 
 
 class _Reading:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from converters.megatron.identity import identify
 from converters.names import printable
 from converters.overview.card import card_lines
-from converters.overview.tree import module_tree
+from converters.overview.tree import KINDS, module_tree
 from converters.pickles.describe import describe
+from converters.words import format_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,10 +38,10 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
     identity = identify(catalog)
     (path, title), *card = card_lines(catalog, identity)
     dtypes: dict[str, int] = {}
-    order = {"weight": 0, "other": 1, "optimizer": 2}
+    order = list(KINDS)
     tensors: list[list[Any]] = []
     room = _MOST_CHUNKS
-    for tensor in sorted(catalog.tensors.values(), key=lambda t: order[t.kind]):
+    for tensor in sorted(catalog.tensors.values(), key=lambda t: order.index(t.kind)):
         chunks = None
         if tensor.chunk_count <= room:
             room -= tensor.chunk_count
@@ -59,14 +60,10 @@ def checkpoint_page(reader: Reader, verification: Mapping[str, Any] | None = Non
         "dtypes": list(dtypes),
         "files": [printable(reader.file_name(position)) for position in range(len(reader.files))],
         "tensors": tensors,
-        "args": [[printable(str(k)), printable(_text(describe(v)))] for k, v in sorted(catalog.options.items())],
+        "args": [[printable(str(k)), printable(format_value(describe(v)))] for k, v in sorted(catalog.options.items())],
     }
     text = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
     return (files(__package__) / "page.html").read_text(encoding="utf-8").replace("DATA", text, 1)
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _branch(module: Module) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +42,32 @@ _ZIP = b"PK\x03\x04"
 
 Note = tuple[str, str, str, int, str | None, str | None, list[int]]
 """(file, check, sentence, first byte or -1, needed, found, records)."""
-Segment = tuple[str, str, int, int, int, int, int, int, int]
-"""(file, what, first byte, bytes, CRC-32 it should have, record or -1; byte where the part begins, its bytes, its sum)."""
+
+
+class Segment(NamedTuple):
+    """A part of an archive's member, in one piece of its file.
+
+    Attributes:
+        file: Name of the file.
+        member: The member, as it is shown.
+        at: First byte of the member.
+        nbytes: Bytes of the member.
+        crc: CRC-32 that the member should have.
+        record: The record that the archive is, or -1.
+        start: First byte of the part.
+        part_bytes: Bytes of the part.
+        part_crc: CRC-32 of the part.
+    """
+
+    file: str
+    member: str
+    at: int
+    nbytes: int
+    crc: int
+    record: int
+    start: int
+    part_bytes: int
+    part_crc: int
 
 
 @dataclass
@@ -82,10 +106,11 @@ class Scan:
         self.findings.append((self.file, check, text, at, needed or None, found or None, list(records)))
 
     def differs(self, part: Segment, crc: int, records: Iterable[int]) -> None:
-        """Adds an error about a checksum."""
-        self.file, title, at, nbytes, wanted, *_ = part
-        text = f"{printable(self.file)} at {at:,}: the {nbytes:,} bytes of {title} do not match their checksum"
-        self.note("checksums", text, at, *records, needed=f"CRC-32 {wanted:08x}", found=f"CRC-32 {crc:08x}")
+        """Adds an error about the checksum of a part's member."""
+        self.file = part.file
+        span = f"{printable(part.file)} at {part.at:,}: the {part.nbytes:,} bytes of {part.member}"
+        text = f"{span} do not match their checksum"
+        self.note("checksums", text, part.at, *records, needed=f"CRC-32 {part.crc:08x}", found=f"CRC-32 {crc:08x}")
 
 
 def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Mapping[str, tuple[int, ...]]) -> Scan:
@@ -105,8 +130,8 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
         out.sha256 |= scan["sha256"]
         for file, *beyond in scan["beyond"]:
             cut.setdefault(file, []).append(tuple(beyond))
-        for part in map(tuple, scan["segments"]):
-            split.setdefault((part[0], part[2]), []).append(part)
+        for part in map(Segment._make, scan["segments"]):
+            split.setdefault((part.file, part.at), []).append(part)
     for out.file, beyond in cut.items():
         size, begin, _, _, key = beyond[0]
         end = max(stop for _, _, stop, _, _ in beyond)
@@ -117,14 +142,14 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
     for parts in split.values():
         crc = covered = 0
         first = parts[0]
-        for _, _, at, _, _, _, start, nbytes, part_crc in sorted(parts, key=lambda p: p[6]):
-            if start == at + covered:
-                crc, covered = crc32_combine(crc, part_crc, nbytes), covered + nbytes
-        if covered < first[3]:
+        for part in sorted(parts, key=lambda part: part.start):
+            if part.start == part.at + covered:
+                crc, covered = crc32_combine(crc, part.part_crc, part.part_bytes), covered + part.part_bytes
+        if covered < first.nbytes:
             continue  # not all of it could be read, which has been noted
         out.members += 1
-        if crc != first[4]:
-            records = [first[5]] if first[5] >= 0 else index.by_offset(positions[first[0]]).get(first[2], [])
+        if crc != first.crc:
+            records = [first.record] if first.record >= 0 else index.by_offset(positions[first.file]).get(first.at, [])
             out.differs(first, crc, records)
     order = {name: number for number, name in enumerate(positions)}
     out.findings.sort(key=lambda note: (order.get(note[0], -1), note[3], note[6]))
@@ -321,7 +346,7 @@ class _FileScan:
             return
         out.checked += stop - start
         name = f"member {printable(member.name)}" + (f" of {printable(archive.key)}" if archive.key else "")
-        part = (file.name, name, at, member.size, member.crc, archive.record, start, stop - start, crc)
+        part = Segment(file.name, name, at, member.size, member.crc, archive.record, start, stop - start, crc)
         if not complete:
             out.segments.append(part)
             return

@@ -178,14 +178,9 @@ class Conversion:
         return free_bytes(beside(self._made_at, "partial").parent)
 
     @property
-    def bytes_needed(self) -> int:
-        """Bytes that the result takes on its disk."""
-        return self.job.bytes_written + _extra_bytes(self.extra_files)
-
-    @property
     def lack_of_room(self) -> str:
         """How many bytes are needed and free, if the result does not fit where it is made; else empty."""
-        return _lack_of_room(self._made_at, self.bytes_needed)
+        return _lack_of_room(self._made_at, self.job.bytes_written + _extra_bytes(self.extra_files))
 
     @property
     def remarks(self) -> tuple[str, ...]:

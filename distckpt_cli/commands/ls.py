@@ -72,15 +72,14 @@ def ls(paths: Folders = None, *, rows: Rows, speaking: Speaking, follow_links: F
 
 def show_summaries(
     console: Console, summaries: Sequence[CheckpointSummary], paths: Sequence[str], kind: str = "checkpoint"
-) -> int:
-    """A row for each checkpoint, and the totals; the exit code, 0."""
+) -> None:
+    """A row for each checkpoint, and the totals."""
     if console.json_requested:
         documents = [{**asdict(summary), "path": str(summary.path)} for summary in summaries]
         console.document("distckpt.ls/1", {"checkpoints": documents})
-        return ExitCode.OK
+        return
     _print_table(console, summaries)
     _print_total(console, summaries, paths, kind)
-    return ExitCode.OK
 
 
 def _path_key(summary: CheckpointSummary) -> Any:

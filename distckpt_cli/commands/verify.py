@@ -108,13 +108,12 @@ def _show(console: Console, report: Report, ckpt: str) -> None:
 
 def _show_check(console: Console, check: Check) -> None:
     word, style = _WORDS[check.status]
-    findings = [
-        finding for finding in check.findings if finding.severity != "unchecked"
-    ]  # those have lines of their own
+    findings = [f for f in check.findings if f.severity != "unchecked"]  # those have lines of their own
     shown = findings if console.verbose else findings[:_SHOWN]
-    lines = [finding.message for finding in shown] if check.status in ("bad", "warning") else [check.summary]
-    if check.status == "bad":
-        lines = [("look: " if f.severity == "warning" else "") + f.message for f in shown]
+    lines = [check.summary]
+    if check.status in ("bad", "warning"):
+        mark = "look: " if check.status == "bad" else ""
+        lines = [(mark if f.severity == "warning" else "") + f.message for f in shown]
     hidden = check.count["error"] + check.count["warning"] - len(shown)
     lines += [f"and {hidden:,} more{'' if console.verbose else ' (-v)'}"] if hidden else []
     console.fact(check.name, f"{word:<5} {lines[0]}", style=style)

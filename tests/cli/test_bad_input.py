@@ -247,7 +247,7 @@ def test_dst_inside_or_around_src(place, capsys, overwrite):
 def test_wrong_options(place, capsys):
     for option, sentence in (
         (("--mtp", "maybe"), "--mtp 'maybe'"),
-        (("--threads", "0"), "--threads 0"),
+        (("--threads", "0"), "--threads must be 1 or more"),
         (("--max-memory", "lots"), "--max-memory"),
         (("--max-shard-size", "0"), "--max-shard-size"),
         (("--dtype", "int4"), "--dtype|int4"),
