@@ -90,7 +90,7 @@ class DiffPlan:
         work: What there is to read, in parts.
         tile_bytes: Bytes of a tile.
         threads: Workers that fit into the memory allowed.
-        prints: Digests of both as they were when planning began; they must be the same in the end.
+        source_fingerprints: Digests of both as they were when planning began; they must be the same in the end.
     """
 
     sides: tuple[Side, Side]
@@ -102,7 +102,7 @@ class DiffPlan:
     work: Sequence[WorkItem]
     tile_bytes: int
     threads: int
-    prints: tuple[str, str]
+    source_fingerprints: tuple[str, str]
 
     @property
     def nbytes(self) -> int:
@@ -112,7 +112,7 @@ class DiffPlan:
     @property
     def fingerprint(self) -> str:
         """Changes when anything about the work changes."""
-        parts = self.prints, self.options, self.tile_bytes, len(self.work), self.nbytes
+        parts = self.source_fingerprints, self.options, self.tile_bytes, len(self.work), self.nbytes
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -168,7 +168,7 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
     """
     options = options or DiffOptions()
     tile, threads = tile_size(*workers_and_memory(options.threads, options.max_memory, a.catalog.path, b.catalog.path))
-    prints = fingerprint_of(a), fingerprint_of(b)
+    source_fingerprints = fingerprint_of(a), fingerprint_of(b)
     a, b, changes = comparable(a, b)
     sides = Side.both(a, b)
     wanted = any_of(options.tensors)
@@ -209,7 +209,9 @@ def plan_diff(a: Reader, b: Reader, options: DiffOptions | None = None) -> DiffP
     facts.differing += _unread(sides, keep)
     notes += [f"--ignore {pattern} leaves nothing out" for pattern in options.ignore if pattern in idle]
     work = () if options.quick else split_work(matching, sides)
-    return DiffPlan(sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, prints)
+    return DiffPlan(
+        sides, options, matching, tuple(arguments), facts, tuple(notes), work, tile, threads, source_fingerprints
+    )
 
 
 def _unread(sides: tuple[Side, Side], keep: Callable[[str], bool]) -> list[Fact]:
@@ -256,7 +258,7 @@ def run_diff(plan: DiffPlan, **sharing: Unpack[Sharing]) -> DiffReport:
         for text in plan.notes:
             crew.listener(Note(text))
         differences, bytes_read, records_checked = read_values(crew, plan)
-        for side, before in zip(plan.sides, plan.prints, strict=True):
+        for side, before in zip(plan.sides, plan.source_fingerprints, strict=True):
             if fingerprint_of(side.reader) != before:
                 raise IntegrityError(
                     f"{side.label} changed while it was read", hint="wait until nobody writes to it, then compare again"

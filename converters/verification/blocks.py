@@ -23,7 +23,7 @@ BLOCK_BYTES = 8 << 20
 
 
 class Blocks:
-    """A file, or a piece of one, read once from front to back in large blocks, with small looks anywhere.
+    """A file, or a piece of one, read once from front to back in large blocks, with a few bytes anywhere in between.
 
     Args:
         source: The open file.
@@ -46,7 +46,7 @@ class Blocks:
         self._start, self._view = 0, memoryview(b"")
         self.read = 0
 
-    def look(self, at: int, length: int) -> bytes:
+    def peek(self, at: int, length: int) -> bytes:
         """A few bytes anywhere, fewer only at the end of the file."""
         begin = at - self._start
         if begin >= 0 and begin + length <= len(self._view):

@@ -43,7 +43,7 @@ def fingerprint(payload: Payload) -> int:
     return zlib.crc32(f"{payload.crc_nbytes} {where} {payload.nbytes}".encode()) << 31 | payload.crc >> 1 or 1
 
 
-def find_twins(
+def report_duplicates(
     check: Check,
     reader: Reader,
     index: RecordIndex,
@@ -64,25 +64,25 @@ def find_twins(
         if sum(map(len, groups)) < _MOST and _varied(reader, group[0]):
             groups.append(group)
     owners = index.tensors({record for group in groups for record in group}, tensors)
-    twins: dict[str, tuple[int, int]] = {}
+    duplicates: dict[str, tuple[int, int]] = {}
     for group in groups:
         by_tensor: dict[str, list[int]] = {}
         for record in group:
             for name in owners[record]:
                 by_tensor.setdefault(name, []).append(record)
         for name, (first, *more_records) in by_tensor.items():
-            twin = next((file_b for file_b in more_records if _same(reader, first, file_b)), None)
-            if twin is not None:
-                twins.setdefault(name, (first, twin))
-    halves = {name for name, pair in twins.items() if _gate_and_up(tensors[name], pair)}
+            duplicate = next((file_b for file_b in more_records if _same(reader, first, file_b)), None)
+            if duplicate is not None:
+                duplicates.setdefault(name, (first, duplicate))
+    halves = {name for name, pair in duplicates.items() if _gate_and_up(tensors[name], pair)}
     for name in sorted(halves):
         check.warn(
             f"{printable(name)}: gate and up are the same elements, which no training makes of different ones",
             tensors=(name,),
             hint="either they were made equal on purpose, or one was written in the place of the other",
         )
-    for text, names in fold(name for name in twins if name not in halves):
-        file_a, file_b = (printable(reader.file_name(reader.file_of(record))) for record in twins[names[0]])
+    for text, names in fold(name for name in duplicates if name not in halves):
+        file_a, file_b = (printable(reader.file_name(reader.file_of(record))) for record in duplicates[names[0]])
         verb = "has" if len(names) == 1 else "have each"
         check.error(
             f"{printable(text)} {verb} the same elements in two places: a shard was written twice ({file_a} and {file_b})",

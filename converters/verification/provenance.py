@@ -15,7 +15,7 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 _RANK = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 
 
-def check_origin(check: Check, catalog: Catalog) -> None:
+def check_provenance(check: Check, catalog: Catalog) -> None:
     """Reports parts of different saves or jobs.
 
     Args:

@@ -28,7 +28,7 @@ from converters.io.memory import workers_and_memory
 from converters.keywords import keyword, with_keywords
 from converters.names import listed, printable
 from converters.verification.blocks import BLOCK_BYTES
-from converters.verification.duplicate_shards import find_twins
+from converters.verification.duplicate_shards import report_duplicates
 from converters.verification.files import FileRead, FileTask, RecordIndex
 from converters.verification.hugging_face import check_transformers
 from converters.verification.report import Finding, Report
@@ -102,7 +102,7 @@ def verify(
     try:
         reader = open_checkpoint(path, format, follow_links=follow_links)
     except DamagedFileError as error:
-        return unopened(error)
+        return unopened_report(error)
     return verify_reader(reader, VerifyOptions(**options), listener=listener, stop=stop)
 
 
@@ -123,7 +123,7 @@ def verify_reader(reader: Reader, options: VerifyOptions | None = None, **sharin
     return _Verification(reader, options or VerifyOptions()).run(sharing)
 
 
-def unopened(error: DamagedFileError) -> Report:
+def unopened_report(error: DamagedFileError) -> Report:
     """The report of a checkpoint that cannot be opened: which of the files that describe it are damaged.
 
     Args:
@@ -298,8 +298,8 @@ class _Verification:
             finding = Finding("error", text, file, offset, needed, actual, tensors, _RESTORE)
             self.report.check(name).add(finding)
         check = self.report.check("records")
-        pairs = zip(scan.prints[::2], scan.prints[1::2], strict=True)
-        find_twins(check, self.reader, self.index, self.tensor_checks.named, pairs)
+        pairs = zip(scan.fingerprints[::2], scan.fingerprints[1::2], strict=True)
+        report_duplicates(check, self.reader, self.index, self.tensor_checks.named, pairs)
         read = sum(len(self.index.records(n)) for positions in self.positions.values() for n in positions)
         check.summary = f"{counted(read, 'record', verb='holds/hold')} what the metadata promises"
         if len(self.index) > read:

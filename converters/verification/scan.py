@@ -82,7 +82,7 @@ class Scan:
         unchecked: Bytes of tensors without a checksum.
         beyond: `(file, its size, first byte, one past the last, record, key)` of archives that it is too short for.
         segments: Parts of members that reach into other pieces of their file.
-        prints: Record and fingerprint of its elements, one after the other.
+        fingerprints: Record and fingerprint of its elements, one after the other.
         read: Bytes read.
         sha256: Of each whole file where it is wanted.
         file: The file that is read now.
@@ -95,7 +95,7 @@ class Scan:
     unchecked: int = 0
     beyond: list[tuple[str, int, int, int, int, str]] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    prints: list[int] = field(default_factory=list)
+    fingerprints: list[int] = field(default_factory=list)
     read: int = 0
     sha256: dict[str, str] = field(default_factory=dict)
     file: str = ""
@@ -126,7 +126,7 @@ def joined(scans: Iterable[Mapping[str, Any]], index: RecordIndex, positions: Ma
         out.findings += [tuple(note) for note in scan["findings"]]
         for name in ("archives", "members", "checked", "unchecked", "read"):
             setattr(out, name, getattr(out, name) + scan[name])
-        out.prints += scan["prints"]
+        out.fingerprints += scan["fingerprints"]
         out.sha256 |= scan["sha256"]
         for file, *beyond in scan["beyond"]:
             cut.setdefault(file, []).append(tuple(beyond))
@@ -252,10 +252,10 @@ class _FileScan:
 
     def _is_archive(self, records: list[int]) -> bool:
         """Whether a file is one archive whose members have checksums."""
-        if self._blocks.look(0, 4) != _ZIP:
+        if self._blocks.peek(0, 4) != _ZIP:
             return False
         try:
-            return all(self._reader.locate(record, self._blocks.look).crc is not None for record in records)
+            return all(self._reader.locate(record, self._blocks.peek).crc is not None for record in records)
         except FormatError:
             return True
 
@@ -275,7 +275,7 @@ class _FileScan:
     def _locate(self, record: int, at: int) -> Payload | None:
         file, out = self._file, self._out
         try:
-            payload = self._reader.locate(record, self._blocks.look)
+            payload = self._reader.locate(record, self._blocks.peek)
         except UnsupportedError:  # no damage: the whole checkpoint is not checked
             raise
         except FormatError as error:
@@ -287,7 +287,7 @@ class _FileScan:
             text = f"{printable(file.name)} is {file.size:,} bytes, a record needs {payload.end:,}"
             out.note("records", text, payload.offset, record, needed=f"{payload.end}", found=f"{file.size}")
             return None
-        out.prints += [record, fingerprint(payload)]
+        out.fingerprints += [record, fingerprint(payload)]
         return payload
 
     def _archive(self, archive: StoredArchive, inside: list[int]) -> None:
@@ -305,9 +305,9 @@ class _FileScan:
                 out.beyond.append((file.name, file.size, at, end, archive.record, printable(archive.key)))
             return
         try:
-            members = read_directory(blocks.look, at, archive.length, title)
+            members = read_directory(blocks.peek, at, archive.length, title)
             if owned and archive.record < 0 and file.positions and not inside:
-                read_pickle(blocks.look, at, archive.length, title, limit=_OBJECT_PICKLE)
+                read_pickle(blocks.peek, at, archive.length, title, limit=_OBJECT_PICKLE)
         except FormatError as error:
             if owned:
                 out.note("records", str(error).replace("\n", "; "), at, archive.record, *inside)
@@ -325,7 +325,7 @@ class _FileScan:
     def _member(self, archive: StoredArchive, member: Member, title: str, *, summed: bool) -> None:
         file, blocks, out = self._file, self._blocks, self._out
         try:
-            at = member_offset(blocks.look, archive.start, member, title)
+            at = member_offset(blocks.peek, archive.start, member, title)
         except FormatError as error:
             if file.owns(archive.start + member.header):
                 out.note("records", str(error), archive.start + member.header, archive.record)

@@ -18,8 +18,8 @@ from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import optimizer_parts
 from converters.names import StateName, fold, folded, listed, printable, state_names
 from converters.verification.hugging_face import check_hugging_face
-from converters.verification.provenance import check_origin
-from converters.verification.unknown import note_unknown
+from converters.verification.provenance import check_provenance
+from converters.verification.unknown import report_unknown
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def check_structure(check: Check, catalog: Catalog) -> None:
             text = f"{printable(info.name)} goes on for {info.size - info.needed:,} bytes behind its last record"
             check.warn(f"{text}: the rest of a longer file?", file=info.name)
     _check_links(check, catalog)
-    check_origin(check, catalog)
+    check_provenance(check, catalog)
     reported = {name for problem in catalog.problems for name in problem.tensors}
     for name, tensor in catalog.tensors.items():
         if name not in reported and not _is_plain(tensor):
@@ -66,7 +66,7 @@ def check_structure(check: Check, catalog: Catalog) -> None:
     _check_grids(check, catalog.objects.values())
     _check_census(check, catalog)
     _check_optimizer_names(check, catalog)
-    note_unknown(check, catalog)
+    report_unknown(check, catalog)
     _check_args(check, catalog)
     records = sum(info.records for info in catalog.files)
     check.summary = (

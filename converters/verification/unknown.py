@@ -24,7 +24,7 @@ _STATES = frozenset((MASTER, *MASTERS, *_MOMENTS))
 _OBJECTS = ("rng_state", "rerun_state_machine_state", "common_state")
 
 
-def note_unknown(check: Check, catalog: Catalog) -> None:
+def report_unknown(check: Check, catalog: Catalog) -> None:
     """Reports tensors, objects and files that no rule knows. Their records and checksums are checked, their meaning is not.
 
     Args:
@@ -34,9 +34,9 @@ def note_unknown(check: Check, catalog: Catalog) -> None:
     if not catalog.megatron:
         return
     files = [file.name for file in side_files(catalog) if file.kind in ("unknown", "special")]
-    _report_unknown(check, files, "distckpt does not know this file", "distckpt does not know these files")
+    _report(check, files, "distckpt does not know this file", "distckpt does not know these files")
     weights = [name for name in catalog.weights if not _has_rule(name)]
-    _report_unknown(check, weights, "no rule knows this weight", "no rule knows these weights")
+    _report(check, weights, "no rule knows this weight", "no rule knows these weights")
     strange, homeless = list[str](), list[str]()
     for name, tensor in catalog.tensors.items():
         if tensor.kind != "optimizer" or tensor.opaque:
@@ -46,13 +46,11 @@ def note_unknown(check: Check, catalog: Catalog) -> None:
             strange.append(name)
         elif parts.parameter not in catalog.weights:
             homeless.append(name)
-    _report_unknown(
-        check, strange, "no optimizer is known to have this state", "no optimizer is known to have these states"
-    )
-    _report_unknown(check, homeless, "state of no weight of the model", "states of no weight of the model")
+    _report(check, strange, "no optimizer is known to have this state", "no optimizer is known to have these states")
+    _report(check, homeless, "state of no weight of the model", "states of no weight of the model")
     names = (o.name for o in catalog.objects.values() if not o.name.endswith("._extra_state"))
     objects = (n for n in names if n.rpartition("/")[2] not in _OBJECTS and ".dp_group_idx_" not in n)
-    _report_unknown(check, dict.fromkeys(objects), "no rule knows this object", "no rule knows these objects")
+    _report(check, dict.fromkeys(objects), "no rule knows this object", "no rule knows these objects")
 
 
 def _has_rule(name: str) -> bool:
@@ -63,7 +61,7 @@ def _has_rule(name: str) -> bool:
     return Pipeline.recognises(name)
 
 
-def _report_unknown(check: Check, names: Iterable[str], singular: str, plural: str) -> None:
+def _report(check: Check, names: Iterable[str], singular: str, plural: str) -> None:
     unknown = tuple(names)  # tensors, or keys and files, which are shown alike
     if not unknown:
         return

@@ -39,9 +39,9 @@ _TILE = 1 << 20  # elements
 _BLOCKS = 6 * 8 * BLOCK  # what is made of a block
 
 # thresholds of `judge_values`
-STORM = 0.01  # part of a weight's elements that may be denormal: training leaves none, foreign memory many
-APART = 10.0  # times the usual size among the same tensors of other layers: worth a look
-FAR_APART = 1000.0  # not by training
+MOST_DENORMAL = 0.01  # part of a weight's elements that may be denormal: training leaves none, foreign memory many
+UNUSUAL_RATIO = 10.0  # times the usual size among the same tensors of other layers: worth a look
+IMPOSSIBLE_RATIO = 1000.0  # not by training
 _VOCABULARY = ("word_embeddings.weight", "embed_tokens.weight", "wte.weight", "output_layer.weight", "lm_head.weight")
 _FEWEST = 4  # layers that "the usual" takes
 _SECOND_FACTOR = ".adapter.linear_out.weight"
@@ -286,9 +286,10 @@ def _judge_weight(
     siblings: list[Mapping[str, Any]],
 ) -> None:
     shown, nonzero = printable(name), stats["numel"] - stats["zero"]
-    storm = stats["denormal"] / stats["numel"]
-    if storm > STORM:
-        text = f"{shown}: {100 * storm:.0f} % of its elements are denormal (below {_LEAST_NORMAL[info.dtype.name]:.2g})"
+    denormal_share = stats["denormal"] / stats["numel"]
+    if denormal_share > MOST_DENORMAL:
+        least = _LEAST_NORMAL[info.dtype.name]
+        text = f"{shown}: {100 * denormal_share:.0f} % of its elements are denormal (below {least:.2g})"
         note = check.warn if info.dtype.name == "float16" else check.error  # fp16 begins to be denormal at 6e-5
         note(f"{text}: uninitialized memory looks like this", tensors=(name,))
         return
@@ -298,8 +299,8 @@ def _judge_weight(
         sizes = [s["rms"] for s in siblings if s["rms"] is not None]
         middle = statistics.median(sizes) if sizes else 0.0
         ratio = stats["rms"] / middle if middle and stats["rms"] is not None else 1.0
-        if ratio >= APART or ratio <= 1 / APART:
-            far = len(info.shape) > 1 and (ratio >= FAR_APART or ratio <= 1 / FAR_APART)
+        if ratio >= UNUSUAL_RATIO or ratio <= 1 / UNUSUAL_RATIO:
+            far = len(info.shape) > 1 and (ratio >= IMPOSSIBLE_RATIO or ratio <= 1 / IMPOSSIBLE_RATIO)
             text = (
                 f"{shown}: its root mean square is {stats['rms']:.3g}, that of the same weight elsewhere {middle:.3g}"
             )

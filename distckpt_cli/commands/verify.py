@@ -66,13 +66,13 @@ def verify(
     console = looking.console
     from converters.errors import DamagedFileError
     from converters.formats import open_checkpoint
-    from converters.verification.run import VerifyOptions, unopened, verify_reader
+    from converters.verification.run import VerifyOptions, unopened_report, verify_reader
 
     options = VerifyOptions(**vars(checks), threads=looking.threads)
     try:
         reader = open_checkpoint(ckpt, follow_links=looking.follow_links)
     except DamagedFileError as error:
-        report = unopened(error)
+        report = unopened_report(error)
     else:
         with looking.watched(console) as watched:
             report = verify_reader(reader, options, **watched)
