@@ -15,7 +15,6 @@ Source: torch/distributed/checkpoint/filesystem.py and Megatron-Core's filesyste
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -63,13 +62,16 @@ class TorchDistOutput:
         self._locate_objects(number_of)
         numbers = np.asarray([number_of[rank] for rank in columns.ranks], np.int64)
         same = len(numbers) == len(ranks)  # both ascend
-        self._file: NDArray[Any] = columns.file if same else numbers[columns.file]
+        file = columns.file if same else numbers[columns.file]
         ends = self._begin.copy()
         ends[numbers] += np.asarray(columns.sizes, np.int64)
-        self._bucket_file = np.asarray([number_of[b.rank] for b in buckets], np.int64)
-        self._bucket_length = np.asarray([b.layout.length for b in buckets], np.int64)
-        start, sizes = stack(self._bucket_file, self._bucket_length, len(ranks))
-        self._bucket_start = start + ends[self._bucket_file]
+        bucket_file = np.asarray([number_of[b.rank] for b in buckets], file.dtype)
+        bucket_length = np.asarray([b.layout.length for b in buckets], np.int64)
+        bucket_start, sizes = stack(bucket_file, bucket_length, len(ranks))
+        # of every record, those of the buckets behind those of the tensors
+        self._file: NDArray[Any] = np.concatenate([file, bucket_file])
+        self._start = np.concatenate([columns.start + self._begin[file], bucket_start + ends[bucket_file]])
+        self._length = np.concatenate([columns.length, bucket_length])
         self._in_buckets = CopyRoutes.of(self._located_pieces())
         self.files = self._output_files(ranks, (ends + sizes).tolist())
 
@@ -77,9 +79,9 @@ class TorchDistOutput:
         """The pieces of the buckets, each with its place in the files."""
         for number, bucket in enumerate(self.buckets):
             inside, record = 0, self.columns.records + number
-            begin = int(self._bucket_start[number]) + len(bucket.layout.prefix)
+            file, start = self._where(record)
             for piece in bucket.pieces:
-                yield piece, Location(int(self._bucket_file[number]), begin + inside, record, inside)
+                yield piece, Location(file, start + len(bucket.layout.prefix) + inside, record, inside)
                 inside += piece.nbytes
 
     def _locate_objects(self, number_of: Mapping[int, int]) -> None:
@@ -197,11 +199,7 @@ class TorchDistOutput:
 
     def _where(self, record: int) -> tuple[int, int]:
         """File and first byte of a record."""
-        bucket = record - self.columns.records
-        if bucket >= 0:
-            return int(self._bucket_file[bucket]), int(self._bucket_start[bucket])
-        file = int(self._file[record])
-        return file, int(self._begin[file] + self.columns.start[record])
+        return int(self._file[record]), int(self._start[record])
 
     def _layout(self, record: int) -> RecordLayout:
         columns = self.columns
@@ -236,11 +234,6 @@ class TorchDistOutput:
         for number, array in enumerate(columns.arrays):
             yield array, order[bounds[number] : bounds[number + 1]]
 
-    @cached_property
-    def _start(self) -> NDArray[np.int64]:
-        out: NDArray[np.int64] = self.columns.start + self._begin[self._file]
-        return out
-
     def _table(self, array: ArrayOut, numbers: NDArray[np.int64]) -> StoredTensor:
         cut, depth, columns = array.cut, len(array.lead), self.columns
         count, ndim = len(cut.boxes), len(cut.shape)
@@ -250,14 +243,17 @@ class TorchDistOutput:
         prefixes = columns.prefix[numbers, :depth].astype(np.int64)
         offsets = np.hstack([np.repeat(prefixes, count, axis=0), np.tile(starts, (len(numbers), 1))])
         sizes = np.hstack([np.ones((len(rows), depth), np.int64), np.tile(extents, (len(numbers), 1))])
-        where = (self._file[rows].astype(np.int32), self._start[rows], columns.length[rows])
-        return StoredTensor(array.key, cut.dtype.name, array.shape, offsets, sizes, *where)
+        return StoredTensor(array.key, cut.dtype.name, array.shape, offsets, sizes, *self._places(rows))
 
     def _bucket(self, key: str, numbers: Sequence[int]) -> StoredTensor:
         parts = [self.buckets[number] for number in numbers]
         offsets, sizes = (np.array([[getattr(part, name)] for part in parts], np.int64) for name in ("start", "length"))
-        where = (self._bucket_file[numbers].astype(np.int32), self._bucket_start[numbers], self._bucket_length[numbers])
-        return StoredTensor(key, parts[0].dtype.name, (parts[0].numel,), offsets, sizes, *where)
+        rows = self.columns.records + np.asarray(numbers)
+        return StoredTensor(key, parts[0].dtype.name, (parts[0].numel,), offsets, sizes, *self._places(rows))
+
+    def _places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """File, first byte and bytes of records."""
+        return self._file[rows].astype(np.int32), self._start[rows], self._length[rows]
 
 
 def _zero_bytes(piece: Piece) -> Iterator[tuple[int, int]]:
