@@ -15,13 +15,13 @@ from converters.errors import FormatError
 from converters.pickles.describe import describe
 from converters.pickles.nodes import Global, Obj, PersId, pairs
 from converters.pickles.nodes import fields as attributes
-from converters.torchzip.records import tensor_ref
+from converters.torchzip.tensor_refs import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.formats.common_state import Archive
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.tensor_refs import TensorRef
 
 
 class _Absent:

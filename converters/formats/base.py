@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog
     from converters.chunks import StoredArray
     from converters.param_order import Order
-    from converters.torchzip.records import Payload, Read, TensorRef
+    from converters.torchzip.records import Payload, Read
+    from converters.torchzip.tensor_refs import TensorRef
 
 COMMON_OBJECT = "common_state/shard_0_1"
 """Key of the object that holds the common state where there is no `common.pt` (Megatron-Core 0.19 and later)."""

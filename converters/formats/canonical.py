@@ -18,7 +18,7 @@ from converters.catalog import ObjectInfo, Problem, TensorInfo
 from converters.chunks import Part, StoredArray
 from converters.errors import FormatError
 from converters.names import natural_key, parse_key, printable
-from converters.torchzip.records import TensorRef
+from converters.torchzip.tensor_refs import TensorRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

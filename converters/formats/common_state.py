@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from converters.torchzip.records import Read, TensorRef
+    from converters.torchzip.records import Read
+    from converters.torchzip.tensor_refs import TensorRef
 
 _LIMIT = 1 << 30
 

@@ -21,7 +21,7 @@ from converters.optimizer.state import optimizer_state
 from converters.pickles.describe import describe
 from converters.pickles.nodes import Global, Obj, fields
 from converters.planning.plan import Piece
-from converters.torchzip.records import tensor_ref
+from converters.torchzip.tensor_refs import tensor_ref
 from converters.write.target_state import open_common
 
 if TYPE_CHECKING:

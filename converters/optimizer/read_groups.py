@@ -21,7 +21,7 @@ from converters.optimizer.groups import ParamGroups, PartGroups, group_value
 from converters.optimizer.stored_buckets import stored_groups
 from converters.param_order import trainable
 from converters.pickles.nodes import Global, Obj, PersId
-from converters.torchzip.records import tensor_ref
+from converters.torchzip.tensor_refs import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from converters.formats.base import Reader
     from converters.megatron.optimizer_parts import OptimizerPart, Recognised
     from converters.pickles.nodes import Node
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.tensor_refs import TensorRef
 
 _SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 

@@ -21,14 +21,14 @@ from converters.dtypes import DType, dtype
 from converters.megatron.buffers import Misfit
 from converters.names import printable
 from converters.pickles.nodes import Global
-from converters.torchzip.records import tensor_ref
+from converters.torchzip.tensor_refs import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.chunks import StoredArray
     from converters.formats.base import Reader
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.tensor_refs import TensorRef
 
 # (gbuf_idx, dtypes) -> state -> bucket_idx
 _Buffers: TypeAlias = "dict[tuple[int, str], dict[str, dict[int, StoredFlat]]]"

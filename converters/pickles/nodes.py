@@ -189,6 +189,18 @@ def pairs(node: Node) -> list[tuple[Node, Node]]:
     raise PickleFormatError(f"expected a dictionary, found {type(node).__name__} {node!r:.200}")
 
 
+def entries(node: Node) -> list[tuple[Node, Node]]:
+    """Keys and values of a dictionary, of whatever kind, or positions and items of a list; none of anything else."""
+    if isinstance(node, list | tuple):
+        return list(enumerate(node))
+    if isinstance(node, Obj) and node.items:
+        return list(enumerate(node.items))
+    try:
+        return pairs(node)
+    except PickleFormatError:
+        return []
+
+
 def references(node: Node) -> list[PersId]:
     """Every reference to something outside a tree, each once, in no particular order."""
     storages: dict[PersId, None] = {}

@@ -315,6 +315,16 @@ def test_no_tensor_is_forgotten(tmp_path):
         catalog_of(tmp_path, {"model": {("a", 1): torch.ones(2)}})
 
 
+@pytest.mark.parametrize("key", ["model", "ema", "optimizer"])
+def test_a_list_that_stands_for_too_many_values(tmp_path, key):
+    """A file of 1 kB: each list holds the one below it ten times."""
+    values: list[object] = [1]
+    for _ in range(40):
+        values = [values] * 10
+    with pytest.raises(FormatError, match="hold too much"):
+        catalog_of(tmp_path, {"model": {"w": torch.ones(2)}} | {key: {"w": torch.ones(2), "values": values}})
+
+
 def test_a_folder_with_one_file_is_that_file(tmp_path, capsys):
     (tmp_path / "run").mkdir()
     torch.save({"w": torch.ones(2)}, tmp_path / "run" / "model.pt")

@@ -15,8 +15,8 @@ from converters.optimizer.proof import prove_masters
 from converters.optimizer.read_groups import read_param_groups
 from converters.optimizer.state import optimizer_state
 from converters.pickles.nodes import pairs
-from converters.torchzip.records import tensor_ref
 from converters.torchzip.records_out import archive as pack
+from converters.torchzip.tensor_refs import tensor_ref
 from converters.write.export import plan_export
 from converters.write.write_plan import run_conversion
 from harness.checkpoints import truth

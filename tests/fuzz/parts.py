@@ -23,7 +23,8 @@ from converters.pickles.describe import describe
 from converters.pickles.emit import dumps
 from converters.pickles.machine import parse
 from converters.pickles.nodes import Obj
-from converters.torchzip.records import locate_tensor, member_offset, read_directory, read_pickle, tensor_ref
+from converters.torchzip.records import locate_tensor, member_offset, read_directory, read_pickle
+from converters.torchzip.tensor_refs import tensor_ref
 from fuzz.mutants import TARGETS, Mutant, contents
 
 if TYPE_CHECKING:

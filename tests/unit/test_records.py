@@ -13,7 +13,8 @@ import torch
 from converters.dtypes import dtype
 from converters.errors import DistckptError, FormatError
 from converters.formats import open_checkpoint
-from converters.torchzip.records import TensorLocator, read_directory, read_pickle, tensor_ref
+from converters.torchzip.records import TensorLocator, read_directory, read_pickle
+from converters.torchzip.tensor_refs import tensor_ref
 from converters.write.export import plan_export
 from converters.write.write_plan import run_conversion
 from harness.checkpoints import copy_golden, payloads

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.formats.containers.safetensors import SafetensorsFile
-    from converters.torchzip.records import Payload, Read, TensorRef
+    from converters.torchzip.records import Payload, Read
+    from converters.torchzip.tensor_refs import TensorRef
 
     TensorFile: TypeAlias = "PtFile | SafetensorsFile"
 

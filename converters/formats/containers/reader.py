@@ -24,13 +24,12 @@ from converters.formats.containers.unread import unread_tensors
 from converters.formats.folder import exists, is_folder, listing, status
 from converters.formats.legacy.grid import Grid
 from converters.formats.legacy.model import WholeModel
-from converters.formats.legacy.optimizer import tensors_in
 from converters.formats.legacy.rank_model import RankModel, flattened
 from converters.formats.megatron import common_facts
 from converters.formats.plain_json import read_json
 from converters.names import StateName, natural_key, parameter_of, printable
-from converters.pickles.nodes import Global, Obj, PickleFormatError, pairs
-from converters.torchzip.records import tensor_ref
+from converters.pickles.nodes import Global, Obj
+from converters.torchzip.tensor_refs import path_name, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
     from converters.formats.containers.archive import TensorFile
     from converters.pickles.nodes import Node
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.tensor_refs import TensorRef
 
 _V = TypeVar("_V")
 _MEGATRON = re.compile(r"(?:decoder|encoder)\.layers\.\d+\..*\blinear_(?:qkv|proj|fc[12]|q_|kv_)")
@@ -121,7 +120,7 @@ class WholeReader(StorageReader):
         if self.catalog.args:  # else they can be made of a configuration
             tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
         members = {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}
-        for ref in tensors_in(tree.get("optimizer")):  # the state of a loss scaler
+        for _, ref in tensors_in(tree.get("optimizer"), self._what):  # the state of a loss scaler
             file, key = self._storages.files[0], f"data/{ref.storage}"
             members[key] = file.contents(self._folder, key) if isinstance(file, PtFile) else b""
         return Archive(tree, members, self._path.name)
@@ -188,9 +187,9 @@ class WholeReader(StorageReader):
         return TensorInfo(name, ref.dtype, ref.shape, kind, (part,), opaque)
 
     def _in_state(self, node: Node, name: str) -> Iterator[tuple[str, FileTensor]]:
-        """Every tensor in a tree of the state, by the way to it."""
-        for way, ref in _tensors_in(node, name):
-            yield way, FileTensor(ref, self._storages.files[0])
+        """Every tensor in a tree of the state, by the keys on the way to it."""
+        for path, ref in tensors_in(node, self._what):
+            yield path_name((name, *path)), FileTensor(ref, self._storages.files[0])
 
     def _others(self) -> dict[str, TensorInfo]:
         """Tensors that are neither the model's nor the optimizer's, under the place where they lie."""
@@ -231,7 +230,7 @@ class WholeReader(StorageReader):
     def _common(self) -> dict[Any, Node]:
         """The common state, without what has tensors of its own."""
         skipped = ("args", "optimizer")
-        out = {name: v for name, v in self._state.items() if name not in skipped and not any(_tensors_in(v, "."))}
+        out = {name: v for name, v in self._state.items() if name not in skipped and not any(tensors_in(v, self._what))}
         optimizer = self._state.get("optimizer")
         groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
         if isinstance(optimizer, Mapping) and isinstance(groups, list):
@@ -265,18 +264,6 @@ class WholeReader(StorageReader):
         return tuple(out)
 
 
-def entries(node: Node) -> list[tuple[Node, Node]]:
-    """Keys and values of a dictionary, of whatever kind, or positions and items of a list; none of anything else."""
-    if isinstance(node, list | tuple):
-        return list(enumerate(node))
-    if isinstance(node, Obj) and node.items:
-        return list(enumerate(node.items))
-    try:
-        return pairs(node)
-    except PickleFormatError:
-        return []
-
-
 def unique_names(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
     """A dictionary of names that must be different.
 
@@ -289,16 +276,6 @@ def unique_names(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
             raise FormatError(f"{what} holds two tensors that are both {printable(name)}", tensor=name)
         out[name] = value
     return out
-
-
-def _tensors_in(node: Node, name: str, depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
-    """Every tensor in a tree of dictionaries and lists, by the way to it."""
-    ref = tensor_ref(node, name)
-    if ref is not None:
-        yield name, ref
-    elif depth < 64:
-        for key, value in entries(node):
-            yield from _tensors_in(value, f"{name}.{key if isinstance(key, str | int) else '?'}", depth + 1)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from converters.formats.containers.reader import WholeReader
 from converters.formats.folder import exists, is_folder, listing, open_source
 from converters.formats.plain_json import parse_json, read_json
 from converters.names import listed, printable, quoted
-from converters.torchzip.records import Payload, TensorRef
+from converters.torchzip.records import Payload
 from converters.torchzip.records_out import c_strides
+from converters.torchzip.tensor_refs import TensorRef
 
 if TYPE_CHECKING:
     from pathlib import Path

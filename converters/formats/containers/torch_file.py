@@ -17,24 +17,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from converters.errors import FormatError, UnsupportedError
 from converters.formats.containers.archive import FileTensor, PtFile
 from converters.formats.containers.index import indexed_tensors, read_index
-from converters.formats.containers.reader import WholeReader, entries, unique_names
+from converters.formats.containers.reader import WholeReader, unique_names
 from converters.formats.folder import exists, is_folder
 from converters.names import printable
-from converters.pickles.nodes import Obj, PickleFormatError, pairs
-from converters.torchzip.records import tensor_ref
+from converters.pickles.describe import describe
+from converters.pickles.nodes import PickleFormatError, pairs
+from converters.torchzip.tensor_refs import path_name, tensor_ref, tensors_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from converters.catalog import Problem
     from converters.pickles.nodes import Node
-    from converters.torchzip.records import TensorRef
 
 SINGLE, NEMO, INDEX = "pytorch_model.bin", "model_weights.ckpt", "pytorch_model.bin.index.json"
 _MODEL = ("model", "state_dict", "model_state_dict", "module")
 _CHUNK = re.compile(r"model\d+")  # Megatron-LM's virtual pipeline
-_DEEPEST = 64
 
 
 class TorchFileReader(WholeReader):
@@ -67,7 +65,14 @@ class TorchFileReader(WholeReader):
 
 def _tensors(node: Node, file: PtFile) -> dict[str, FileTensor]:
     """Every tensor in a tree, by its name."""
-    return unique_names(((name, FileTensor(ref, file)) for name, ref in _flattened(node, file.name)), file.name)
+    tensors = []
+    for path, ref in tensors_in(node, file.name):
+        strange = next((key for key in path if not isinstance(key, str | int)), None)
+        if strange is not None:
+            shown = printable(repr(describe(strange, 2, 8)))[:80]
+            raise UnsupportedError(f"{file.name} holds a tensor under {shown}, which is not a name")
+        tensors.append((path_name(path), FileTensor(ref, file)))
+    return unique_names(tensors, file.name)
 
 
 def _split(file: PtFile) -> tuple[dict[str, dict[str, FileTensor]], dict[Any, Node]]:
@@ -96,23 +101,3 @@ def _split(file: PtFile) -> tuple[dict[str, dict[str, FileTensor]], dict[Any, No
             details=[f"found: {', '.join(printable(str(key)) for key in list(top)[:6])}"],
         )
     return model, state
-
-
-def _flattened(node: Node, what: str, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, TensorRef]]:
-    """The tensors in dictionaries and lists in one another, names joined by dots; everything else is passed over.
-
-    Raises:
-        FormatError: A tensor has no name.
-    """
-    if depth > _DEEPEST:
-        raise FormatError(f"{what}: its dictionaries are nested more than {_DEEPEST} deep")
-    for key, value in entries(node):
-        if not isinstance(key, str | int):
-            if tensor_ref(value, what) is not None:
-                raise UnsupportedError(f"{what} holds a tensor under {printable(repr(key))[:80]}, which is not a name")
-            continue
-        ref = tensor_ref(value, f"{what}: {printable(str(key))}")
-        if ref is not None:
-            yield f"{prefix}{key}", ref
-        elif isinstance(value, dict | list | tuple | Obj):
-            yield from _flattened(value, what, f"{prefix}{key}.", depth + 1)

@@ -30,14 +30,16 @@ from converters.formats.dcp.torch_dcp import TorchDcpReader
 from converters.names import natural_key, parameter_of, printable
 from converters.pickles.machine import parse
 from converters.pickles.nodes import Obj, fields
-from converters.torchzip.records import Payload, tensor_ref
+from converters.torchzip.records import Payload
+from converters.torchzip.tensor_refs import tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from converters.formats.base import StoredArchive
     from converters.formats.dcp.names import Named
-    from converters.torchzip.records import Read, TensorRef
+    from converters.torchzip.records import Read
+    from converters.torchzip.tensor_refs import TensorRef
 
 _STEP = re.compile(r"global_step_(\d+)")
 _FLAT = "_flat_param"

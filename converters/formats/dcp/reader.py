@@ -31,7 +31,7 @@ from converters.formats.dcp.metadata import read_metadata
 from converters.formats.folder import exists, is_folder, read_small, scan, status
 from converters.formats.registry import METADATA_LIMIT, dcp_folders
 from converters.names import printable
-from converters.torchzip.records import Payload, TensorLocator, TensorRef, locate_tensor
+from converters.torchzip.records import Payload, TensorLocator, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, ObjectInfo, TensorInfo
     from converters.formats.dcp.stored import DcpMetadata, StoredObject, StoredTensor
     from converters.torchzip.records import Read
+    from converters.torchzip.tensor_refs import TensorRef
 
 
 def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:

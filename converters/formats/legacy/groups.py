@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from converters.formats.containers.archive import PtFile
     from converters.pickles.nodes import Node
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.tensor_refs import TensorRef
 
 _OUTER = ("embedding.word_embeddings.weight", "output_layer.weight")
 

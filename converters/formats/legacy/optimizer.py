@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import FormatError
 from converters.formats.legacy.groups import group_members
 from converters.megatron.buffers import Misfit, arrange
 from converters.megatron.optimizer_chain import adam_chain
@@ -30,20 +29,19 @@ from converters.megatron.optimizer_parts import entry_groups, group_algorithm, t
 from converters.names import StateName
 from converters.optimizer.buckets import index_states
 from converters.optimizer.stored_buckets import StoredFlat, bucket_sizes, read_buffers
-from converters.torchzip.records import tensor_ref
+from converters.torchzip.tensor_refs import tensor_ref
 from converters.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from converters.dtypes import DType
     from converters.formats.containers.archive import PtFile, Storages
     from converters.megatron.buffers import Local, Rules
     from converters.megatron.flat_index import FlatIndex
-    from converters.torchzip.records import TensorRef
+    from converters.torchzip.tensor_refs import TensorRef
 
 _MOST_PADDING = 1 << 17  # elements behind a bucket
-DEEPEST = 64  # a pickle may hold a dictionary that holds itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +251,3 @@ def _unpadded(parameters: list[Local], padded: list[int], candidates: Sequence[R
         ):
             return sizes
     raise Misfit(f"{label} has buckets of {', '.join(map(str, padded[:8]))} elements, which its parameters do not fill")
-
-
-def tensors_in(value: Any, depth: int = 0) -> Iterator[TensorRef]:
-    """Every tensor somewhere in a tree of dictionaries, lists and tuples."""
-    if depth > DEEPEST:
-        raise FormatError(f"dictionaries and lists are nested more than {DEEPEST} deep")
-    if isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(item, depth + 1)
-    else:
-        ref = tensor_ref(value, "the optimizer")
-        if ref is not None:
-            yield ref

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import FormatError
 from converters.formats.containers.archive import FileTensor
 from converters.formats.legacy.names import plain_name
-from converters.formats.legacy.optimizer import DEEPEST
 from converters.names import listed, natural_key
 from converters.pickles.nodes import PickleFormatError, pairs
-from converters.torchzip.records import tensor_ref
+from converters.torchzip.tensor_refs import DEEPEST, tensor_ref
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -39,7 +39,6 @@ from converters.formats.legacy.optimizer import (
     locate_plain,
     optimizer_entries,
     plain_members,
-    tensors_in,
 )
 from converters.formats.legacy.rank_model import CHUNK, RankModel
 from converters.formats.megatron import common_facts, find_framework
@@ -47,6 +46,7 @@ from converters.megatron.buffers import Misfit, Rules
 from converters.megatron.flat_index import FlatIndex
 from converters.megatron.optimizer_parts import torch_state
 from converters.names import MASTER, StateName, listed, natural_key, printable, state_names
+from converters.torchzip.tensor_refs import tensors_in
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class LegacyReader(StorageReader):
         return out
 
     def _add_object(self, key: str, file: PtFile, node: Node) -> None:
-        size = sum(file.members[f"data/{ref.storage}"].size for ref in tensors_in(node))
+        size = sum(file.members[f"data/{ref.storage}"].size for _, ref in tensors_in(node, file.name))
         self._objects[key] = (object_info(key, file.name, 0, size, wrapped=False), file, node)
 
     def _file_infos(self) -> tuple[FileInfo, ...]:
@@ -285,7 +285,7 @@ class LegacyReader(StorageReader):
         """The tensors of the optimizer as the files have them."""
         for file in self._archives:
             tree = file.tree.get("optimizer") if file.name.endswith(MODEL) else file.tree
-            for number, ref in enumerate(tensors_in(tree)):
+            for number, (_, ref) in enumerate(tensors_in(tree, file.name)):
                 name = f"optimizer.{file.name.partition('/')[0]}.{number}"
                 array = self._storages.array(file, ref, name)
                 part = FlatPart(array, ((Box.whole(ref.shape), ref.offset),))

@@ -35,7 +35,7 @@ from converters.formats.megatron import megatron_catalog
 from converters.formats.zarr.array import ChunkFiles, parse_zarr_json, parse_zarray, scan_chunks
 from converters.lazy import LazySequence
 from converters.names import parse_key, printable
-from converters.torchzip.records import Payload, TensorRef, locate_tensor
+from converters.torchzip.records import Payload, locate_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from converters.chunks import StoredArray
     from converters.formats.folder import Entry
     from converters.torchzip.records import Read
+    from converters.torchzip.tensor_refs import TensorRef
 
 _SHARD = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt")
 _CHUNK = re.compile(r"\d+(\.\d+)*")
