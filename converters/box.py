@@ -199,10 +199,10 @@ def flat_range(shape: Sequence[int], start: int, length: int) -> Iterator[Box]:
         axis = 0  # the outermost axis along which we stand at a beginning and have at least one whole step left
         while axis < len(shape) - 1 and (position % inner[axis] or end - position < inner[axis]):
             axis += 1
-        index, rest = [], position
+        index, remainder = [], position
         for stride in inner:
-            index.append(rest // stride)
-            rest %= stride
+            index.append(remainder // stride)
+            remainder %= stride
         steps = min((end - position) // inner[axis], shape[axis] - index[axis])
         yield Box(tuple(index), (*(1,) * axis, steps, *shape[axis + 1 :]))
         position += steps * inner[axis]
@@ -343,5 +343,5 @@ def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> Box | None:
         return None
     left = [whole]
     for box in live:
-        left = [rest for part in left for rest in part.without(box)]
+        left = [remainder for part in left for remainder in part.without(box)]
     return left[0] if left else None

@@ -70,8 +70,8 @@ class DamagedFileError(FormatError):
         files: What is wrong with each file, in one sentence, by its name there.
     """
 
-    def __init__(self, folder: str, files: dict[str, str], **more: Any) -> None:
-        super().__init__("; ".join(files.values()), **more)
+    def __init__(self, folder: str, files: dict[str, str], **texts: Any) -> None:
+        super().__init__("; ".join(files.values()), **texts)
         self.folder, self.files = folder, files
 
 

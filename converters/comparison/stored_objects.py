@@ -64,6 +64,6 @@ def extra_state(reader: Reader, info: ObjectInfo) -> tuple[Any, Archive | None]:
         if raw[:2] == b"PK":
             inner = Archive.parse(raw, info.key)
             return inner.tree, inner
-        return parse(raw, what=info.key), None
+        return parse(raw, label=info.key), None
     except FormatError:
         return raw, None

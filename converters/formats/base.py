@@ -106,8 +106,8 @@ class Reader(ABC):
         info = self.catalog.objects.get(key)
         if info is None:
             raise FormatError(f"{printable(self.catalog.path.name)} holds no object {printable(key)}")
-        what = printable(f"{info.file}: {info.key}")
-        archive = Archive.read(self.catalog.path / info.file, info.start, info.length, what)
+        label = printable(f"{info.file}: {info.key}")
+        archive = Archive.read(self.catalog.path / info.file, info.start, info.length, label)
         if info.wrapped and isinstance(archive.tree, list) and len(archive.tree) == 1:
             archive.tree = archive.tree[0]
         return archive

@@ -57,12 +57,12 @@ def refuse_empty(folder: Path, error: FormatError) -> None:
     """
     alone = is_file(folder)
     paths = [folder] if alone else [folder / name for name in _DESCRIBING]
-    files = {path.name: text for path in paths if (text := _trouble(path)) is not None}
+    files = {path.name: text for path in paths if (text := _fault(path)) is not None}
     if files:
         raise damaged_file(folder.parent if alone else folder, files, error.message) from error
 
 
-def _trouble(path: Path) -> str | None:
+def _fault(path: Path) -> str | None:
     shown = printable(path.name)
     try:
         if not is_file(path):

@@ -40,14 +40,14 @@ class KeyedArray:
         array: Its chunks.
         dtype: Element type.
         original_shape: Shape before Megatron-Core 0.8 to 0.15 flattened the blocks; None for an ordinary tensor.
-        trouble: What is wrong with its chunks, in words.
+        fault: What is wrong with its chunks, in words.
         spelling: The key as Megatron's distributed checkpoints would spell it, if the file spells it otherwise.
     """
 
     array: StoredArray
     dtype: DType
     original_shape: tuple[int, ...] | None = None
-    trouble: str | None = None
+    fault: str | None = None
     spelling: str | None = None
 
 
@@ -66,8 +66,8 @@ def canonical_tensors(stored: Iterable[KeyedArray], problems: list[Problem]) -> 
         key = tensor.array.key
         parsed = parse_key(tensor.spelling or key)
         infos = list(_unstack(tensor, parsed))
-        if tensor.trouble:
-            text = f"{printable(key)}: {tensor.trouble}"
+        if tensor.fault:
+            text = f"{printable(key)}: {tensor.fault}"
             problems.append(Problem("error", text, tensors=tuple(t.name for t in infos)))
         for info in infos:
             if parsed.half:

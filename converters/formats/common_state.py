@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LIMIT = 1 << 30
 
 
-def read_object(path: Path, what: str, start: int = 0, length: int | None = None) -> Any:
+def read_object(path: Path, label: str, start: int = 0, length: int | None = None) -> Any:
     """The inert tree of a `torch.save` archive; its tensors are not read.
 
     Args:
@@ -35,7 +35,7 @@ def read_object(path: Path, what: str, start: int = 0, length: int | None = None
     """
     with open_source(path) as source:
         size = source.size if length is None else length
-        return read_pickle(source.read, start, size, what)
+        return read_pickle(source.read, start, size, label)
 
 
 @dataclass
@@ -45,15 +45,15 @@ class Archive:
     Attributes:
         tree: The pickled value, inert; change it in place.
         members: The contents of the archive by name: the storages that the tree refers to, under `data/`.
-        what: Names it in errors.
+        label: Names it in errors.
     """
 
     tree: Any
     members: dict[str, bytes]
-    what: str
+    label: str
 
     @classmethod
-    def read(cls, path: Path, start: int = 0, length: int | None = None, what: str | None = None) -> Archive:
+    def read(cls, path: Path, start: int = 0, length: int | None = None, label: str | None = None) -> Archive:
         """An archive in a file.
 
         Args:
@@ -64,34 +64,34 @@ class Archive:
         """
         with open_source(path) as source:
             size = source.size if length is None else length
-            return cls._parsed(source.read, start, size, what or path.name)
+            return cls._parsed(source.read, start, size, label or path.name)
 
     @classmethod
-    def parse(cls, raw: bytes, what: str) -> Archive:
+    def parse(cls, raw: bytes, label: str) -> Archive:
         """An archive that is in memory."""
-        return cls._parsed(lambda at, n: raw[at : at + n], 0, len(raw), what)
+        return cls._parsed(lambda at, n: raw[at : at + n], 0, len(raw), label)
 
     @classmethod
-    def _parsed(cls, read: Read, start: int, size: int, what: str) -> Archive:
-        directory = read_directory(read, start, size, what)
-        tree = read_pickle(read, start, size, what, members=directory)
+    def _parsed(cls, read: Read, start: int, size: int, label: str) -> Archive:
+        directory = read_directory(read, start, size, label)
+        tree = read_pickle(read, start, size, label, members=directory)
         members = {}
         for name, member in directory.items():
             if member.size > _LIMIT:
-                raise FormatError(f"{what}: member {name!r} is {member.size} bytes, too large for a common state")
-            members[name] = read_member(read, start, member, what)
+                raise FormatError(f"{label}: member {name!r} is {member.size} bytes, too large for a common state")
+            members[name] = read_member(read, start, member, label)
             if crc32(members[name]) != member.crc:
-                raise FormatError(f"{what} is damaged: member {name!r} does not match its checksum")
-        return cls(tree, members, what)
+                raise FormatError(f"{label} is damaged: member {name!r} does not match its checksum")
+        return cls(tree, members, label)
 
     @classmethod
-    def of_object(cls, value: Any, storages: Mapping[str, bytes], what: str) -> Archive:
+    def of_object(cls, value: Any, storages: Mapping[str, bytes], label: str) -> Archive:
         """An object that its format keeps otherwise, as an archive of its own: the caller may change its tree.
 
         Args:
             storages: The storages that the value refers to, under `data/`.
         """
-        archive = cls.parse(object_record([value], storages), what)
+        archive = cls.parse(object_record([value], storages), label)
         archive.tree = archive.tree[0]
         return archive
 
@@ -104,7 +104,7 @@ class Archive:
         size = ref.dtype.itemsize
         raw = self.members.get(f"data/{ref.storage}", b"")
         if not ref.contiguous or len(raw) != ref.storage_nbytes:
-            raise FormatError(f"{self.what} lacks storage {ref.storage}, or a tensor in it has odd strides")
+            raise FormatError(f"{self.label} lacks storage {ref.storage}, or a tensor in it has odd strides")
         return raw[ref.offset * size : (ref.offset + math.prod(ref.shape)) * size]
 
     def dump(self, tree: Any, name: str) -> bytes:

@@ -83,7 +83,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
     """
     located: list[tuple[Piece, Location]] = []
     taken: dict[Path, list[tuple[int, int]]] = {}
-    rest: list[OutputFile] = []
+    remaining: list[OutputFile] = []
     for number, file in enumerate(files):
         other_slices = []
         for part in file.slices:
@@ -95,7 +95,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
             copy = Copy(str(path), Box((offset,), (length,)), name, Box((0,), (length,)))
             located.append((Piece(name, _BYTE, (length,), copies=(copy,)), Location(number, part.at)))
             taken.setdefault(path, []).append((offset, offset + length))
-        rest.append(replace(file, slices=tuple(other_slices)))
+        remaining.append(replace(file, slices=tuple(other_slices)))
     states = {path: status(path) for path in taken}
     sizes = [state.size if state else 0 for state in states.values()]
     sources = {str(path): _array(str(path), size, n) for n, (path, size) in enumerate(zip(taken, sizes, strict=True))}
@@ -105,7 +105,7 @@ def byte_copies(reader: Reader, files: Sequence[OutputFile], reason: str) -> Byt
         for start, end in ranges_between(ranges, size)
     ]
     both = ReaderPair(reader, _FileBytes(reader, list(taken), sizes), _BEHIND, reader.catalog)
-    return ByteCopies(both, sources, CopyRoutes.of(located), rest, drops)
+    return ByteCopies(both, sources, CopyRoutes.of(located), remaining, drops)
 
 
 def _array(name: str, size: int, record: int) -> TensorInfo:

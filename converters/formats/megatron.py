@@ -94,9 +94,10 @@ def find_framework(folder: Path, facts: CommonFacts, keys: Sequence[str]) -> tup
 
 
 def megatron_catalog(
-    name: str, folder: Path, common: Any, keys: Sequence[str], problems: list[Problem], **more: Any
+    name: str, folder: Path, common: Any, keys: Sequence[str], problems: list[Problem], **contents: Any
 ) -> Catalog:
-    """The catalog of a distributed checkpoint of Megatron's: what common state and configuration say, and `more` of it."""
+    """The catalog of a distributed checkpoint of Megatron's: what common state and configuration say,
+    and further `contents`."""
     facts = common_facts(common)
     framework, config = find_framework(folder, facts, keys)
     document = _yaml(folder / "run_config.yaml") if framework == "Megatron-Bridge" else {}
@@ -115,7 +116,7 @@ def megatron_catalog(
         content=facts.content,
         iteration=facts.iteration if facts.iteration is not None else iteration_of(folder),
         problems=tuple(problems),
-        **more,
+        **contents,
     )
 
 

@@ -31,12 +31,12 @@ def read_json(path: Path, limit: int = _LIMIT) -> Any:
         raise damaged_file(path.parent, {path.name: text}, *error.details) from error
 
 
-def parse_json(raw: bytes, what: str) -> Any:
-    """As `read_json`, of bytes; `what` names them in errors."""
+def parse_json(raw: bytes, label: str) -> Any:
+    """As `read_json`, of bytes; `label` names them in errors."""
     try:
         return json.loads(raw, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what} is not JSON", details=[printable(str(error))[:200]]) from error
+        raise FormatError(f"{label} is not JSON", details=[printable(str(error))[:200]]) from error
 
 
 def _unique(entries: list[tuple[str, Any]]) -> dict[str, Any]:

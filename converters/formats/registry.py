@@ -32,7 +32,7 @@ _WRAPPED = re.compile(rb"model\d*\.module\.(?:module\.)*(?:embedding|decoder|enc
 _BARE = re.compile(rb"model\d*\.(?:embedding|decoder|encoder|mtp|output_layer)\.")
 
 
-class Seen:
+class Candidate:
     """A folder, or a file that may be a checkpoint of its own, as detection sees it; each look is taken once."""
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class Format:
     name: str
     summary: str
     reader: str
-    detect: Callable[[Seen], bool]
+    detect: Callable[[Candidate], bool]
     read: str
     written: str = ""
 
@@ -99,8 +99,8 @@ class Format:
 
 def detect(path: Path) -> Format | None:
     """The first format that a folder, or a file, is in; None if we know none."""
-    seen = Seen(path)
-    return next((entry for entry in REGISTRY if entry.detect(seen)), None)
+    candidate = Candidate(path)
+    return next((entry for entry in REGISTRY if entry.detect(candidate)), None)
 
 
 def backend_of(folder: Path) -> str | None:
@@ -134,7 +134,7 @@ def dcp_folders(folder: Path) -> list[str]:
         FormatError: Likewise, of a tar file that is refused.
     """
     folders: list[str] = []
-    trouble: Exception | None = None
+    failure: Exception | None = None
     for name in ("model", "optimizer", "optim"):
         try:
             if is_file(folder / name / ".metadata"):
@@ -143,74 +143,76 @@ def dcp_folders(folder: Path) -> list[str]:
                 stages = [stage for stage in listing(folder / name) if re.fullmatch(r"pp_\d+", stage)]
                 folders += [f"{name}/{stage}/" for stage in sorted(stages, key=natural_key)]
         except (OSError, FormatError) as error:
-            trouble = trouble or error
-    if folders and trouble is not None:
-        raise trouble
+            failure = failure or error
+    if folders and failure is not None:
+        raise failure
     return folders
 
 
-def _torch_dist(seen: Seen) -> bool:
+def _torch_dist(candidate: Candidate) -> bool:
     """`metadata.json` names the backend or, if it is lost, DCP files with what only Megatron puts beside or into them."""
-    if seen.backend is not None:
-        return seen.backend == "torch_dist"
-    if ".metadata" in seen.names and "common.pt" not in seen.names:
-        return any(mark in seen.metadata for mark in _MEGATRON)
-    return ".metadata" in seen.names or seen.has(".distcp")
+    if candidate.backend is not None:
+        return candidate.backend == "torch_dist"
+    if ".metadata" in candidate.names and "common.pt" not in candidate.names:
+        return any(mark in candidate.metadata for mark in _MEGATRON)
+    return ".metadata" in candidate.names or candidate.has(".distcp")
 
 
-def _fsdp_dtensor(seen: Seen) -> bool:
+def _fsdp_dtensor(candidate: Candidate) -> bool:
     """DCP files of Megatron-FSDP: its wrappers are part of every key."""
-    return "metadata.json" not in seen.names and _WRAPPED.search(seen.metadata) is not None
+    return "metadata.json" not in candidate.names and _WRAPPED.search(candidate.metadata) is not None
 
 
-def _megatron_dcp(seen: Seen) -> bool:
+def _megatron_dcp(candidate: Candidate) -> bool:
     """DCP files with Megatron's names and its version of checkpoints, and without its wrappers."""
-    if "metadata.json" in seen.names or b"checkpoint_version" not in seen.metadata:
+    if "metadata.json" in candidate.names or b"checkpoint_version" not in candidate.metadata:
         return False
-    return _BARE.search(seen.metadata) is not None and not _WRAPPED.search(seen.metadata)
+    return _BARE.search(candidate.metadata) is not None and not _WRAPPED.search(candidate.metadata)
 
 
-def _vescale(seen: Seen) -> bool:
+def _vescale(candidate: Candidate) -> bool:
     """DCP files whose metadata is of veScale's own classes."""
-    return "metadata.json" not in seen.names and any(b"vescale.checkpoint" in raw for raw in seen.inner)
+    return "metadata.json" not in candidate.names and any(b"vescale.checkpoint" in raw for raw in candidate.inner)
 
 
-def _bytecheckpoint(seen: Seen) -> bool:
+def _bytecheckpoint(candidate: Candidate) -> bool:
     """Metadata of ByteCheckpoint's own classes."""
-    return "metadata.json" not in seen.names and any(b"bytecheckpoint.checkpointer" in raw for raw in seen.inner)
-
-
-def _torch_dcp(seen: Seen) -> bool:
-    """Any other DCP files, or a folder of them for the model and one for the optimizer."""
-    return "metadata.json" not in seen.names and (".metadata" in seen.names or bool(seen.inner))
-
-
-def _zarr(seen: Seen) -> bool:
-    """`metadata.json` names the backend or, if it is lost, a folder holds an array."""
-    if seen.backend is not None:
-        return seen.backend == "zarr"
-    folders = [seen.path / name for name in seen.names if not name.endswith(".sync")]
-    return any(_has_file(folder / name) for folder in folders for name in (".zarray", "zarr.json"))
-
-
-def _legacy(seen: Seen) -> bool:
-    """`mp_rank_*` folders and nothing of a later format."""
-    later = {".metadata", "metadata.json"} & seen.names
-    return not later and any(name.startswith("mp_rank_") for name in seen.names)
-
-
-def _safetensors(seen: Seen) -> bool:
-    """A file or a folder of files named so."""
-    return seen.has(".safetensors", "safetensors.index.json") or (
-        seen.path.suffix == ".safetensors" and bool(seen.head)
+    return "metadata.json" not in candidate.names and any(
+        b"bytecheckpoint.checkpointer" in raw for raw in candidate.inner
     )
 
 
-def _torch(seen: Seen) -> bool:
+def _torch_dcp(candidate: Candidate) -> bool:
+    """Any other DCP files, or a folder of them for the model and one for the optimizer."""
+    return "metadata.json" not in candidate.names and (".metadata" in candidate.names or bool(candidate.inner))
+
+
+def _zarr(candidate: Candidate) -> bool:
+    """`metadata.json` names the backend or, if it is lost, a folder holds an array."""
+    if candidate.backend is not None:
+        return candidate.backend == "zarr"
+    folders = [candidate.path / name for name in candidate.names if not name.endswith(".sync")]
+    return any(_has_file(folder / name) for folder in folders for name in (".zarray", "zarr.json"))
+
+
+def _legacy(candidate: Candidate) -> bool:
+    """`mp_rank_*` folders and nothing of a later format."""
+    later = {".metadata", "metadata.json"} & candidate.names
+    return not later and any(name.startswith("mp_rank_") for name in candidate.names)
+
+
+def _safetensors(candidate: Candidate) -> bool:
+    """A file or a folder of files named so."""
+    return candidate.has(".safetensors", "safetensors.index.json") or (
+        candidate.path.suffix == ".safetensors" and bool(candidate.head)
+    )
+
+
+def _torch(candidate: Candidate) -> bool:
     """Names of Hugging Face or NeMo 1 in a folder; a file that begins as torch.save's do, now or before 1.6."""
-    archive = seen.head[:4] == b"PK\x03\x04" and b"data.pkl" in seen.head
+    archive = candidate.head[:4] == b"PK\x03\x04" and b"data.pkl" in candidate.head
     folder = {"pytorch_model.bin", "pytorch_model.bin.index.json", "model_weights.ckpt"}
-    return bool(folder & seen.names) or archive or seen.head.startswith(BEFORE_ZIP)
+    return bool(folder & candidate.names) or archive or candidate.head.startswith(BEFORE_ZIP)
 
 
 REGISTRY: tuple[Format, ...] = (

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from converters.errors import FormatError, UnfinishedError, UnsupportedError, UsageError
 from converters.formats.folder import exists, is_file, is_folder, listing, read_small, scan, status
 from converters.formats.links import enclose
-from converters.formats.registry import Seen, detect
+from converters.formats.registry import Candidate, detect
 from converters.names import listed, printable, quoted
 from converters.remote.address import NO_LISTING, RemotePath, is_bucket, named_path
 
@@ -251,7 +251,7 @@ def _is_uploading(mark: Path) -> bool:
 
 
 def _refuse_compressed(path: Path) -> None:
-    head = Seen(path).head
+    head = Candidate(path).head
     method = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if method is not None:
         raise UnsupportedError(

@@ -86,8 +86,8 @@ class _Extension:
 class _Scan:
     """One pass over the headers of a tar file."""
 
-    def __init__(self, source: SourceFile, what: str) -> None:
-        self._read, self._size, self._what = source.read, source.size, what
+    def __init__(self, source: SourceFile, label: str) -> None:
+        self._read, self._size, self._label = source.read, source.size, label
         self._tree: Tree = {"": {}}
 
     def tree(self) -> Tree:
@@ -98,31 +98,33 @@ class _Scan:
                 break
             if len(header) < _BLOCK:
                 raise FormatError(
-                    f"{self._what} ends at byte {self._size:,} without the mark that ends a tar file: it was cut short",
+                    f"{self._label} ends at byte {self._size:,} without the mark that ends a tar file: it was cut short",
                     hint="copy it again",
                 )
             at = self._member(header, at, extension)
             count += 1
             if count > _MOST_MEMBERS:
-                raise FormatError(f"{self._what} has more than {_MOST_MEMBERS:,} members")
+                raise FormatError(f"{self._label} has more than {_MOST_MEMBERS:,} members")
         if extension != _Extension():
-            raise FormatError(f"{self._what}: the last member has a long name and no contents")
+            raise FormatError(f"{self._label}: the last member has a long name and no contents")
         return self._tree
 
     def _member(self, header: bytes, at: int, extension: _Extension) -> int:
         """Takes one header; returns where the next one lies."""
-        where = f"{self._what} at byte {at:,}"
+        where = f"{self._label} at byte {at:,}"
         if not is_tar(header) or _checksum(header) != _number(header[148:156], f"{where}: the checksum"):
             raise FormatError(f"{where}: no header of a member where one must be; the file is damaged")
         kind, name = header[156:157], extension.name if extension.name is not None else _short_name(header)
         shown = printable(name.decode("utf-8", "surrogateescape"))
         size = (
-            _number(header[124:136], f"{self._what}: the size of {shown}") if extension.size is None else extension.size
+            _number(header[124:136], f"{self._label}: the size of {shown}")
+            if extension.size is None
+            else extension.size
         )
         begin = at + _BLOCK
         if begin + size > self._size:
             raise FormatError(
-                f"{self._what} is cut short: {shown} needs bytes up to {begin + size:,}, there are {self._size:,}",
+                f"{self._label} is cut short: {shown} needs bytes up to {begin + size:,}, there are {self._size:,}",
                 hint="copy it again",
             )
         if kind in b"LKxg":
@@ -131,7 +133,7 @@ class _Scan:
             if kind in _REFUSED or kind not in b"057\x00":
                 refused = _REFUSED.get(kind, f"of the unknown type {kind!r}")
                 raise FormatError(
-                    f"{self._what}: {shown} is {refused}; only plain files and folders are read from a tar file",
+                    f"{self._label}: {shown} is {refused}; only plain files and folders are read from a tar file",
                     hint="if you trust it, unpack it and give the folder",
                 )
             folder = kind == b"5" or (kind != b"7" and name.endswith(b"/"))
@@ -143,59 +145,59 @@ class _Scan:
     def _extend(self, kind: bytes, begin: int, size: int, shown: str, extension: _Extension) -> None:
         """Long names and sizes: GNU's 'L', and the attributes of pax, of which those that matter here are few."""
         if size > _LONGEST_EXTENSION:
-            raise FormatError(f"{self._what}: {shown} has a header of {size:,} bytes")
+            raise FormatError(f"{self._label}: {shown} has a header of {size:,} bytes")
         data = self._read(begin, size)
         if kind == b"L":
-            extension.name = _once(extension.name, data.rstrip(b"\0"), f"{self._what}: {shown}")
+            extension.name = _once(extension.name, data.rstrip(b"\0"), f"{self._label}: {shown}")
         if kind not in b"xg":
             return
-        for key, value in _attributes(data, f"{self._what}: {shown}"):
+        for key, value in _attributes(data, f"{self._label}: {shown}"):
             if key.startswith(b"GNU.sparse."):
-                raise FormatError(f"{self._what}: {shown} announces a sparse file, which is not read from a tar file")
+                raise FormatError(f"{self._label}: {shown} announces a sparse file, which is not read from a tar file")
             if key not in (b"path", b"size"):
                 continue
             if kind == b"g":
-                raise FormatError(f"{self._what}: {shown} gives every member the same {key.decode()}")
+                raise FormatError(f"{self._label}: {shown} gives every member the same {key.decode()}")
             if key == b"path":
-                extension.name = _once(extension.name, value, f"{self._what}: {shown}")
+                extension.name = _once(extension.name, value, f"{self._label}: {shown}")
             else:
                 number = int(value) if value.isdigit() and len(value) < 20 else -1
-                extension.size = _once(extension.size, number, f"{self._what}: {shown}")
+                extension.size = _once(extension.size, number, f"{self._label}: {shown}")
                 if number < 0:
-                    raise FormatError(f"{self._what}: {shown} gives a member the size {printable(repr(value))[:40]}")
+                    raise FormatError(f"{self._label}: {shown} gives a member the size {printable(repr(value))[:40]}")
 
     def _add(self, name: bytes, member: Member | None) -> None:
         text = name.decode("utf-8", "surrogateescape")
         parts = [part for part in text.split("/") if part not in ("", ".")]
         if text.startswith("/") or ".." in parts or "\0" in text:
             raise FormatError(
-                f"{self._what}: {printable(text)} would lie outside the folder that it is unpacked into",
+                f"{self._label}: {printable(text)} would lie outside the folder that it is unpacked into",
                 hint="no checkpoint has such a member: do not unpack this file",
             )
         if len(parts) > _DEEPEST:
-            raise FormatError(f"{self._what}: {printable(text)[:100]}... lies {len(parts):,} folders deep")
+            raise FormatError(f"{self._label}: {printable(text)[:100]}... lies {len(parts):,} folders deep")
         folder = ""
         for depth, part in enumerate(parts):
             inner = self._tree.setdefault(folder, {})
             last = depth == len(parts) - 1
             entry = inner.get(part, _ABSENT)
             if (entry is not _ABSENT) if last and member is not None else isinstance(entry, Member):
-                raise FormatError(f"{self._what}: {printable(text)} occurs twice")
+                raise FormatError(f"{self._label}: {printable(text)} occurs twice")
             inner[part] = member if last else None
             folder = f"{folder}/{part}" if folder else part
         if member is None:
             self._tree.setdefault(folder, {})
         elif not parts:
-            raise FormatError(f"{self._what}: a file has the name {printable(text)!r}")
+            raise FormatError(f"{self._label}: a file has the name {printable(text)!r}")
 
 
 _ABSENT: Final = object()
 _T = TypeVar("_T")
 
 
-def _once(stated: _T | None, value: _T, what: str) -> _T:
+def _once(stated: _T | None, value: _T, label: str) -> _T:
     if stated is not None and stated != value:
-        raise FormatError(f"{what}: what follows is given two names or sizes")
+        raise FormatError(f"{label}: what follows is given two names or sizes")
     return value
 
 
@@ -209,21 +211,21 @@ def _checksum(header: bytes) -> int:
     return sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
 
 
-def _number(raw: bytes, what: str) -> int:
+def _number(raw: bytes, label: str) -> int:
     """Octal digits, or GNU's binary form for what needs more of them."""
     if raw[0] & 0x80:
         value = int.from_bytes(raw, "big", signed=True) if raw[0] == 0xFF else int.from_bytes(raw[1:], "big")
     else:
         text = raw.strip(b" \0") or b"0"
         if not all(c in b"01234567" for c in text):
-            raise FormatError(f"{what} is {printable(repr(raw))}")
+            raise FormatError(f"{label} is {printable(repr(raw))}")
         value = int(text, 8)
     if not 0 <= value < 1 << 60:
-        raise FormatError(f"{what} is {value}")
+        raise FormatError(f"{label} is {value}")
     return value
 
 
-def _attributes(data: bytes, what: str) -> list[tuple[bytes, bytes]]:
+def _attributes(data: bytes, label: str) -> list[tuple[bytes, bytes]]:
     """pax: records `LENGTH KEY=VALUE\\n`, the length of the whole record in decimal."""
     records, at = [], 0
     while at < len(data):
@@ -232,7 +234,7 @@ def _attributes(data: bytes, what: str) -> list[tuple[bytes, bytes]]:
         record = data[at : at + length]
         key, equals, value = record[len(digits) + 1 : -1].partition(b"=")
         if length < len(digits) + 3 or not equals or not record.endswith(b"\n") or len(record) != length:
-            raise FormatError(f"{what} has attributes that are not those of pax")
+            raise FormatError(f"{label} has attributes that are not those of pax")
         records.append((key, value))
         at += length
     return records

@@ -146,8 +146,8 @@ def _size(node: Obj) -> str | None:
 
 def _path(node: Obj) -> str | None:
     if 0 < len(node.args) <= 64 and all(isinstance(part, str) for part in node.args):
-        first, *rest = node.args
-        return "/".join([first.rstrip("/"), *rest]) if first != "/" or rest else "/"
+        first, *others = node.args
+        return "/".join([first.rstrip("/"), *others]) if first != "/" or others else "/"
     return None
 
 

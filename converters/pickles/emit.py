@@ -93,36 +93,38 @@ class _Pickler(_PYTHON):  # type: ignore[misc]
         self.memoize(items)
         self._exact([(item,) for item in items], b"", pickle.ADDITEMS, reopens=True)
 
-    def _exact(self, groups: Sequence[tuple[Node, ...]], one: bytes, many: bytes, *, reopens: bool = False) -> None:
+    def _exact(
+        self, groups: Sequence[tuple[Node, ...]], single: bytes, several: bytes, *, reopens: bool = False
+    ) -> None:
         """Elements of a list, dict or set itself.
 
         Args:
-            one: Opcode for a single element; empty if there is none.
+            single: Opcode for a single element; empty if there is none.
             reopens: After a full batch another one is opened, even if nothing is left for it.
         """
-        if len(groups) == 1 and one:
-            self._batches(groups, one, many)
+        if len(groups) == 1 and single:
+            self._batches(groups, single, several)
             return
         for at in range(0, len(groups) + (reopens and len(groups) > 0), _BATCH):
-            self._marked(groups[at : at + _BATCH], many)
+            self._marked(groups[at : at + _BATCH], several)
 
-    def _batches(self, groups: Iterable[tuple[Node, ...]], one: bytes, many: bytes) -> None:
+    def _batches(self, groups: Iterable[tuple[Node, ...]], single: bytes, several: bytes) -> None:
         """Elements of a subclass: these come from an iterator, and are batched unlike those of a list or dict."""
-        rest = iter(groups)
-        while batch := list(islice(rest, _BATCH)):
+        remaining = iter(groups)
+        while batch := list(islice(remaining, _BATCH)):
             if len(batch) > 1:
-                self._marked(batch, many)
+                self._marked(batch, several)
                 continue
             for item in batch[0]:
                 self.save(item)
-            self.write(one)
+            self.write(single)
 
-    def _marked(self, batch: Iterable[tuple[Node, ...]], many: bytes) -> None:
+    def _marked(self, batch: Iterable[tuple[Node, ...]], several: bytes) -> None:
         self.write(pickle.MARK)
         for group in batch:
             for item in group:
                 self.save(item)
-        self.write(many)
+        self.write(several)
 
     def _global(self, node: Global) -> None:
         if self.proto >= 4:

@@ -29,12 +29,12 @@ _U32: Final = Struct("<I").unpack_from
 _I32: Final = Struct("<i").unpack_from
 
 
-def parse(data: bytes, *, what: str = "pickle") -> Node:
+def parse(data: bytes, *, label: str = "pickle") -> Node:
     """Read one pickle that takes up all of `data`.
 
     Args:
         data: The bytes, protocol 2 to 5.
-        what: Names the bytes in errors: `"common.pt: data.pkl"`.
+        label: Names the bytes in errors: `"common.pt: data.pkl"`.
 
     Returns:
         Plain data and inert nodes.
@@ -43,7 +43,7 @@ def parse(data: bytes, *, what: str = "pickle") -> Node:
         PickleFormatError: Damaged, of a dialect that Python does not write, or beyond the limits.
         UnsafePickle: It names something hostile or plays a trick.
     """
-    machine = Machine(data, Limits(), what)
+    machine = Machine(data, Limits(), label)
     node = machine.run()
     machine.refuse_more()
     return node
@@ -90,7 +90,7 @@ class Machine(Opcodes):
         """
         count = len(self.data) - self.pos
         if count:
-            raise UnsafePickle(f"{self.what}: {count} bytes follow the end of the pickle at byte {self.pos}")
+            raise UnsafePickle(f"{self.label}: {count} bytes follow the end of the pickle at byte {self.pos}")
 
     def run_item(self, memo: Any) -> list[Node] | None:
         """Execute opcodes without PROTO, with a memo that may be any sequence with `append`.

@@ -204,22 +204,22 @@ def entries(node: Node) -> list[tuple[Node, Node]]:
 def references(node: Node) -> list[PersId]:
     """Every reference to something outside a tree, each once, in no particular order."""
     storages: dict[PersId, None] = {}
-    seen: set[int] = set()
+    visited: set[int] = set()
     left = [node]
     while left:
         current = left.pop()
-        if id(current) in seen:
+        if id(current) in visited:
             continue
         if isinstance(current, PersId):
             storages[current] = None
         elif isinstance(current, dict):
-            seen.add(id(current))
+            visited.add(id(current))
             left += [*current, *current.values()]
         elif isinstance(current, list | tuple | set | frozenset):
-            seen.add(id(current))
+            visited.add(id(current))
             left += current
         elif isinstance(current, Obj):
-            seen.add(id(current))
+            visited.add(id(current))
             left += [current.args, current.kwargs, current.state, current.items]
             left += [] if current.pairs is None else [part for pair in current.pairs for part in pair]
     return list(storages)

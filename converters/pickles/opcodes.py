@@ -153,7 +153,7 @@ class Opcodes(Stack):
         node = Global(module, name, pos)
         if hostile(node):
             raise UnsafePickle(
-                f"{self.what}: hostile global {node.path} at byte {pos}",
+                f"{self.label}: hostile global {node.path} at byte {pos}",
                 details=[self.where(pos), "loading this file with pickle or torch.load could run code"],
                 hint="do not load the file with anything else; ask whoever wrote it",
             )

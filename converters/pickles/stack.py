@@ -42,7 +42,7 @@ class Stack(ABC):
     Args:
         data: The bytes; other bytes may follow the pickle.
         limits: What to refuse.
-        what: Names the bytes in errors: "common.pt: data.pkl".
+        label: Names the bytes in errors: "common.pt: data.pkl".
         stop_key: Stop when this key of the top-level object's state is reached, as if the state ended there.
         columns: Reads runs of like items much faster, into arrays; None to make every item.
     """
@@ -51,14 +51,14 @@ class Stack(ABC):
         self,
         data: bytes,
         limits: Limits,
-        what: str,
+        label: str,
         *,
         stop_key: str | None = None,
         columns: Columns | None = None,
     ) -> None:
         self.data = data
         self.limits = limits
-        self.what = what
+        self.label = label
         self.pos = 0
         self.stop_key = stop_key
         self.columns = columns
@@ -76,12 +76,12 @@ class Stack(ABC):
 
     def fail(self, pos: int, why: str) -> NoReturn:
         """Refuse the pickle because of the opcode at `pos`."""
-        raise PickleFormatError(f"{self.what} is not a pickle that can be read: {why}", details=[self.where(pos)])
+        raise PickleFormatError(f"{self.label} is not a pickle that can be read: {why}", details=[self.where(pos)])
 
     def unsafe(self, pos: int, why: str) -> NoReturn:
         """Refuse the pickle because the opcode at `pos` plays a trick on its reader."""
         raise UnsafePickle(
-            f"{self.what}: {why} at byte {pos}",
+            f"{self.label}: {why} at byte {pos}",
             details=[self.where(pos)],
             hint="no training framework writes this; do not load the file with anything else",
         )

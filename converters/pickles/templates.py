@@ -114,18 +114,18 @@ class _Overlay:
     def __init__(self, memo: Sequence[Node], slots: Sequence[Node]) -> None:
         self.memo = memo
         self.slots = slots
-        self.own: list[Node] = []
+        self.entries: list[Node] = []
 
     def __len__(self) -> int:
-        return len(self.memo) + len(self.own)
+        return len(self.memo) + len(self.entries)
 
     def __getitem__(self, index: int) -> Node:
         if index >= _LEAF:
             return self.slots[index - _LEAF]
-        return self.memo[index] if index < len(self.memo) else self.own[index - len(self.memo)]
+        return self.memo[index] if index < len(self.memo) else self.entries[index - len(self.memo)]
 
     def append(self, value: Node) -> None:
-        self.own.append(value)
+        self.entries.append(value)
 
 
 def _tokenize(data: bytes, start: int, stop: int) -> list[Token] | None:
@@ -210,10 +210,10 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
         parts.append(slots[-1])
         positions.append(pos)
     overlay = _Overlay(machine.memo, slots)
-    values = Machine(bytes(raw) + b".", machine.limits, machine.what).run_item(overlay)
+    values = Machine(bytes(raw) + b".", machine.limits, machine.label).run_item(overlay)
     if values is None or len(values) != count:
         return None, set()
-    entries = iter(overlay.own)
+    entries = iter(overlay.entries)
     memo = [number if number is not None else (next(entries),) for number in written]
     tree = values[0] if count == 1 else tuple(values)
     keys = {positions[slot.index] for slot in _key_slots(values) if slot.is_ref}

@@ -52,8 +52,8 @@ class RemotePath(PosixPath):
     """
 
     def __str__(self) -> str:
-        scheme, *rest = self.parts or ("",)
-        return f"{scheme}//{'/'.join(rest)}" if scheme in _ROOT_PARTS else super().__str__()
+        scheme, *path = self.parts or ("",)
+        return f"{scheme}//{'/'.join(path)}" if scheme in _ROOT_PARTS else super().__str__()
 
     @property
     def root_and_key(self) -> tuple[Root, str]:
@@ -174,17 +174,17 @@ def named_path(name: str | Path) -> Path:
     match = _URL.fullmatch(str(name)) if isinstance(name, str) else None
     if match is None:
         return Path(os.path.expanduser(name))  # noqa: PTH111 - pathlib's fails for a user that is not there
-    scheme, authority, rest = match[1].lower(), match[2], match[3]
+    scheme, authority, path = match[1].lower(), match[2], match[3]
     if scheme == "file":
-        if authority not in ("", "localhost") or not rest:
+        if authority not in ("", "localhost") or not path:
             raise AddressError("a file:// URL has three slashes: file:///folder/checkpoint")
-        return Path(unquote(rest))
-    _refuse_secrets(scheme, authority, rest)
+        return Path(unquote(path))
+    _refuse_secrets(scheme, authority, path)
     if f"{scheme}:" not in _ROOT_PARTS:
         instead = f"write {_OTHER_NAMES[scheme]}://" if scheme in _OTHER_NAMES else f"known: {_SCHEMES}"
         raise AddressError(f"{printable(scheme)}:// is not an address that distckpt supports", hint=instead)
-    rest = unquote(rest) if scheme in ("http", "https") else rest
-    parts = [part for part in rest.split("/") if part]
+    path = unquote(path) if scheme in ("http", "https") else path
+    parts = [part for part in path.split("/") if part]
     if not authority or len(parts) + 2 < _ROOT_PARTS[f"{scheme}:"]:
         example = "hf://org/name" if scheme == "hf" else f"{scheme}://{'host' if 'http' in scheme else 'bucket'}/path"
         raise AddressError(f"{printable(str(name))} names no bucket or path", hint=f"it looks like {example}")
@@ -193,10 +193,10 @@ def named_path(name: str | Path) -> Path:
     return RemotePath(f"{scheme}:", authority, *parts)
 
 
-def _refuse_secrets(scheme: str, authority: str, rest: str) -> None:
+def _refuse_secrets(scheme: str, authority: str, path: str) -> None:
     """Whoever sees the command line, a journal or a report would see them, too."""
-    if "@" in authority or "?" in rest or "?" in authority:
-        plain = f"{scheme}://{authority.rpartition('@')[2].partition('?')[0]}{rest.partition('?')[0]}"
+    if "@" in authority or "?" in path or "?" in authority:
+        plain = f"{scheme}://{authority.rpartition('@')[2].partition('?')[0]}{path.partition('?')[0]}"
         raise AddressError(
             f"a URL with credentials or a query in it is not taken: {printable(plain)}",
             hint="credentials come from the environment or the cloud's configuration files: AWS_ACCESS_KEY_ID, "

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from converters.errors import IntegrityError, StoreError
 from converters.names import printable
-from converters.remote.trouble import CutError
+from converters.remote.failures import CutError
 
 if TYPE_CHECKING:
     from converters.remote.address import RemotePath
@@ -197,9 +197,9 @@ class RemoteContent:
             view[filled : filled + count] = data[:count]
             filled += count
             if count < len(data):
-                rest: Future[memoryview] = Future()
-                rest.set_result(data[count:])
-                self._ahead.appendleft((begin + skipped + count, rest))
+                remaining: Future[memoryview] = Future()
+                remaining.set_result(data[count:])
+                self._ahead.appendleft((begin + skipped + count, remaining))
         return filled
 
     def _look_ahead(self, offset: int) -> None:

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
+from converters.remote.failures import CutError, StatedError
 from converters.remote.store import Properties, Store
-from converters.remote.trouble import CutError, StatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

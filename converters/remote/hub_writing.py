@@ -8,9 +8,9 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from converters.remote.failures import StatedError
 from converters.remote.hub import hub_modules
 from converters.remote.patience import patiently
-from converters.remote.trouble import StatedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -112,6 +112,6 @@ class HubWriter:
 
         return patiently(self.root, "", once)
 
-    def _refused(self, what: str) -> StatedError:
+    def _refused(self, label: str) -> StatedError:
         way = "set HF_TOKEN, or log in with hf auth login, with a token that may write"
-        return StatedError(errno.EACCES, f"{what}: {way}", str(self.root))
+        return StatedError(errno.EACCES, f"{label}: {way}", str(self.root))

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.errors import DistckptError
-from converters.remote.trouble import StatedError, trouble_of
+from converters.remote.failures import StatedError, failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,15 +57,15 @@ def patiently(root: Root, key: str, request: Callable[[], _T], *, renew: Callabl
         except (StatedError, DistckptError):
             raise
         except Exception as error:  # obstore's own, and those of the network
-            trouble = trouble_of(error, root)
-            if trouble is None:
+            failure = failure_of(error, root)
+            if failure is None:
                 raise
-        if trouble.expired and renew is not None:
+        if failure.expired and renew is not None:
             renew()
             renew = None
             continue
         waited = time.monotonic() - begin
-        if not trouble.passing or waited + pause > retry_for():
-            raise trouble.error(f"{root}/{key}" if key else str(root), waited) from None
+        if not failure.temporary or waited + pause > retry_for():
+            raise failure.error(f"{root}/{key}" if key else str(root), waited) from None
         time.sleep(pause * random.uniform(0.5, 1.0))
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from converters.names import printable
-from converters.remote.trouble import code_of
+from converters.remote.failures import code_of
 from converters.words import counted
 
 if TYPE_CHECKING:

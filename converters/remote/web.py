@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from converters.remote.address import NO_LISTING
+from converters.remote.failures import StatedError
 from converters.remote.store import ObjectStore, properties_of
-from converters.remote.trouble import StatedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -86,49 +86,49 @@ class Payload:
         return max(self.offset + self.nbytes if self.decode is None else 0, self.crc_offset + self.crc_nbytes)
 
 
-def read_directory(read: Read, start: int, length: int, what: str) -> dict[str, Member]:
+def read_directory(read: Read, start: int, length: int, label: str) -> dict[str, Member]:
     """The members of the zip archive in bytes `start` to `start + length` of a file.
 
     Args:
         read: Returns `n` bytes at an offset of the file; fewer only at its end.
         start: First byte of the archive.
         length: Bytes of the archive.
-        what: How to name it in an error.
+        label: How to name it in an error.
 
     Raises:
         FormatError: Not a zip, compressed, damaged, or built to be read differently by different programs.
     """
     if length < _EOCD.size:
-        raise FormatError(f"{what} is {length} bytes, too short for a torch.save record")
+        raise FormatError(f"{label} is {length} bytes, too short for a torch.save record")
     tail_at = max(0, length - _TAIL)
     tail = read(start + tail_at, length - tail_at)
     if len(tail) != length - tail_at:
-        raise FormatError(f"{what} ends early: {length - tail_at - len(tail)} bytes are missing")
+        raise FormatError(f"{label} ends early: {length - tail_at - len(tail)} bytes are missing")
     at = len(tail) - _EOCD.size
     signature, disk, _, here, total, size, offset, comment = _EOCD.unpack_from(tail, at)
     if signature != 0x06054B50 or comment:
-        raise FormatError(f"{what} is not a torch.save record: no zip directory at its end")
+        raise FormatError(f"{label} is not a torch.save record: no zip directory at its end")
     end = tail_at + at
     locator = at - _LOCATOR64.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
         _, _, record, _ = _LOCATOR64.unpack_from(tail, locator)
         raw = read(start + record, _EOCD64.size) if record + _EOCD64.size <= length else b""
         if len(raw) != _EOCD64.size or raw[:4] != b"PK\x06\x06" or record + _EOCD64.size != tail_at + locator:
-            raise FormatError(f"{what} has a damaged zip64 directory")
+            raise FormatError(f"{label} has a damaged zip64 directory")
         here, total, size, offset = _EOCD64.unpack(raw)
         end = record
     if disk or here != total or offset + size != end or size > _MAX_DIRECTORY or total > size // _CENTRAL.size:
-        raise FormatError(f"{what} has a damaged zip directory (at {offset}, {size} bytes, of {length})")
+        raise FormatError(f"{label} has a damaged zip directory (at {offset}, {size} bytes, of {length})")
     directory = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else read(start + offset, size)
-    return _members(directory, total, offset, what)
+    return _members(directory, total, offset, label)
 
 
-def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, Member]:
+def _members(directory: bytes, total: int, limit: int, label: str) -> dict[str, Member]:
     at, folder = 0, None
     spans: dict[str, tuple[int, int, str, int, int]] = {}
     for _ in range(total):
         if at + _CENTRAL.size > len(directory):
-            raise FormatError(f"{what} has a zip directory that ends early")
+            raise FormatError(f"{label} has a zip directory that ends early")
         signature, flags, method, crc, packed, size, n_name, n_extra, n_comment, disk, header = _CENTRAL.unpack_from(
             directory, at
         )
@@ -137,27 +137,27 @@ def _members(directory: bytes, total: int, limit: int, what: str) -> dict[str, M
         extra = directory[name_at + n_name : name_at + n_name + n_extra]
         at = name_at + n_name + n_extra + n_comment
         if signature != 0x02014B50 or at > len(directory) or disk or flags & 0x41:
-            raise FormatError(f"{what} has a damaged zip directory")
+            raise FormatError(f"{label} has a damaged zip directory")
         packed, size, header = _zip64(extra, packed, size, header)
         name = raw.decode("utf-8", "backslashreplace")
         if method != 0 or packed != size:
-            raise FormatError(f"{what}: member {name!r} is compressed; torch.save never does that")
+            raise FormatError(f"{label}: member {name!r} is compressed; torch.save never does that")
         top, _, bare = name.partition("/")
         bare = bare or top
         folder = top if folder is None else folder
         if top != folder:  # torch looks for every member under the first one's folder
-            raise FormatError(f"{what}: zip member {name!r} is not in the folder {folder!r} of the others")
+            raise FormatError(f"{label}: zip member {name!r} is not in the folder {folder!r} of the others")
         if bare in spans or ".." in name.split("/") or "\0" in name or name.startswith("/"):
-            raise FormatError(f"{what}: zip member {name!r} is repeated or tries to leave the archive")
+            raise FormatError(f"{label}: zip member {name!r} is repeated or tries to leave the archive")
         if header + _LOCAL.size + size > limit:
-            raise FormatError(f"{what}: member {name!r} ({size} bytes at {header}) does not fit in {limit} bytes")
+            raise FormatError(f"{label}: member {name!r} ({size} bytes at {header}) does not fit in {limit} bytes")
         spans[bare] = header, header + _LOCAL.size + n_name + size, bare, size, crc
     members: dict[str, Member] = {}
     for (header, stop, bare, size, crc), (begin, _, second, _, _) in itertools.pairwise(
         [*sorted(spans.values()), (limit, 0, "its directory", 0, 0)]
     ):
         if begin < stop:
-            raise FormatError(f"{what}: zip members {bare!r} and {second!r} overlap")
+            raise FormatError(f"{label}: zip members {bare!r} and {second!r} overlap")
         members[bare] = Member(bare, header, size, crc, begin - header)
     return members
 
@@ -174,40 +174,40 @@ def _zip64(extra: bytes, packed: int, size: int, header: int) -> tuple[int, int,
     return packed, size, header
 
 
-def member_offset(read: Read, start: int, member: Member, what: str) -> int:
+def member_offset(read: Read, start: int, member: Member, label: str) -> int:
     """First byte of a member's contents in the file."""
     raw = read(start + member.header, _LOCAL.size)
     if len(raw) < _LOCAL.size or raw[:4] != b"PK\x03\x04":
-        raise FormatError(f"{what}: member {member.name!r} has no header where the zip directory says")
+        raise FormatError(f"{label}: member {member.name!r} has no header where the zip directory says")
     flags, method, n_name, n_extra = _LOCAL.unpack(raw)
     front: int = _LOCAL.size + n_name + n_extra
     if method or flags & 0x41 or front + member.size > member.room:
-        raise FormatError(f"{what}: the header of member {member.name!r} contradicts the zip directory")
+        raise FormatError(f"{label}: the header of member {member.name!r} contradicts the zip directory")
     return start + member.header + front
 
 
-def read_member(read: Read, start: int, member: Member, what: str) -> bytes:
+def read_member(read: Read, start: int, member: Member, label: str) -> bytes:
     """A member's contents."""
-    return read(member_offset(read, start, member, what), member.size)
+    return read(member_offset(read, start, member, label), member.size)
 
 
-def refuse_big_endian(read: Read, start: int, members: Mapping[str, Member], what: str) -> None:
+def refuse_big_endian(read: Read, start: int, members: Mapping[str, Member], label: str) -> None:
     """Refuses an archive whose elements have their first byte last."""
     order = members.get("byteorder")
-    if order is not None and read_member(read, start, order, what) != b"little":
-        raise UnsupportedError(f"{what} was written on a big-endian machine, which is not supported")
+    if order is not None and read_member(read, start, order, label) != b"little":
+        raise UnsupportedError(f"{label} was written on a big-endian machine, which is not supported")
 
 
-def storage_payload(read: Read, start: int, members: Mapping[str, Member], storage: str, what: str) -> Payload:
+def storage_payload(read: Read, start: int, members: Mapping[str, Member], storage: str, label: str) -> Payload:
     """Where the elements of a whole storage lie."""
     member = members[f"data/{storage}"]
-    begin = member_offset(read, start, member, what)
+    begin = member_offset(read, start, member, label)
     # torch.serialization.set_crc32_options(False) writes 0 for every member, data.pkl too
     crc = member.crc if member.crc or members["data.pkl"].crc else None
     return Payload(begin, member.size, crc, begin, member.size)
 
 
-def check_storage_size(ref: TensorRef, size: int | None, what: str) -> None:
+def check_storage_size(ref: TensorRef, size: int | None, label: str) -> None:
     """Compares the bytes of a storage, None if there is none, with what a tensor in it says.
 
     Raises:
@@ -215,51 +215,51 @@ def check_storage_size(ref: TensorRef, size: int | None, what: str) -> None:
     """
     if size != ref.storage_nbytes:
         have = "no such member" if size is None else f"{size} bytes"
-        raise FormatError(f"{what}: data/{ref.storage} should have {ref.storage_nbytes} bytes, found {have}")
+        raise FormatError(f"{label}: data/{ref.storage} should have {ref.storage_nbytes} bytes, found {have}")
 
 
-def check_archive(read: Read, start: int, length: int, what: str) -> None:
+def check_archive(read: Read, start: int, length: int, label: str) -> None:
     """Compares every member of an archive that is copied as it is with its checksum; holds a mebibyte at a time.
 
     Raises:
         IntegrityError: One does not match.
         FormatError: Not an archive, or damaged in its directory.
     """
-    members = read_directory(read, start, length, what)
+    members = read_directory(read, start, length, label)
     if not any(member.crc for member in members.values()):
         return  # saved with torch.serialization.set_crc32_options(False)
     for member in members.values():
-        at, crc = member_offset(read, start, member, what), 0
+        at, crc = member_offset(read, start, member, label), 0
         for low in range(at, at + member.size, 1 << 20):
             crc = crc32(read(low, min(1 << 20, at + member.size - low)), crc)
         if crc != member.crc:
             raise IntegrityError(
-                f"{what} is damaged: its {member.name} does not match its checksum",
+                f"{label} is damaged: its {member.name} does not match its checksum",
                 details=[f"stored CRC-32 {member.crc:08x}, computed {crc:08x}"],
                 hint="restore this file from a copy; nothing was published",
             )
 
 
 def read_pickle(
-    read: Read, start: int, length: int, what: str, *, members: dict[str, Member] | None = None, limit: int = 1 << 30
+    read: Read, start: int, length: int, label: str, *, members: dict[str, Member] | None = None, limit: int = 1 << 30
 ) -> Any:
     """The inert tree of a whole `torch.save` record's `data.pkl`; tensors in it are inert nodes, see `tensor_ref`.
 
     Args:
         members: The record's directory, if it was read.
     """
-    members = members or read_directory(read, start, length, what)
+    members = members or read_directory(read, start, length, label)
     member = members.get("data.pkl")
     if member is None:
-        raise FormatError(f"{what} is a zip archive without data.pkl, not a torch.save record")
+        raise FormatError(f"{label} is a zip archive without data.pkl, not a torch.save record")
     if any(name == "constants.pkl" or name.startswith("code/") for name in members):
-        raise FormatError(f"{what} is a TorchScript archive, not a checkpoint")
+        raise FormatError(f"{label} is a TorchScript archive, not a checkpoint")
     if member.size > limit:
-        raise FormatError(f"{what}: data.pkl of {member.size} bytes is larger than the limit of {limit}")
-    raw = read_member(read, start, member, what)
+        raise FormatError(f"{label}: data.pkl of {member.size} bytes is larger than the limit of {limit}")
+    raw = read_member(read, start, member, label)
     if member.crc and len(raw) == member.size and crc32(raw) != member.crc:  # 0: saved without
-        raise FormatError(f"{what} is damaged: data.pkl does not match its checksum")
-    return parse(raw, what=f"{what}: data.pkl")
+        raise FormatError(f"{label} is damaged: data.pkl does not match its checksum")
+    return parse(raw, label=f"{label}: data.pkl")
 
 
 def _reading_ahead(read: Read, start: int, nbytes: int) -> Read:
@@ -279,7 +279,7 @@ class TensorLocator:
         self._by_pickle: dict[bytes, TensorRef] = {}
 
     def locate(
-        self, read: Read, start: int, length: int, what: str, *, expect: DType, shape: tuple[int, ...]
+        self, read: Read, start: int, length: int, label: str, *, expect: DType, shape: tuple[int, ...]
     ) -> Payload:
         """Where the elements of the record's tensor lie, after checking that it is the tensor the metadata promises.
 
@@ -291,27 +291,27 @@ class TensorLocator:
             FormatError: The record is damaged or holds another tensor.
         """
         read = _reading_ahead(read, start, min(length, _HEAD))
-        members = read_directory(read, start, length, what)
+        members = read_directory(read, start, length, label)
         pickle = members.get("data.pkl")
         if pickle is None:
-            raise FormatError(f"{what} holds no tensor: there is no data.pkl in it")
-        raw = read_member(read, start, pickle, what)
+            raise FormatError(f"{label} holds no tensor: there is no data.pkl in it")
+        raw = read_member(read, start, pickle, label)
         ref = self._by_pickle.get(raw)
         if ref is None:
-            ref = tensor_ref(parse(raw, what=f"{what}: data.pkl"), what)
+            ref = tensor_ref(parse(raw, label=f"{label}: data.pkl"), label)
             if ref is None:
-                raise FormatError(f"{what} holds an object, the metadata promises a tensor")
+                raise FormatError(f"{label} holds an object, the metadata promises a tensor")
             self._by_pickle[raw] = ref
         if ref.dtype != expect or ref.shape != shape:
             raise FormatError(
-                f"{what} holds a {ref.dtype} tensor of {list(ref.shape)}",
+                f"{label} holds a {ref.dtype} tensor of {list(ref.shape)}",
                 details=[f"the metadata promises {expect} of {list(shape)}"],
             )
-        return locate_tensor(read, start, length, ref, what, members)
+        return locate_tensor(read, start, length, ref, label, members)
 
 
 def locate_tensor(
-    read: Read, start: int, length: int, ref: TensorRef, what: str, members: dict[str, Member] | None = None
+    read: Read, start: int, length: int, ref: TensorRef, label: str, members: dict[str, Member] | None = None
 ) -> Payload:
     """Where the elements of a tensor in a record lie, one of many or the only one.
 
@@ -321,11 +321,11 @@ def locate_tensor(
     Raises:
         FormatError: The record is damaged.
     """
-    members = members or read_directory(read, start, length, what)
+    members = members or read_directory(read, start, length, label)
     if not ref.contiguous:
-        raise UnsupportedError(f"{what} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
+        raise UnsupportedError(f"{label} holds a tensor with strides {list(ref.strides)}; only C order can be streamed")
     data, itemsize = members.get(f"data/{ref.storage}"), ref.dtype.itemsize
-    check_storage_size(ref, None if data is None else data.size, what)
-    refuse_big_endian(read, start, members, what)
-    storage = storage_payload(read, start, members, ref.storage, what)
+    check_storage_size(ref, None if data is None else data.size, label)
+    refuse_big_endian(read, start, members, label)
+    storage = storage_payload(read, start, members, ref.storage, label)
     return replace(storage, offset=storage.offset + ref.offset * itemsize, nbytes=math.prod(ref.shape) * itemsize)

@@ -183,7 +183,7 @@ def _pieces(top: str, contents: Iterable[tuple[str, int, int, _Content]]) -> lis
 
 
 def with_pickle(
-    read: Read, stored: Mapping[str, Member], pickle: bytes, top: str, what: str
+    read: Read, stored: Mapping[str, Member], pickle: bytes, top: str, label: str
 ) -> tuple[list[tuple[int, bytes | tuple[int, int]]], int]:
     """An archive with another `data.pkl`, whose other members are copied with the checksums that they have.
 
@@ -191,7 +191,7 @@ def with_pickle(
         read: Returns `n` bytes at an offset of the source file, at whose beginning its archive lies.
         stored: Its directory.
         top: Folder inside the result.
-        what: How to name the source in an error.
+        label: How to name the source in an error.
 
     Returns:
         `(offset, content)` of all that the result consists of, the content as bytes or as `(offset, bytes)` of the source
@@ -202,7 +202,7 @@ def with_pickle(
         if name == "data.pkl":
             contents.append((name, len(pickle), crc32(pickle), pickle))
         elif name != ".data/serialization_id":  # a fingerprint of contents that have changed; readers need none
-            contents.append((name, old.size, old.crc, (member_offset(read, 0, old, what), old.size)))
+            contents.append((name, old.size, old.crc, (member_offset(read, 0, old, label), old.size)))
     pieces = _pieces(top, contents)
     at, directory = pieces[-1]
     return pieces, at + len(directory)

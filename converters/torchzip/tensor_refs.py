@@ -61,7 +61,7 @@ class TensorRef:
 _OTHER_TENSOR = re.compile(r"_rebuild_\w+|_make_\w+_in_reduce_ex")
 
 
-def tensor_ref(node: Any, what: str) -> TensorRef | None:
+def tensor_ref(node: Any, label: str) -> TensorRef | None:
     """The tensor that an inert node stands for, or None if it is something else.
 
     Raises:
@@ -72,50 +72,50 @@ def tensor_ref(node: Any, what: str) -> TensorRef | None:
         return None
     func, args = f"{node.func.module}.{node.func.name}", node.args
     if func in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state") and args:
-        return tensor_ref(args[0], what)
+        return tensor_ref(args[0], label)
     if func == "torch._tensor._rebuild_from_type_v2" and len(args) == 4 and isinstance(args[0], Global):
         # a tensor with Python attributes: (rebuild function, type, its arguments, the attributes)
-        return tensor_ref(Obj(args[0], args[2]), what) if isinstance(args[2], tuple) else None
+        return tensor_ref(Obj(args[0], args[2]), label) if isinstance(args[2], tuple) else None
     if func not in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
         if not _OTHER_TENSOR.match(node.func.name):
             return None
         raise UnsupportedError(
-            f"{what} is a tensor of a kind that cannot be read ({printable(func)})",
+            f"{label} is a tensor of a kind that cannot be read ({printable(func)})",
             hint="save it once more as a plain, dense tensor, or without it",
         )
     marks = args[7 if func.endswith("3") else 6 :]
     if marks and isinstance(marks[0], dict) and (marks[0].get("conj") or marks[0].get("neg")):
         raise UnsupportedError(
-            f"{what} is a view that is marked as the conjugate or the negative of what is stored",
+            f"{label} is a view that is marked as the conjugate or the negative of what is stored",
             hint="save it once more as tensor.resolve_conj().resolve_neg()",
         )
     try:
         storage, offset, shape, strides = args[0], args[1], _sizes(args[2]), _sizes(args[3])
         tag, kind, key, location, numel = storage.value if isinstance(storage, PersId) else (None,) * 5
     except (TypeError, ValueError, IndexError) as error:
-        raise FormatError(f"{what} describes an invalid tensor") from error
+        raise FormatError(f"{label} describes an invalid tensor") from error
     if tag != "storage" or not isinstance(kind, Global) or not isinstance(key, str) or location == "meta":
-        raise FormatError(f"{what} describes a tensor without data")
+        raise FormatError(f"{label} describes a tensor without data")
     kind_type = from_storage(kind.name)
     if kind_type is None and len(args) > 6 and isinstance(args[6], Global):  # untyped storage: v3 carries the type
         kind_type = dtype(args[6].name)
         numel = numel // kind_type.itemsize if isinstance(numel, int) else numel
     if kind_type is None or not isinstance(numel, int):
-        raise UnsupportedError(f"{what} describes a tensor of unknown type {kind.module}.{kind.name}")
+        raise UnsupportedError(f"{label} describes a tensor of unknown type {kind.module}.{kind.name}")
     numbers = (numel, offset, *shape, *strides)
     if not len(shape) == len(strides) <= _MOST_AXES or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        raise FormatError(f"{what} describes a tensor with impossible sizes {shape!s:.200}, strides {strides!s:.200}")
+        raise FormatError(f"{label} describes a tensor with impossible sizes {shape!s:.200}, strides {strides!s:.200}")
     last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if math.prod(shape) else offset - 1
     if last >= numel:
-        raise FormatError(f"{what} describes a tensor of {list(shape)} beyond its storage of {numel} elements")
+        raise FormatError(f"{label} describes a tensor of {list(shape)} beyond its storage of {numel} elements")
     return TensorRef(key, kind_type, numel, offset, shape, strides)
 
 
-def tensors_in(tree: Node, what: str) -> Iterator[tuple[tuple[Node, ...], TensorRef]]:
+def tensors_in(tree: Node, label: str) -> Iterator[tuple[tuple[Node, ...], TensorRef]]:
     """Every tensor in a tree of dictionaries and lists, with the keys on the way to it.
 
     Args:
-        what: How to name the tree in an error.
+        label: How to name the tree in an error.
 
     Raises:
         FormatError: An invalid tensor; or nested too deep, or without an end: a list may stand for 10^40 values.
@@ -124,14 +124,14 @@ def tensors_in(tree: Node, what: str) -> Iterator[tuple[tuple[Node, ...], Tensor
     visited, repetitions = set[int](), 0
     while left:
         path, node = left.pop()
-        ref = tensor_ref(node, f"{what}: {printable(path_name(path))}") if isinstance(node, Obj) else None
+        ref = tensor_ref(node, f"{label}: {printable(path_name(path))}") if isinstance(node, Obj) else None
         if ref is not None:
             yield path, ref
         elif inner := entries(node):
             repetitions += len(inner) if id(node) in visited else 0
             if len(path) > DEEPEST or repetitions > _MOST_REPETITIONS:
                 raise FormatError(
-                    f"{what}: dictionaries and lists are nested more than {DEEPEST} deep, or hold too much"
+                    f"{label}: dictionaries and lists are nested more than {DEEPEST} deep, or hold too much"
                 )
             visited.add(id(node))
             left += [((*path, key), value) for key, value in reversed(inner)]

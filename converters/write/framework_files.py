@@ -46,7 +46,7 @@ _FP32 = {"_call_": False, "_target_": "torch.float32"}
 # where the optimizer is not precision-aware, no type may be another (core, optimizer/optimizer_config.py)
 _PLAIN_MASTERS: dict[tuple[str, str], Any] = {
     ("optimizer", "use_precision_aware_optimizer"): False,
-    **{("optimizer", f"{what}_dtype"): _FP32 for what in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")},
+    **{("optimizer", f"{label}_dtype"): _FP32 for label in ("main_params", "main_grads", "exp_avg", "exp_avg_sq")},
 }
 
 Settings = dict[tuple[str, str], Any]

@@ -99,11 +99,11 @@ def _own_names(catalog: Catalog, names: str | None, vocab_size: int | None) -> C
     hugging = catalog.framework == "Hugging Face"
     if names == "megatron" or (names == "hf" and not hugging) or vocab_size is not None:
         whose = "Hugging Face's names" if hugging else "names that are neither Megatron's nor Hugging Face's"
-        what = (
+        label = (
             "--vocab-size needs a Megatron model" if vocab_size is not None else f"there is no way to --names {names}"
         )
         raise RequestError(
-            f"the checkpoint has {whose}: {what}",
+            f"the checkpoint has {whose}: {label}",
             details=[f"for example {printable(name)}" for name in list(catalog.tensors)[:2]],
             hint="leave the option out to keep the names",
         )

@@ -401,7 +401,7 @@ def inert(folder: str) -> dict[str, list[str]]:
     results = {}
     for case in cases:
         try:
-            found = parse(case.data, what="hostile")
+            found = parse(case.data, label="hostile")
             results[case.name] = ["accepted", type(found).__name__]
         except BaseException as error:
             results[case.name] = [type(error).__name__, error.args[0] if error.args else ""]
@@ -422,7 +422,7 @@ def bombs(_: str) -> dict[str, dict]:
             from converters.pickles.describe import describe
 
             try:
-                tree = parse(data, what="bomb")
+                tree = parse(data, label="bomb")
             except DistckptError as error:
                 return error.message
             json.dumps(describe(tree))

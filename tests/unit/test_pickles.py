@@ -30,7 +30,7 @@ REAL = sorted(path.name for path in GOLDEN.iterdir())
 @pytest.mark.parametrize("name", REAL)
 def test_unedited_rewrite_is_byte_identical(name):
     data = (GOLDEN / name).read_bytes()
-    assert dumps(parse(data, what=name), data[1]) == data
+    assert dumps(parse(data, label=name), data[1]) == data
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -216,7 +216,7 @@ def test_describe_is_bounded():
 
 def test_errors_name_file_offset_and_opcode():
     with pytest.raises(FormatError) as caught:
-        parse(b"\x80\x02}K\x01o.", what="common.pt: data.pkl")
+        parse(b"\x80\x02}K\x01o.", label="common.pt: data.pkl")
     assert "common.pt: data.pkl" in caught.value.message
     assert caught.value.details == ["at byte 5, opcode 0x6f OBJ"]
     with pytest.raises(FormatError, match="ends before STOP"):

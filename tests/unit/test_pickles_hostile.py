@@ -56,7 +56,7 @@ def test_no_payload_runs_here(tmp_path):
 @pytest.mark.parametrize("case", hostile.code_cases("/nowhere/m"), ids=lambda case: case.name)
 def test_hostile_global_is_named(case):
     with pytest.raises(DistckptError) as caught:
-        parse(case.data, what="common.pt: data.pkl")
+        parse(case.data, label="common.pt: data.pkl")
     assert caught.value.exit_code == 3
     assert caught.value.message.startswith("common.pt: data.pkl")
     if case.name == "second pickle":

@@ -134,14 +134,14 @@ class Storages:
         self.files.append(file)
         self._sizes.append(file.storages())
 
-    def array(self, file: TensorFile, ref: TensorRef, what: str) -> StoredArray:
+    def array(self, file: TensorFile, ref: TensorRef, label: str) -> StoredArray:
         """The whole storage that a tensor lies in, if its elements lie there in C order.
 
         Raises:
             FormatError: The file has no such storage, or the elements lie in another order.
         """
         if not ref.contiguous:
-            raise UnsupportedError(f"{what} has strides {list(ref.strides)}; only C order can be read", tensor=what)
+            raise UnsupportedError(f"{label} has strides {list(ref.strides)}; only C order can be read", tensor=label)
         return self.storage(file, ref)
 
     def storage(self, file: TensorFile, ref: TensorRef) -> StoredArray:

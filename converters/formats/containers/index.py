@@ -73,8 +73,8 @@ def indexed_tensors(
         text = f"lacks {counted(len(lacking), 'tensor')} that {index} promises, for example {printable(lacking[0])}"
         raise damaged_file(file.parent, {file.name: f"{printable(file.name)} {text}"})
     if len(tensors) > len(wanted):
-        more = tuple(sorted(tensors.keys() - set(wanted)))
-        text = f"holds {counted(len(more), 'tensor', verb='that is/that are')} not in {index} and not read: "
-        text += listed(more, 8)
-        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name, tensors=more))
+        unread = tuple(sorted(tensors.keys() - set(wanted)))
+        text = f"holds {counted(len(unread), 'tensor', verb='that is/that are')} not in {index} and not read: "
+        text += listed(unread, 8)
+        problems.append(Problem("warning", f"{printable(file.name)} {text}", file=file.name, tensors=unread))
     return {name: tensors[name] for name in wanted}

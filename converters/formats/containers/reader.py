@@ -53,7 +53,7 @@ _NEMO = "model_config.yaml"
 _MOST_RUNS = 1 << 16
 
 
-def _runs(ref: TensorRef, what: str) -> Iterator[tuple[Box, int]]:
+def _runs(ref: TensorRef, label: str) -> Iterator[tuple[Box, int]]:
     """Boxes of a tensor whose elements lie one behind the other, and the element of the storage where each begins."""
     if ref.contiguous:
         yield Box.whole(ref.shape), ref.offset
@@ -64,9 +64,9 @@ def _runs(ref: TensorRef, what: str) -> Iterator[tuple[Box, int]]:
         inner *= ref.shape[outer]
     if math.prod(ref.shape[:outer]) > _MOST_RUNS:
         raise UnsupportedError(
-            f"{what} of shape {list(ref.shape)} has strides {list(ref.strides)}: its elements lie too far apart",
+            f"{label} of shape {list(ref.shape)} has strides {list(ref.strides)}: its elements lie too far apart",
             hint="save it once more as tensor.contiguous()",
-            tensor=what,
+            tensor=label,
         )
     for index in itertools.product(*map(range, ref.shape[:outer])):
         start = ref.offset + sum(i * stride for i, stride in zip(index, ref.strides, strict=False))
@@ -79,7 +79,7 @@ class WholeReader(StorageReader):
     Args:
         path: The file or the folder.
         files: The files that together hold one state dict.
-        what: How to name them in an error.
+        label: How to name them in an error.
         tensors: The model's tensors by the names in the file; for Megatron's virtual pipeline, chunk by chunk.
         state: What else the first file holds: plain data and inert nodes.
     """
@@ -90,12 +90,12 @@ class WholeReader(StorageReader):
         self,
         path: Path,
         files: Sequence[TensorFile],
-        what: str,
+        label: str,
         tensors: Mapping[str, Mapping[str, FileTensor]],
         state: Mapping[Any, Node],
         problems: Sequence[Problem] = (),
     ) -> None:
-        self._path, self._what, self._state = path, what, dict(state)
+        self._path, self._label, self._state = path, label, dict(state)
         self._problems = list(problems)
         self._details: dict[str, str] = {}
         self._folder = path if is_folder(path) else path.parent
@@ -120,7 +120,7 @@ class WholeReader(StorageReader):
         if self.catalog.args:  # else they can be made of a configuration
             tree["args"] = Obj(Global("argparse", "Namespace"), kind="newobj", state=dict(self.catalog.args))
         members = {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}
-        for _, ref in tensors_in(tree.get("optimizer"), self._what):  # the state of a loss scaler
+        for _, ref in tensors_in(tree.get("optimizer"), self._label):  # the state of a loss scaler
             file, key = self._storages.files[0], f"data/{ref.storage}"
             members[key] = file.contents(self._folder, key) if isinstance(file, PtFile) else b""
         return Archive(tree, members, self._path.name)
@@ -134,7 +134,7 @@ class WholeReader(StorageReader):
         args = _arguments(self._state.get("args"))
         tensors = self._megatron(chunks, args) if megatron else self._as_they_are(chunks)
         tensors |= self._optimizer(args, tensors, megatron=megatron)
-        tensors = unique_names((*tensors.items(), *self._others().items()), self._what)
+        tensors = unique_names((*tensors.items(), *self._others().items()), self._label)
         hugging = bool(config) or any(_HUGGING.search(name) for name in names)
         megatron_framework = "NeMo 1" if config and not args else "Megatron-LM"
         archives = [file for file in self._storages.files if isinstance(file, PtFile)]
@@ -159,7 +159,7 @@ class WholeReader(StorageReader):
         self, chunks: Mapping[str, Mapping[str, FileTensor]], args: Mapping[str, Any], prefix: str = ""
     ) -> dict[str, TensorInfo]:
         """Canonical tensors: those of the only rank of a job."""
-        only = RankModel.of(self._what, chunks, self._state.get("checkpoint_version", 3.0))
+        only = RankModel.of(self._label, chunks, self._state.get("checkpoint_version", 3.0))
         args = {name: value for name, value in args.items() if not _SPLIT.search(name)}  # they may be of the job before
         model = WholeModel(Grid(1, 1, 1, {(0, 0, 0): ""}), {(0, 0, 0): only}, args, self._storages)
         self._problems += [Problem("warning", text) for text in model.warnings]
@@ -182,13 +182,13 @@ class WholeReader(StorageReader):
 
     def _tensor(self, name: str, tensor: FileTensor, kind: str, opaque: str | None = None) -> TensorInfo:
         """A tensor by itself, also one whose elements do not lie in C order."""
-        ref, what = tensor.ref, f"{self._what}: {printable(name)}"
-        part = FlatPart(self._storages.storage(tensor.file, ref), tuple(_runs(ref, what)))
+        ref, label = tensor.ref, f"{self._label}: {printable(name)}"
+        part = FlatPart(self._storages.storage(tensor.file, ref), tuple(_runs(ref, label)))
         return TensorInfo(name, ref.dtype, ref.shape, kind, (part,), opaque)
 
     def _in_state(self, node: Node, name: str) -> Iterator[tuple[str, FileTensor]]:
         """Every tensor in a tree of the state, by the keys on the way to it."""
-        for path, ref in tensors_in(node, self._what):
+        for path, ref in tensors_in(node, self._label):
             yield path_name((name, *path)), FileTensor(ref, self._storages.files[0])
 
     def _others(self) -> dict[str, TensorInfo]:
@@ -201,7 +201,7 @@ class WholeReader(StorageReader):
             if tensors and "rng_" in key:
                 self._details["random states"] = "not looked at"
             else:
-                out |= {name: self._tensor(name, t, "other") for name, t in unique_names(tensors, self._what).items()}
+                out |= {name: self._tensor(name, t, "other") for name, t in unique_names(tensors, self._label).items()}
         return out
 
     def _optimizer(
@@ -230,12 +230,14 @@ class WholeReader(StorageReader):
     def _common(self) -> dict[Any, Node]:
         """The common state, without what has tensors of its own."""
         skipped = ("args", "optimizer")
-        out = {name: v for name, v in self._state.items() if name not in skipped and not any(tensors_in(v, self._what))}
+        out = {
+            name: v for name, v in self._state.items() if name not in skipped and not any(tensors_in(v, self._label))
+        }
         optimizer = self._state.get("optimizer")
         groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
         if isinstance(optimizer, Mapping) and isinstance(groups, list):
             scaler = {"grad_scaler": optimizer["grad_scaler"]} if optimizer.get("grad_scaler") is not None else {}
-            chain = [{**entry, **scaler} for entry in _chained(groups, optimizer.get("chain"), self._what)]
+            chain = [{**entry, **scaler} for entry in _chained(groups, optimizer.get("chain"), self._label)]
             out["optimizer"] = chain[0] if len(chain) == 1 else dict(enumerate(chain))
         return out
 
@@ -264,7 +266,7 @@ class WholeReader(StorageReader):
         return tuple(out)
 
 
-def unique_names(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
+def unique_names(named: Iterable[tuple[str, _V]], label: str) -> dict[str, _V]:
     """A dictionary of names that must be different.
 
     Raises:
@@ -273,7 +275,7 @@ def unique_names(named: Iterable[tuple[str, _V]], what: str) -> dict[str, _V]:
     out: dict[str, _V] = {}
     for name, value in named:
         if name in out:
-            raise FormatError(f"{what} holds two tensors that are both {printable(name)}", tensor=name)
+            raise FormatError(f"{label} holds two tensors that are both {printable(name)}", tensor=name)
         out[name] = value
     return out
 
@@ -294,7 +296,7 @@ def _typed(value: Any) -> Any:
     return value
 
 
-def _chained(groups: list[Node], chain: Node, what: str) -> Iterator[dict[str, Node]]:
+def _chained(groups: list[Node], chain: Node, label: str) -> Iterator[dict[str, Node]]:
     """What a job's common state would have of each optimizer, `chain` saying how many of the groups it has.
 
     Args:
@@ -315,4 +317,4 @@ def _chained(groups: list[Node], chain: Node, what: str) -> Iterator[dict[str, N
     else:
         if not rest:
             return
-    raise FormatError(f"{what}: optimizer.chain does not divide its {len(groups)} param groups among optimizers")
+    raise FormatError(f"{label}: optimizer.chain does not divide its {len(groups)} param groups among optimizers")

@@ -97,8 +97,8 @@ class SafetensorsReader(WholeReader):
                 hint = f"no model has both; to open one of them, name it: {quoted(folder / file.name)}"
                 raise FormatError(f"{printable(twice)} is in two files, {two}", tensor=twice, hint=hint)
             tensors |= {name: FileTensor(ref, file) for name, ref in stored.items()}
-        what = INDEX if len(files) > 1 else files[0].name
-        return cls(path, files, what, {"model": tensors}, _job(folder) if folder == path else {}, problems)
+        label = INDEX if len(files) > 1 else files[0].name
+        return cls(path, files, label, {"model": tensors}, _job(folder) if folder == path else {}, problems)
 
 
 def _shards(folder: Path) -> dict[str, list[str] | None]:
@@ -131,19 +131,19 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def _read(folder: Path, name: str, problems: list[Problem]) -> SafetensorsFile:
     """A file's header."""
-    what = printable(name)
+    label = printable(name)
     with open_source(folder / name) as source:
         size = source.size
         length = int.from_bytes(source.read(0, 8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             limit = f"the format allows {_MAX_HEADER:,}" if length > _MAX_HEADER else f"the file has {size:,}"
-            raise FormatError(f"{what} is cut short or damaged: its header would be {length:,} bytes, {limit}")
+            raise FormatError(f"{label} is cut short or damaged: its header would be {length:,} bytes, {limit}")
         raw = source.read(8, length)
     if raw[:1] != b"{":
-        raise FormatError(f"{what} is not a safetensors file: its header begins with {raw[:1]!r}")
-    header = parse_json(raw, f"the header of {what}")
+        raise FormatError(f"{label} is not a safetensors file: its header begins with {raw[:1]!r}")
+    header = parse_json(raw, f"the header of {label}")
     header.pop("__metadata__", None)
-    entries = {tensor: _entry(tensor, entry, what) for tensor, entry in header.items()}
+    entries = {tensor: _entry(tensor, entry, label) for tensor, entry in header.items()}
     tensors: dict[str, TensorRef] = {}
     ranges: dict[str, tuple[int, int]] = {}
     end, beyond = 0, []
@@ -152,31 +152,31 @@ def _read(folder: Path, name: str, problems: list[Problem]) -> SafetensorsFile:
     ):
         if begin != end:
             wrong = "overlaps the one before it" if begin < end else f"leaves {begin - end} bytes before it unused"
-            raise FormatError(f"{what}: {printable(tensor)} at {begin} {wrong}", tensor=tensor)
+            raise FormatError(f"{label}: {printable(tensor)} at {begin} {wrong}", tensor=tensor)
         end = stop
         ranges[str(number)] = 8 + length + begin, stop - begin
         tensors[tensor] = TensorRef(str(number), kind, math.prod(shape), 0, shape, c_strides(shape))
         if 8 + length + stop > size:
             beyond.append(tensor)
     if beyond:
-        text = f"{what} is {size:,} bytes, its header needs {8 + length + end:,}"
+        text = f"{label} is {size:,} bytes, its header needs {8 + length + end:,}"
         problems.append(Problem("error", text, file=name, tensors=tuple(beyond)))
     elif 8 + length + end < size:
-        raise FormatError(f"{what}: {size - 8 - length - end} bytes follow the last tensor")
+        raise FormatError(f"{label}: {size - 8 - length - end} bytes follow the last tensor")
     return SafetensorsFile(name, size, tensors, ranges)
 
 
-def _entry(tensor: str, entry: Any, what: str) -> tuple[Any, tuple[int, ...], int, int]:
+def _entry(tensor: str, entry: Any, label: str) -> tuple[Any, tuple[int, ...], int, int]:
     """`(type, shape, first byte, one past the last)` of a tensor in a header."""
     try:
         kind, shape, (begin, stop) = from_safetensors(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
         numbers = (*shape, begin, stop)
         good = len(entry) == 3 and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
     except (TypeError, KeyError, ValueError) as error:
-        raise FormatError(f"{what}: the entry of {printable(tensor)} is invalid", tensor=tensor) from error
+        raise FormatError(f"{label}: the entry of {printable(tensor)} is invalid", tensor=tensor) from error
     if not good or len(shape) > 64 or stop - begin != math.prod(shape) * kind.itemsize:
         raise FormatError(
-            f"{what}: {printable(tensor)} of type {kind} and shape {list(shape)[:16]} cannot be bytes "
+            f"{label}: {printable(tensor)} of type {kind} and shape {list(shape)[:16]} cannot be bytes "
             f"{printable(str(begin))} to {printable(str(stop))}",
             tensor=tensor,
         )

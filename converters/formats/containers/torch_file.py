@@ -77,15 +77,15 @@ def _tensors(node: Node, file: PtFile) -> dict[str, FileTensor]:
 
 def _split(file: PtFile) -> tuple[dict[str, dict[str, FileTensor]], dict[Any, Node]]:
     """The model's tensors, chunk by chunk, and everything else in a file."""
-    tree, what = file.tree, file.name
+    tree, label = file.tree, file.name
     try:
         top = dict(pairs(tree))
     except (PickleFormatError, TypeError):
-        ref = tensor_ref(tree, what)
+        ref = tensor_ref(tree, label)
         content = "one tensor" if ref is not None else f"a {type(tree).__name__}"
-        raise FormatError(f"{what} holds {content}, not a dictionary of tensors") from None
+        raise FormatError(f"{label} holds {content}, not a dictionary of tensors") from None
     chunks = {key: value for key, value in top.items() if isinstance(key, str) and _CHUNK.fullmatch(key)}
-    key = next((key for key in _MODEL if key in top and tensor_ref(top[key], what) is None), None)
+    key = next((key for key in _MODEL if key in top and tensor_ref(top[key], label) is None), None)
     if key is not None or chunks:
         parts = chunks or {"model": top[key]}
         model = {name: _tensors(value, file) for name, value in parts.items()}
@@ -97,7 +97,7 @@ def _split(file: PtFile) -> tuple[dict[str, dict[str, FileTensor]], dict[Any, No
         state = {name: value for name, value in top.items() if name not in tops}
     if not any(model.values()):
         raise FormatError(
-            f"{what} holds no tensors under names",
+            f"{label} holds no tensors under names",
             details=[f"found: {', '.join(printable(str(key)) for key in list(top)[:6])}"],
         )
     return model, state

@@ -61,7 +61,7 @@ def storages(node: Node) -> set[str]:
 def _nodes_to_read(tree: Node) -> Iterable[tuple[str, Node]]:
     """The leaves of nested dictionaries whose tensors a reader should read, each with the first key on the way to it."""
     left: list[tuple[str, Node]] = [("", tree)]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while left:
         top, node = left.pop()
         entries = (
@@ -69,8 +69,8 @@ def _nodes_to_read(tree: Node) -> Iterable[tuple[str, Node]]:
         )
         if entries is None:
             yield top, node
-        elif id(node) not in seen:
-            seen.add(id(node))
+        elif id(node) not in visited:
+            visited.add(id(node))
             for key, value in entries:
                 name = key if isinstance(key, str) else ""
                 if not (name.endswith("_extra_state") or "rng_" in name or name in _ELSEWHERE):

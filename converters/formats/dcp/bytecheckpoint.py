@@ -61,15 +61,15 @@ class ByteCheckpointReader(TorchDcpReader):
         row = record - self._first[tensor.key]
         start, length = int(self._record_start[record]), int(self._record_length[record])
         kind, shape = dtype(tensor.dtype), tuple(tensor.sizes[row].tolist())
-        what = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
-        ref = self._described(tensor.key, tuple(tensor.starts[row].tolist()), what)
+        label = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
+        ref = self._described(tensor.key, tuple(tensor.starts[row].tolist()), label)
         if ref.dtype != kind or ref.shape != shape or not ref.contiguous:
             raise FormatError(
-                f"{what} holds a {ref.dtype} tensor of {list(ref.shape)}, strides {list(ref.strides)}",
+                f"{label} holds a {ref.dtype} tensor of {list(ref.shape)}, strides {list(ref.strides)}",
                 details=[f"the metadata promises {kind} of {list(shape)}, in C order"],
             )
         if ref.storage_nbytes != length:
-            raise FormatError(f"{what} has {length} bytes, its storage {ref.storage_nbytes}")
+            raise FormatError(f"{label} has {length} bytes, its storage {ref.storage_nbytes}")
         return Payload(start + ref.offset * kind.itemsize, math.prod(shape) * kind.itemsize, None, start, length)
 
     def archives(self, file: int) -> Iterator[StoredArchive]:
@@ -87,11 +87,11 @@ class ByteCheckpointReader(TorchDcpReader):
                 out[str(index_fields.get("fqn")), tuple(offset.args[0] if offset.args else ())] = raw
         return out
 
-    def _described(self, key: str, start: tuple[int, ...], what: str) -> TensorRef:
+    def _described(self, key: str, start: tuple[int, ...], label: str) -> TensorRef:
         raw = self._tensor_pickles.get((key, start))
-        ref = tensor_ref(parse(raw, what=f"{what}: its pickle"), what) if raw is not None else None
+        ref = tensor_ref(parse(raw, label=f"{label}: its pickle"), label) if raw is not None else None
         if ref is None:
-            raise FormatError(f"{what} has no description: all_tensor_metadata has no tensor for it")
+            raise FormatError(f"{label} has no description: all_tensor_metadata has no tensor for it")
         return ref
 
     def _iteration(self) -> int | None:

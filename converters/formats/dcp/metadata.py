@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from converters.formats.dcp.stored import DcpMetadata
 
 
-def read_metadata(data: bytes, what: str = ".metadata", *, fast: bool = True) -> DcpMetadata:
+def read_metadata(data: bytes, label: str = ".metadata", *, fast: bool = True) -> DcpMetadata:
     """Read a `.metadata` file without loading it.
 
     Args:
         data: The file's bytes.
-        what: Names the file in errors.
+        label: Names the file in errors.
         fast: Read repeated items as columns. The result is the same without, at a twentieth of the speed.
 
     Returns:
@@ -38,39 +38,39 @@ def read_metadata(data: bytes, what: str = ".metadata", *, fast: bool = True) ->
     try:
         if fast:
             try:
-                return _read(data, what, Columns(data))
+                return _read(data, label, Columns(data))
             except Bail:
                 pass
-        return _read(data, what, None)
+        return _read(data, label, None)
     finally:
         if collecting:
             gc.enable()
 
 
-def _read(data: bytes, what: str, columns: Columns | None) -> DcpMetadata:
+def _read(data: bytes, label: str, columns: Columns | None) -> DcpMetadata:
     limits = Limits(data_bytes=1 << 33, ops_per_byte=0.5, memo=1_000_000 + len(data) // 2, tuple_keys=1 << 16)
     # all_local_plans is set after construction (Megatron-Core 0.11 and later), so it comes last, after mcore_data.
-    machine = Machine(data, limits, what, stop_key="all_local_plans", columns=columns)
+    machine = Machine(data, limits, label, stop_key="all_local_plans", columns=columns)
     root = machine.run()
     stopped = machine.stopped_at
     if stopped is not None and data.find(b"mcore_data", stopped) >= 0:
         if columns is not None:
             raise Bail
-        machine = Machine(data, limits, what)
+        machine = Machine(data, limits, label)
         root, stopped = machine.run(), None
     if stopped is not None:
-        _check_tail(data, stopped, what)
+        _check_tail(data, stopped, label)
     else:
         machine.refuse_more()
-    return Schema(what, machine, columns).read(root)
+    return Schema(label, machine, columns).read(root)
 
 
-def _check_tail(data: bytes, start: int, what: str) -> None:
+def _check_tail(data: bytes, start: int, label: str) -> None:
     """What can be said of the save plans without interpreting them."""
     if not data.endswith(b"ub."):
-        raise FormatError(f"{what}: the pickle does not end where the file does", hint="the file may be truncated")
+        raise FormatError(f"{label}: the pickle does not end where the file does", hint="the file may be truncated")
     hostile = hostile_tail(data, start)
     if hostile is not None:
         raise UnsafePickle(
-            f"{what}: hostile global in the save plans at byte {hostile}", hint="do not load it with anything else"
+            f"{label}: hostile global in the save plans at byte {hostile}", hint="do not load it with anything else"
         )

@@ -114,16 +114,16 @@ def _storage_entries(out: _Pickle, table: StoredTensor, files: Sequence[str]) ->
     for row in spelled:
         _index(out, table.key, table.starts[row].tolist())
         _info(out, files[int(table.file[row])], int(table.offset[row]), int(table.length[row]))
-    rest = np.ones(len(table.file), bool)
-    rest[spelled] = False
-    if not rest.any():
+    others = np.ones(len(table.file), bool)
+    others[spelled] = False
+    if not others.any():
         return
     rows = _Rows(out, wide=int(table.starts.max(initial=0)) >= _LIMIT)
-    _index(rows, table.key, [*table.starts[rest].T])
+    _index(rows, table.key, [*table.starts[others].T])
     rows.wide = True
     memo = np.array([out.memo.get(name, 0) for name in files], np.int64)
-    _info(rows, memo[table.file[rest]], table.offset[rest], table.length[rest])
-    out.batches(rows.matrix(int(rest.sum())), b"u")
+    _info(rows, memo[table.file[others]], table.offset[others], table.length[others])
+    out.batches(rows.matrix(int(others.sum())), b"u")
 
 
 def _chunk(out: _Pickle, offsets: Sequence[_Number], sizes: Sequence[_Number]) -> None:

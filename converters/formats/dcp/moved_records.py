@@ -30,7 +30,7 @@ def with_longer_record(raw: bytes, info: ObjectInfo, length: int) -> bytes:
         RequestError: The pickle is too large to be taken apart, or not as torch writes it.
     """
     try:
-        tree = parse(raw, what=".metadata")
+        tree = parse(raw, label=".metadata")
         if dumps(tree, raw[1]) != raw:
             raise RequestError(".metadata is not written as torch writes it, so no record can be moved", hint=_HINT)
     except PickleFormatError as error:

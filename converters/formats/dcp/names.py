@@ -71,7 +71,7 @@ def name_keys(paths_of: Mapping[str, Path]) -> dict[str, Named]:
         paths_of: From `paths`, of all tensors.
     """
     out: dict[str, Named] = {}
-    rest: dict[str, Path] = {}
+    others: dict[str, Path] = {}
     for key, path in paths_of.items():
         state = _optimizer_state(path)
         if state is not None:
@@ -79,11 +79,11 @@ def name_keys(paths_of: Mapping[str, Path]) -> dict[str, Named]:
         elif any(_OPTIMIZER.fullmatch(part) for part in path[:-1]):
             out[key] = Named(key, "optimizer")
         else:
-            rest[key] = path
+            others[key] = path
     # names of modules have dots; without any, this is no model, and all of it is alike
-    models = {path[:-1] for path in rest.values() if "." in path[-1]} or {path[:-1] for path in rest.values()}
+    models = {path[:-1] for path in others.values() if "." in path[-1]} or {path[:-1] for path in others.values()}
     alone = len(models) == 1 and _MODEL.fullmatch("".join(next(iter(models))[-1:]))
-    for key, path in rest.items():
+    for key, path in others.items():
         kind = "weight" if path[:-1] in models else "other"
         out[key] = Named(path[-1] if alone and kind == "weight" else key, kind)
     return _unique(out)
@@ -101,10 +101,10 @@ def _optimizer_state(path: Path) -> tuple[str, str] | None:
 
 def _unique(named: Mapping[str, Named]) -> dict[str, Named]:
     """Names that two keys would share are given to neither: they keep their keys."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for item in named.values():
-        seen[item.name] = seen.get(item.name, 0) + 1
-    return {key: item if seen[item.name] == 1 else Named(key, item.kind) for key, item in named.items()}
+        counts[item.name] = counts.get(item.name, 0) + 1
+    return {key: item if counts[item.name] == 1 else Named(key, item.kind) for key, item in named.items()}
 
 
 def hugging_face(names: Iterable[str]) -> bool:

@@ -57,7 +57,7 @@ def read_folder(folder: Path, prefix: str = "") -> tuple[DcpMetadata, str]:
         why = "only it says which bytes belong to which tensor"
         raise damaged_file(folder, {".metadata": f"{prefix}.metadata {text}"}, why)
     raw = read_small(folder / ".metadata", limit=METADATA_LIMIT)
-    return read_metadata(raw, what=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
+    return read_metadata(raw, label=f"{prefix}.metadata"), hashlib.sha256(raw).hexdigest()
 
 
 class DcpReader(Reader):
@@ -106,14 +106,14 @@ class DcpReader(Reader):
         if (inside := self._inside.find(record)) is not None:
             key, ref = inside
             stored = self.metadata.objects[key]
-            what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
-            return locate_tensor(read, stored.offset, stored.length, ref, what)
+            label = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+            return locate_tensor(read, stored.offset, stored.length, ref, label)
         tensor = self._owner(record)
         row = record - self._first[tensor.key]
         start, length = int(self._record_start[record]), int(self._record_length[record])
-        what = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
+        label = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
         shape = tuple(tensor.sizes[row].tolist())
-        return self._locator.locate(read, start, length, what, expect=dtype(tensor.dtype), shape=shape)
+        return self._locator.locate(read, start, length, label, expect=dtype(tensor.dtype), shape=shape)
 
     def archives(self, file: int) -> Iterator[StoredArchive]:
         """The records of a file, tensors and objects, in the order in which they lie in it."""
@@ -132,10 +132,10 @@ class DcpReader(Reader):
         stored = self.metadata.objects.get(key)
         if stored is None or stored.file < 0 or not exists(self.files[stored.file]):
             return None
-        what = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
+        label = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
         path, name = self.files[stored.file], self.metadata.files[stored.file]
         with damage_in(self.folder, name):
-            return read_object(path, what, stored.offset, stored.length)
+            return read_object(path, label, stored.offset, stored.length)
 
     def object_array(self, key: str, ref: TensorRef) -> StoredArray:
         """A tensor inside a stored object as an array of one chunk, with a record number of its own."""
@@ -306,7 +306,7 @@ def merged(parts: Mapping[str, DcpMetadata]) -> DcpMetadata:
     )
 
 
-def _same_geometry(one: StoredTensor, other: StoredTensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
-        np.array_equal(getattr(one, name), getattr(other, name)) for name in ("starts", "sizes")
+def _same_geometry(first: StoredTensor, second: StoredTensor) -> bool:
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and all(
+        np.array_equal(getattr(first, name), getattr(second, name)) for name in ("starts", "sizes")
     )

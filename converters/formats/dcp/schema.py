@@ -47,8 +47,8 @@ _Shapes: TypeAlias = dict[int, tuple[str, tuple[int, ...]]]
 class Schema:
     """Matches the inert tree of one file."""
 
-    def __init__(self, what: str, machine: Machine, columns: Columns | None) -> None:
-        self.what = what
+    def __init__(self, label: str, machine: Machine, columns: Columns | None) -> None:
+        self.label = label
         self.machine = machine
         self.columns = columns
         self.lists = columns.batches(Columns.LIST) if columns else []
@@ -61,7 +61,7 @@ class Schema:
 
     def fail(self, why: str, key: str | None = None) -> FormatError:
         """An error about one key, or about the file."""
-        return FormatError(f"{self.what}: {why}", tensor=key, details=[key] if key else [])
+        return FormatError(f"{self.label}: {why}", tensor=key, details=[key] if key else [])
 
     def read(self, root: Node) -> DcpMetadata:
         """The whole file."""
@@ -87,9 +87,9 @@ class Schema:
         stray: list[str] = []
         objects = self._objects(shapes, records, stray)
         tensors = self._tensors(shapes, chunks, records, self._originals(mcore), stray)
-        seen = -1 if self.machine.stopped_at is not None else len(plans) if isinstance(plans, list) else None
+        plan_count = -1 if self.machine.stopped_at is not None else len(plans) if isinstance(plans, list) else None
         return DcpMetadata(
-            files, tensors, objects, sorted(stray), root.func.path, top, planner_data, seen, mcore is not None
+            files, tensors, objects, sorted(stray), root.func.path, top, planner_data, plan_count, mcore is not None
         )
 
     # -- single values ---------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ class Schema:
             raise self.fail(f"a record is not a _StorageInfo but {_brief(info)}", key)
         if state.get("transform_descriptors"):
             raise UnsupportedError(
-                f"{self.what}: its records are compressed or transformed: {_brief(state['transform_descriptors'])}",
+                f"{self.label}: its records are compressed or transformed: {_brief(state['transform_descriptors'])}",
                 details=[key],
                 tensor=key,
             )
@@ -330,12 +330,12 @@ class Schema:
         ndim = np.full(len(self.keys), OBJECT - 1, np.int64)
         for number, (_, shape) in shapes.items():
             ndim[number] = len(shape)
-        for what, points in (("offset", chunks.starts), ("size", chunks.sizes)):
+        for label, points in (("offset", chunks.starts), ("size", chunks.sizes)):
             wrong = np.flatnonzero(points.ndim != ndim[chunks.owner])
             if len(wrong):
                 key, row = self.keys[chunks.owner[wrong[0]]], int(wrong[0])
                 raise self.fail(
-                    f"a chunk's {what} has {points.ndim[row]} dimensions, the tensor {ndim[chunks.owner[row]]}", key
+                    f"a chunk's {label} has {points.ndim[row]} dimensions, the tensor {ndim[chunks.owner[row]]}", key
                 )
         fits = records.starts.ndim == ndim[records.owner]
         stray += self._describe(records, np.flatnonzero(~fits & (records.starts.ndim != OBJECT)))

@@ -65,7 +65,7 @@ class TorchDcpReader(DcpReader):
         out = {}
         for key, stored in self.metadata.tensors.items():
             keyed, (name, kind) = self._keyed(stored), (named[key].name, named[key].kind)
-            if keyed.trouble:
-                problems.append(Problem("error", f"{printable(key)}: {keyed.trouble}", tensors=(name,)))
+            if keyed.fault:
+                problems.append(Problem("error", f"{printable(key)}: {keyed.fault}", tensors=(name,)))
             out[name] = TensorInfo(name, keyed.dtype, stored.shape, kind, (Part(keyed.array),))
         return {name: out[name] for name in sorted(out, key=natural_key)}

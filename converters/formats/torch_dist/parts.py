@@ -50,10 +50,10 @@ class Cut:
                 "",
                 self.dtype,
                 box.shape,
-                copies=[Copy("", kept, "", kept.relative_to(box.start))] if kept.volume else (),
-                fills=[rest.relative_to(box.start)] if rest.volume else (),
+                copies=[Copy("", stored, "", stored.relative_to(box.start))] if stored.volume else (),
+                fills=[padding.relative_to(box.start)] if padding.volume else (),
             )
-            for box, kept, rest in self._parts()
+            for box, stored, padding in self._parts()
         )
 
     def _parts(self) -> Iterator[tuple[Box, Box, Box]]:
@@ -62,9 +62,9 @@ class Cut:
             if not box.shape:
                 yield box, box, Box((0,), (0,))
                 continue
-            kept = min(max(0, self.source_shape[0] - box.start[0]), box.shape[0])
-            row, rest = box.start[1:], box.shape[1:]
-            yield box, Box(box.start, (kept, *rest)), Box((box.start[0] + kept, *row), (box.shape[0] - kept, *rest))
+            rows = min(max(0, self.source_shape[0] - box.start[0]), box.shape[0])
+            start, shape = (box.start[0] + rows, *box.start[1:]), box.shape[1:]
+            yield box, Box(box.start, (rows, *shape)), Box(start, (box.shape[0] - rows, *shape))
 
     def prove(self, source: str, drops: Iterable[Drop]) -> None:
         """Checks that the records tile the tensor, and that every element of its source is in one.
@@ -77,9 +77,9 @@ class Cut:
             RequestError: See `planning.plan.prove`.
         """
         parts = list(self._parts())
-        copies = [Copy(source, kept, source, kept) for _, kept, _ in parts if kept.volume]
+        copies = [Copy(source, stored, source, stored) for _, stored, _ in parts if stored.volume]
         piece = Piece(
-            source, self.dtype, self.shape, copies=copies, fills=[rest for _, _, rest in parts if rest.volume]
+            source, self.dtype, self.shape, copies=copies, fills=[padding for _, _, padding in parts if padding.volume]
         )
         prove([piece], {source: self.source_shape}, drops)
 

@@ -107,30 +107,36 @@ def parse_zarray(raw: bytes, key: str) -> ArraySpec:
         FormatError: Not JSON of zarr v2.
         UnsupportedError: A filter, or elements that are not numbers.
     """
-    what = f"{printable(key)}/.zarray"
-    document = _document(raw, what, 2, _NEEDED, _NEEDED | {"dimension_separator"})
+    label = f"{printable(key)}/.zarray"
+    document = _document(raw, label, 2, _NEEDED, _NEEDED | {"dimension_separator"})
     if document["order"] not in ("C", "F"):
-        raise FormatError(f"{what} has the order {printable(repr(document['order']))[:80]}, not 'C' or 'F'")
+        raise FormatError(f"{label} has the order {printable(repr(document['order']))[:80]}, not 'C' or 'F'")
     compressor = document["compressor"]
     for name, container in (("compressor", dict), ("filters", list)):
         if not (document[name] is None or isinstance(document[name], container)):
-            raise FormatError(f"{what} has {name} {printable(json.dumps(document[name]))[:100]}")
+            raise FormatError(f"{label} has {name} {printable(json.dumps(document[name]))[:100]}")
     if document["filters"]:
         raise UnsupportedError(
-            f"{what} has filters {printable(json.dumps(document['filters']))[:100]}",
+            f"{label} has filters {printable(json.dumps(document['filters']))[:100]}",
             hint="rewrite this array without filters; compressed ones are read",
         )
-    separator = _separator(document.get("dimension_separator", "."), f"{what}: dimension_separator")
-    kind, shape, chunks = _elements(document["dtype"], document["shape"], document["chunks"], _DTYPES, what)
+    separator = _separator(document.get("dimension_separator", "."), f"{label}: dimension_separator")
+    kind, shape, chunks = _elements(document["dtype"], document["shape"], document["chunks"], _DTYPES, label)
     spec = ArraySpec(kind, shape, chunks, separator)
     order = "C" if len(shape) < 2 else document["order"]
     if compressor is None and order == "C":
         return spec
-    one = {name: document[name] for name in _NEEDED}
-    one |= {"shape": list(chunks), "dimension_separator": separator, "order": order}
-    one |= {"dtype": "bfloat16" if kind.name == "bfloat16" else document["dtype"], "fill_value": None, "filters": None}
+    single = {name: document[name] for name in _NEEDED}
+    single |= {"shape": list(chunks), "dimension_separator": separator, "order": order}
+    single |= {
+        "dtype": "bfloat16" if kind.name == "bfloat16" else document["dtype"],
+        "fill_value": None,
+        "filters": None,
+    }
     how = f"compressor {printable(str(compressor.get('id')))[:40]}" if compressor else "Fortran's order"
-    return replace(spec, codec=Codec("zarr", one, spec.name((0,) * len(chunks)), spec.chunk_nbytes, f"zarr 2, {how}"))
+    return replace(
+        spec, codec=Codec("zarr", single, spec.name((0,) * len(chunks)), spec.chunk_nbytes, f"zarr 2, {how}")
+    )
 
 
 def parse_zarr_json(raw: bytes, key: str) -> ArraySpec:
@@ -140,73 +146,73 @@ def parse_zarr_json(raw: bytes, key: str) -> ArraySpec:
         FormatError: Not JSON of a zarr v3 array.
         UnsupportedError: Chunks of several sizes, or elements that are not numbers.
     """
-    what = f"{printable(key)}/zarr.json"
-    document = _document(raw, what, 3, _NEEDED_3, _ALLOWED_3)
-    grid, encoding = (_named(document[name], what, name) for name in ("chunk_grid", "chunk_key_encoding"))
+    label = f"{printable(key)}/zarr.json"
+    document = _document(raw, label, 3, _NEEDED_3, _ALLOWED_3)
+    grid, encoding = (_named(document[name], label, name) for name in ("chunk_grid", "chunk_key_encoding"))
     if grid[0] != "regular" or encoding[0] not in ("default", "v2") or document.get("storage_transformers"):
         names = f"chunk_grid {grid[0]}, chunk_key_encoding {encoding[0]}"
-        raise UnsupportedError(f"{what} has {printable(names)[:100]}; read are regular grids, named as by default")
+        raise UnsupportedError(f"{label} has {printable(names)[:100]}; read are regular grids, named as by default")
     default = encoding[0] == "default"
-    separator = _separator(encoding[1].get("separator", "/" if default else "."), f"{what}: separator")
+    separator = _separator(encoding[1].get("separator", "/" if default else "."), f"{label}: separator")
     kinds = {kind.name: kind.name for kind in TYPES}
     sizes = grid[1].get("chunk_shape")
-    kind, shape, chunks = _elements(document["data_type"], document["shape"], sizes, kinds, what)
+    kind, shape, chunks = _elements(document["data_type"], document["shape"], sizes, kinds, label)
     spec = ArraySpec(kind, shape, chunks, separator, f"c{separator if shape else ''}" if default else "")
     codecs = document["codecs"]
     if codecs in _RAW_3:
         return spec
-    one = {name: document[name] for name in _NEEDED_3} | {"shape": list(chunks)}
-    steps = [_named(step, what, "codecs")[0] for step in codecs] if isinstance(codecs, list) else ["?"]
+    single = {name: document[name] for name in _NEEDED_3} | {"shape": list(chunks)}
+    steps = [_named(step, label, "codecs")[0] for step in codecs] if isinstance(codecs, list) else ["?"]
     text = f"zarr 3, {printable(', '.join(steps))[:80]}"
     if "sharding_indexed" in steps:  # a shard lacks chunks that hold nothing but the fill value: none could be missed
-        raise UnsupportedError(f"{what} divides its chunks into further ones (sharding_indexed)")
-    return replace(spec, codec=Codec("zarr3", one, spec.name((0,) * len(chunks)), spec.chunk_nbytes, text))
+        raise UnsupportedError(f"{label} divides its chunks into further ones (sharding_indexed)")
+    return replace(spec, codec=Codec("zarr3", single, spec.name((0,) * len(chunks)), spec.chunk_nbytes, text))
 
 
-def _document(raw: bytes, what: str, version: int, needed: set[str], optional: set[str]) -> dict[str, Any]:
-    document = parse_json(raw, what)
+def _document(raw: bytes, label: str, version: int, needed: set[str], optional: set[str]) -> dict[str, Any]:
+    document = parse_json(raw, label)
     if not isinstance(document, dict) or not document.keys() >= needed:
         missing = ", ".join(sorted(needed - document.keys())) if isinstance(document, dict) else "everything"
-        raise FormatError(f"{what} does not describe a zarr array: {missing} is missing")
+        raise FormatError(f"{label} does not describe a zarr array: {missing} is missing")
     unknown = sorted(document.keys() - optional)
     if unknown:
-        raise FormatError(f"{what} has a member {printable(unknown[0])!r}, which zarr v{version} does not know")
+        raise FormatError(f"{label} has a member {printable(unknown[0])!r}, which zarr v{version} does not know")
     if document["zarr_format"] != version:
         stated = printable(repr(document["zarr_format"]))[:80]
         refusal = UnsupportedError if document["zarr_format"] in (1, 2, 3) else FormatError
-        raise refusal(f"{what} has zarr_format {stated}, not {version}")
+        raise refusal(f"{label} has zarr_format {stated}, not {version}")
     return document
 
 
-def _named(value: Any, what: str, member: str) -> tuple[str, dict[str, Any]]:
+def _named(value: Any, label: str, member: str) -> tuple[str, dict[str, Any]]:
     """Name and configuration of an extension point of zarr v3, which may be a name alone."""
     name = value.get("name") if isinstance(value, dict) else value
     configuration = value.get("configuration", {}) if isinstance(value, dict) else {}
     if not isinstance(name, str) or not isinstance(configuration, dict):
-        raise FormatError(f"{what} has {member} {printable(json.dumps(value))[:100]}")
+        raise FormatError(f"{label} has {member} {printable(json.dumps(value))[:100]}")
     return name, configuration
 
 
-def _separator(value: Any, what: str) -> str:
+def _separator(value: Any, label: str) -> str:
     if value not in (".", "/"):
-        raise FormatError(f"{what} is {printable(repr(value))[:80]}, not '.' or '/'")
+        raise FormatError(f"{label} is {printable(repr(value))[:80]}, not '.' or '/'")
     return str(value)
 
 
 def _elements(
-    spelt: Any, shape: Any, chunks: Any, kinds: dict[str, str], what: str
+    spelt: Any, shape: Any, chunks: Any, kinds: dict[str, str], label: str
 ) -> tuple[DType, tuple[int, ...], tuple[int, ...]]:
     """Element type, shape and chunk sizes of an array."""
     if not isinstance(spelt, str) or spelt not in kinds:
         raise (UnsupportedError if isinstance(spelt, str) and _NUMPY.fullmatch(spelt) else FormatError)(
-            f"{what} has elements of type {printable(repr(spelt))[:100]}", details=[f"known: {', '.join(kinds)}"]
+            f"{label} has elements of type {printable(repr(spelt))[:100]}", details=[f"known: {', '.join(kinds)}"]
         )
     sizes, pieces = _sizes(shape, 0), _sizes(chunks, 1)
     kind = dtype(kinds[spelt])
     if sizes is None or pieces is None or len(sizes) != len(pieces) or len(sizes) > 32:
-        raise FormatError(f"{what} has impossible sizes: shape {shape}, chunks {chunks}"[:300])
+        raise FormatError(f"{label} has impossible sizes: shape {shape}, chunks {chunks}"[:300])
     if max(math.prod(sizes), math.prod(pieces)) * kind.itemsize >= _LIMIT or max(sizes, default=0) >= _LIMIT:
-        raise FormatError(f"{what} has impossible sizes: shape {list(sizes)}, chunks {list(pieces)}"[:300])
+        raise FormatError(f"{label} has impossible sizes: shape {list(sizes)}, chunks {list(pieces)}"[:300])
     return kind, sizes, pieces
 
 
@@ -256,7 +262,7 @@ class ChunkFiles:
             index.append(at)
         return self.spec.name(tuple(reversed(index)))
 
-    def trouble(self) -> tuple[str, str] | None:
+    def fault(self) -> tuple[str, str] | None:
         """What is wrong, in words, with the file it is about; None if every chunk has its file."""
         absent = math.prod(self.spec.grid) - len(self.cells)
         if not absent:

@@ -153,8 +153,8 @@ class ZarrReader(Reader):
                 name = f"{key}/{chunks.file_name(position)}"
                 size = nbytes if chunks.spec.codec is None else self._size(name) or 0
                 yield FileInfo(name, size, 1, size, size)
-            if trouble := chunks.trouble():
-                yield FileInfo(f"{key}/{trouble[0]}", self._size(f"{key}/{trouble[0]}"), 1, nbytes)
+            if fault := chunks.fault():
+                yield FileInfo(f"{key}/{fault[0]}", self._size(f"{key}/{fault[0]}"), 1, nbytes)
             for name in (*(name for name in _DOCUMENTS if exists(self._folder / key / name)), *chunks.stray):
                 role = "metadata" if name in _DOCUMENTS else "unreferenced"
                 yield FileInfo(f"{key}/{name}", self._size(f"{key}/{name}"), role=role)
@@ -218,9 +218,9 @@ def _shards(key: str, entries: Mapping[str, Entry], *, follow: bool) -> Iterator
 
 
 def _chunk_problems(key: str, chunks: ChunkFiles) -> Iterator[Problem]:
-    trouble = chunks.trouble()
-    if trouble is not None:
-        name, text = f"{key}/{trouble[0]}", trouble[1]
+    fault = chunks.fault()
+    if fault is not None:
+        name, text = f"{key}/{fault[0]}", fault[1]
         parsed = parse_key(key)
         tensors = [parsed.template.format(*prefix) for prefix in chunks.incomplete(len(parsed.axes))]
         yield Problem("error", f"{printable(name)} {text}", file=name, tensors=tuple(tensors))

@@ -62,24 +62,24 @@ class CutError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class Failure:
     """Why a request failed.
 
     Attributes:
         sentence: In words, about the store or the object.
-        passing: It may be over soon.
+        temporary: It may be over soon.
         number: Of the `OSError` that says it.
         expired: The credentials were good, and are not any more.
     """
 
     sentence: str
-    passing: bool = False
+    temporary: bool = False
     number: int = errno.EIO
     expired: bool = False
 
     def error(self, address: str, waited: float = 0.0) -> OSError:
         """The error to raise; tried for so many seconds."""
-        tried = f" (tried again for {waited:.0f} s)" if self.passing and waited >= 1 else ""
+        tried = f" (tried again for {waited:.0f} s)" if self.temporary and waited >= 1 else ""
         return OSError(self.number, self.sentence + tried, address)
 
 
@@ -89,59 +89,59 @@ def code_of(error: Exception) -> str:
     return code if re.fullmatch(r"[A-Za-z0-9_.]{1,60}", str(code)) else ""
 
 
-def trouble_of(error: BaseException, root: Root) -> Trouble | None:
+def failure_of(error: BaseException, root: Root) -> Failure | None:
     """The meaning of an exception of a request; None if it is clear as it is, such as a missing object."""
     text = str(error)
-    status = next((int(one or other) for one, other in _STATUS.findall(text)), 0)
-    code = next((one or other for one, other in _CODE.findall(text)), "")
+    status = next((int(first or second) for first, second in _STATUS.findall(text)), 0)
+    code = next((first or second for first, second in _CODE.findall(text)), "")
     answer = f"{status} {code}".strip() if status else code
     bucket = f"{root.scheme}://{root.name.partition('/')[0]}"
     if code in ("NoSuchBucket", "ContainerNotFound", "InvalidBucketName"):
-        return Trouble(f"there is no bucket {root.name}", number=errno.ENXIO)
+        return Failure(f"there is no bucket {root.name}", number=errno.ENXIO)
     if isinstance(error, FileNotFoundError):
         return None
     if isinstance(error, CutError):
-        return Trouble(f"{bucket} cuts its answers short: {text}", passing=True)
+        return Failure(f"{bucket} cuts its answers short: {text}", temporary=True)
     if any(mark in text for mark in _NO_CREDENTIALS):
         where = "were found in the environment or in the cloud's configuration files"
-        return Trouble(f"no credentials for {bucket} {where}: {_WAYS.get(root.scheme, 'log in')}", number=errno.EACCES)
+        return Failure(f"no credentials for {bucket} {where}: {_WAYS.get(root.scheme, 'log in')}", number=errno.EACCES)
     if code in _EXPIRED:
-        return Trouble(
+        return Failure(
             f"the credentials for {bucket} have expired ({code}): renew them and run the same command again",
             number=errno.EACCES,
             expired=True,
         )
     if code in _REGION or "incorrectly configured region" in text or status in (301, 307, 308):
-        return Trouble(
+        return Failure(
             f"the bucket is in another region than the one that was asked ({answer or 301}): set AWS_REGION to the bucket's",
             number=errno.ENXIO,
         )
     if code == "RequestTimeTooSkewed":
-        return Trouble(f"this machine's clock differs too much from that of {bucket} ({code})", number=errno.EACCES)
+        return Failure(f"this machine's clock differs too much from that of {bucket} ({code})", number=errno.EACCES)
     if code in _REFUSED or status == 401 or type(error).__name__ == "UnauthenticatedError":
-        return Trouble(f"{bucket} does not accept the credentials ({answer or 401})", number=errno.EACCES)
+        return Failure(f"{bucket} does not accept the credentials ({answer or 401})", number=errno.EACCES)
     if status == 403 or type(error).__name__ == "PermissionDeniedError" or code == "AccessDenied":
-        return Trouble(f"no permission in {bucket} ({answer or 403})", number=errno.EACCES)
+        return Failure(f"no permission in {bucket} ({answer or 403})", number=errno.EACCES)
     if "NotPartial" in text or "non-partial response" in text or type(error).__name__ == "NotSupportedError":
-        return Trouble(f"{bucket} does not serve byte ranges, which reading needs: copy the checkpoint to a disk")
+        return Failure(f"{bucket} does not serve byte ranges, which reading needs: copy the checkpoint to a disk")
     if status in _PASSING or code in ("SlowDown", "ServerBusy", "InternalError", "RequestTimeout"):
-        return Trouble(f"{bucket} answers {answer}", passing=True)
+        return Failure(f"{bucket} answers {answer}", temporary=True)
     if status:
-        return Trouble(f"{bucket} answers {answer}")
+        return Failure(f"{bucket} answers {answer}")
     return _of_network(error, text.lower(), bucket)
 
 
-def _of_network(error: BaseException, text: str, bucket: str) -> Trouble | None:
+def _of_network(error: BaseException, text: str, bucket: str) -> Failure | None:
     why = next((words for mark, words in _NETWORK.items() if mark in text), None)
     if why == "its certificate is not trusted":
-        return Trouble(f"{bucket} cannot be trusted: {why}")
+        return Failure(f"{bucket} cannot be trusted: {why}")
     if why is not None or "http error" in text or isinstance(error, ConnectionError | TimeoutError):
-        return Trouble(f"{bucket} cannot be reached: {why or 'the connection failed'}", passing=True)
+        return Failure(f"{bucket} cannot be reached: {why or 'the connection failed'}", temporary=True)
     if type(error).__module__.startswith("httpx"):
-        return Trouble(f"{bucket} cannot be reached: the connection failed", passing=True)
+        return Failure(f"{bucket} cannot be reached: the connection failed", temporary=True)
     if type(error).__module__.startswith("obstore"):
         first = re.sub(r"\w+://\S+", "URL", str(error).partition("\n")[0])[:200]
-        return Trouble(f"{bucket}: {first}")
+        return Failure(f"{bucket}: {first}")
     if isinstance(error, OSError):
-        return Trouble(f"{bucket}: {error.strerror or os.strerror(error.errno or errno.EIO)}", passing=True)
+        return Failure(f"{bucket}: {error.strerror or os.strerror(error.errno or errno.EIO)}", temporary=True)
     return None
