@@ -141,9 +141,10 @@ def contiguous_tiles(box: Box, max_elements: int, axis: int = 0) -> Iterator[Box
         yield from contiguous_tiles(part, max_elements, axis + 1)
 
 
-def strides(shape: Sequence[int]) -> list[int]:
-    """Distance between neighbours along each axis of a C-order array, in elements."""
-    return list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1] if shape else []
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Distance between neighbours along each axis of a C-order array, in elements; as torch, an empty axis counts as one."""
+    sizes = (max(n, 1) for n in reversed(shape[1:]))
+    return tuple(itertools.accumulate(sizes, operator.mul, initial=1))[::-1] if shape else ()
 
 
 def runs(box: Box, shape: Sequence[int]) -> tuple[int, int, list[tuple[int, int]]]:

@@ -24,16 +24,13 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from converters.pickles.nodes import Node, Obj, Run, Slot
 from converters.pickles.stack import MISSING, Stack
 from converters.pickles.templates import MARGIN, Ints, Template, make_template, narrowed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ITEM: Final = 600
 """Bytes of the longest item that becomes a template."""
@@ -287,24 +284,6 @@ class Columns:
             self._sorted = keys[order], codes[order], strings
             self._codes, self._written = {}, []
         return self._sorted
-
-    @staticmethod
-    def referred(batches: list[Batch], indexes: Ints) -> Iterator[tuple[Batch, Node, Ints, Ints]]:
-        """Parts of items that memo indexes refer to.
-
-        Args:
-            batches: Where to look.
-            indexes: (n,).
-
-        Yields:
-            A batch and a part of its tree; which of its items; and which of `indexes` refer to these.
-        """
-        for batch in batches:
-            for tree, memo_indexes in batch.parts:
-                item = np.minimum(np.searchsorted(memo_indexes, indexes), len(memo_indexes) - 1)
-                hit = np.flatnonzero(memo_indexes[item] == indexes)
-                if len(hit):
-                    yield batch, tree, item[hit], hit
 
 
 def _fill(node: Node, values: list[int]) -> Node:

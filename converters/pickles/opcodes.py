@@ -151,7 +151,7 @@ class Opcodes(Stack):
             if type(part) is not str or len(part) > self.limits.name_chars or not _NAME.match(part):
                 self.unsafe(pos, f"a global whose name is not one ({part!r:.80})")
         node = Global(module, name, pos)
-        if hostile(node):
+        if hostile(module, name):
             raise UnsafePickle(
                 f"{self.label}: hostile global {node.path} at byte {pos}",
                 details=[self.where(pos), "loading this file with pickle or torch.load could run code"],

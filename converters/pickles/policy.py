@@ -14,10 +14,7 @@ from __future__ import annotations
 import re
 import sys
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from converters.pickles.nodes import Global
+from typing import Final
 
 _STDLIB_OPEN: Final = frozenset({
     "__main__", "abc", "array", "bisect", "collections", "dataclasses", "datetime", "_datetime", "decimal",
@@ -110,21 +107,14 @@ _REEXPORTED: Final = frozenset({
 """Modules reached through another one: `pathlib` imports `os`, so `pathlib` + `os.mkdir` is `os.mkdir`."""
 
 
-def hostile(node: Global) -> bool:
-    """Whether a global is one that no checkpoint has a reason to mention.
+@lru_cache(maxsize=4096)
+def hostile(module: str, name: str) -> bool:
+    """Whether a global is one that no checkpoint has a reason to mention: a file that names it must be refused.
 
     Args:
-        node: The name as the pickle has it.
-
-    Returns:
-        True if a file that names it must be refused.
+        module: As the pickle has it.
+        name: May be dotted.
     """
-    return hostile_name(node.module, node.name)
-
-
-@lru_cache(maxsize=4096)
-def hostile_name(module: str, name: str) -> bool:
-    """`hostile` for a module and a possibly dotted name."""
     parts = module.split(".")
     parts[0] = _OLD_NAMES.get(parts[0], parts[0])
     module = ".".join(parts)

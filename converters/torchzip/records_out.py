@@ -15,6 +15,7 @@ import struct
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from converters import box
 from converters.crc import crc32
 from converters.dtypes import dtype
 from converters.pickles.emit import dumps
@@ -248,15 +249,6 @@ def storage_node(dtype: DType, key: str, numel: int) -> PersId:
     return PersId(("storage", global_node("torch.storage", "UntypedStorage"), key, "cpu", numel * dtype.itemsize))
 
 
-def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Distance between neighbours along each axis in C order, in elements, as torch counts it where an axis is empty."""
-    counted, stride = [], 1
-    for n in reversed(shape):
-        counted.append(stride)
-        stride *= max(n, 1)
-    return tuple(reversed(counted))
-
-
 def tensor_node(
     storage: PersId, dtype: DType, shape: tuple[int, ...], offset: int = 0, strides: tuple[int, ...] | None = None
 ) -> Obj:
@@ -266,7 +258,7 @@ def tensor_node(
         offset: Its first element in the storage.
         strides: In elements; None for C order.
     """
-    strides = c_strides(shape) if strides is None else strides
+    strides = box.strides(shape) if strides is None else strides
     sizes = tuple(iter(shape))  # a tuple of its own: a pickle says of one that it knows that it is the same
     args = (storage, offset, sizes, strides, False, Obj(global_node("collections", "OrderedDict"), ()))
     if dtype.storage is not None:

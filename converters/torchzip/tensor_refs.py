@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from converters.box import strides
 from converters.dtypes import dtype, from_storage
 from converters.errors import FormatError, UnsupportedError
 from converters.names import printable
@@ -51,10 +52,8 @@ class TensorRef:
         """Whether the elements lie in C order without gaps."""
         if 0 in self.shape:  # an empty shard of a column-wise division keeps the strides of the others
             return True
-        return all(
-            n == 1 or step == math.prod(self.shape[axis + 1 :])
-            for axis, (n, step) in enumerate(zip(self.shape, self.strides, strict=True))
-        )
+        expected = zip(self.shape, self.strides, strides(self.shape), strict=True)
+        return all(n == 1 or stride == c_stride for n, stride, c_stride in expected)
 
 
 # of torch._utils, torch._tensor: sparse, quantized, nested, meta, subclasses; TransformerEngine's FP8 tensors

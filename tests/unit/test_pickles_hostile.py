@@ -16,7 +16,6 @@ from converters.formats.dcp.metadata import read_metadata
 from converters.pickles.describe import describe
 from converters.pickles.emit import dumps
 from converters.pickles.machine import parse
-from converters.pickles.nodes import Global
 from converters.pickles.policy import hostile as is_hostile
 from converters.pickles.policy import hostile_tail
 from harness import hostile_pickles as hostile
@@ -149,7 +148,7 @@ def test_truncations():
 ])  # fmt: skip
 def test_names_of_real_checkpoints_are_passive(path):
     module, name = path.split(":")
-    assert not is_hostile(Global(module, name))
+    assert not is_hostile(module, name)
 
 
 @pytest.mark.parametrize("path", [
@@ -170,7 +169,7 @@ def test_names_of_real_checkpoints_are_passive(path):
 ])  # fmt: skip
 def test_hostile_names(path):
     module, name = path.split(":")
-    assert is_hostile(Global(module, name))
+    assert is_hostile(module, name)
 
 
 def test_hostile_names_in_skipped_plans_are_found():

@@ -159,11 +159,6 @@ class Storages:
             self.records.append((file, ref.storage))
         return array
 
-    def locate(self, record: int, read: Read) -> Payload:
-        """Where a storage lies in its file."""
-        file, storage = self.records[record]
-        return file.locate(storage, read)
-
 
 class StorageReader(Reader):
     """What the readers of such files have in common: they have `_storages`, and `files` as those lie in them."""
@@ -176,7 +171,8 @@ class StorageReader(Reader):
 
     def locate(self, record: int, read: Read) -> Payload:
         """Where in its file the elements of a storage lie."""
-        return self._storages.locate(record, read)
+        file, storage = self._storages.records[record]
+        return file.locate(storage, read)
 
     def fingerprint(self) -> str:
         """Digest of names, sizes and times of the files, and of the checksums in their directories."""

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from converters.box import strides
 from converters.catalog import Problem
 from converters.dtypes import from_safetensors
 from converters.errors import FormatError
@@ -24,7 +25,6 @@ from converters.formats.folder import exists, is_folder, listing, open_source
 from converters.formats.plain_json import parse_json, read_json
 from converters.names import listed, printable, quoted
 from converters.torchzip.records import Payload
-from converters.torchzip.records_out import c_strides
 from converters.torchzip.tensor_refs import TensorRef
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _read(folder: Path, name: str, problems: list[Problem]) -> SafetensorsFile:
             raise FormatError(f"{label}: {printable(tensor)} at {begin} {wrong}", tensor=tensor)
         end = stop
         ranges[str(number)] = 8 + length + begin, stop - begin
-        tensors[tensor] = TensorRef(str(number), kind, math.prod(shape), 0, shape, c_strides(shape))
+        tensors[tensor] = TensorRef(str(number), kind, math.prod(shape), 0, shape, strides(shape))
         if 8 + length + stop > size:
             beyond.append(tensor)
     if beyond:

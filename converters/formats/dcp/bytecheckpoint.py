@@ -57,11 +57,9 @@ class ByteCheckpointReader(TorchDcpReader):
         """Where in its file the elements of a record lie; what the tensor's pickle says is compared with the metadata."""
         if self._inside.find(record):
             return super().locate(record, read)
-        tensor = self._owner(record)
-        row = record - self._first[tensor.key]
+        tensor, row, label = self._chunk_of(record)
         start, length = int(self._record_start[record]), int(self._record_length[record])
         kind, shape = dtype(tensor.dtype), tuple(tensor.sizes[row].tolist())
-        label = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
         ref = self._described(tensor.key, tuple(tensor.starts[row].tolist()), label)
         if ref.dtype != kind or ref.shape != shape or not ref.contiguous:
             raise FormatError(

@@ -108,10 +108,8 @@ class DcpReader(Reader):
             stored = self.metadata.objects[key]
             label = f"{self.files[stored.file].name} at {stored.offset}: {printable(key)}"
             return locate_tensor(read, stored.offset, stored.length, ref, label)
-        tensor = self._owner(record)
-        row = record - self._first[tensor.key]
+        tensor, row, label = self._chunk_of(record)
         start, length = int(self._record_start[record]), int(self._record_length[record])
-        label = f"{self.files[self.file_of(record)].name} at {start}: {printable(tensor.key)}"
         shape = tuple(tensor.sizes[row].tolist())
         return self._locator.locate(read, start, length, label, expect=dtype(tensor.dtype), shape=shape)
 
@@ -161,6 +159,12 @@ class DcpReader(Reader):
 
     def _owner(self, record: int) -> StoredTensor:
         return self._numbered[int(np.searchsorted(self._firsts, record, side="right")) - 1]
+
+    def _chunk_of(self, record: int) -> tuple[StoredTensor, int, str]:
+        """The tensor that a record is a chunk of, which one, and how to name the record in an error."""
+        tensor = self._owner(record)
+        name, start = self.files[self.file_of(record)].name, self._record_start[record]
+        return tensor, record - self._first[tensor.key], f"{name} at {start}: {printable(tensor.key)}"
 
     def _array(self, tensor: StoredTensor) -> StoredArray:
         numbers = np.arange(len(tensor.file), dtype=np.int64) + self._first[tensor.key]

@@ -257,10 +257,14 @@ class Schema:
         unique, inverse = np.unique(indexes, return_inverse=True)
         left = np.ones(len(unique), bool)
         hits, parts = [], []
-        for batch, tree, items, which in Columns.referred(self.lists + self.entries, unique):
-            hits.append(which)
-            parts.append(self._points(tree, batch, items))
-            left[which] = False
+        for batch in self.lists + self.entries:
+            for tree, memo_indexes in batch.parts:
+                item = np.minimum(np.searchsorted(memo_indexes, unique), len(memo_indexes) - 1)
+                hit = np.flatnonzero(memo_indexes[item] == unique)
+                if len(hit):
+                    hits.append(hit)
+                    parts.append(self._points(tree, batch, item[hit]))
+                    left[hit] = False
         unmatched = np.flatnonzero(left)
         hits.append(unmatched)
         parts.append(Points.of([self._memo_point(index) for index in unique[unmatched].tolist()]))
