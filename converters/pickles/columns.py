@@ -23,6 +23,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import Final, NamedTuple
 
@@ -104,7 +105,6 @@ class Columns:
         self._scans = _SCANS
         self._codes: dict[bytes, int] = {}
         self._written: list[tuple[Ints, Ints]] = []
-        self._sorted: tuple[Ints, Ints, list[str]] | None = None
 
     # -- called by the machine --------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class Columns:
         Raises:
             Bail: One of them is not a string.
         """
-        keys, codes, strings = self._sorted_texts()
+        keys, codes, strings = self._sorted_texts
         unique, inverse = np.unique(indexes, return_inverse=True)
         positions = np.full(len(unique), -1, np.int64)
         if len(keys):
@@ -270,20 +270,18 @@ class Columns:
             strings.append(value)
         return positions[inverse], strings
 
+    @cached_property
     def _sorted_texts(self) -> tuple[Ints, Ints, list[str]]:
         """Memo indexes of the strings that items wrote, in order; which string each is; the different strings."""
-        if self._sorted is None:
-            try:
-                strings = [raw.decode("utf-8", "surrogatepass") for raw in self._codes]
-            except UnicodeDecodeError:
-                raise Bail from None
-            keys, codes = (
-                np.concatenate([np.zeros(0, np.int32), *(pair[n] for pair in self._written)]) for n in (0, 1)
-            )
-            order = np.argsort(keys)
-            self._sorted = keys[order], codes[order], strings
-            self._codes, self._written = {}, []
-        return self._sorted
+        try:
+            strings = [raw.decode("utf-8", "surrogatepass") for raw in self._codes]
+        except UnicodeDecodeError:
+            raise Bail from None
+        written = [(np.zeros(0, np.int32), np.zeros(0, np.int32)), *self._written]
+        keys, codes = (np.concatenate(arrays) for arrays in zip(*written, strict=True))
+        order = np.argsort(keys)
+        self._codes, self._written = {}, []
+        return keys[order], codes[order], strings
 
 
 def _fill(node: Node, values: list[int]) -> Node:

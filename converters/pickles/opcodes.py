@@ -1,4 +1,4 @@
-"""The opcodes that build containers, and those with which a real unpickler would import and call."""
+"""The opcodes that build text and containers, and those with which a real unpickler would import and call."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ _TRICKS: Final = frozenset({
     "__reduce_ex__", "__setstate__", "__subclasshook__",
 })  # fmt: skip
 """Attributes that would turn an object into something else; pydantic's `__dict__` is not among them."""
+
+
+class _Char(str):
+    """Copying an instance of a subclass makes a new plain string, also of one character."""
+
+    __slots__ = ()
 
 
 class Opcodes(Stack):
@@ -214,9 +220,38 @@ class Opcodes(Stack):
         self.room -= 56
         return pos + 1
 
-    def _close_top_state(self) -> None:
-        self._op_setitems(self.pos)
-        self._op_build(self.pos)
+    # -- text -----------------------------------------------------------------------------------------
+
+    def _op_text(self, pos: int) -> int:
+        start, size = self._sized(pos)
+        text = self._take(start, size).decode("utf-8", "surrogatepass")
+        if text == self.stop_key and self._in_top_state():
+            self.stopped_at = self.pos
+            self._op_setitems(self.pos)  # finishes the outermost object with what its state holds so far
+            self._op_build(self.pos)
+            return -1
+        if size == 1:
+            text = self._distinct(text)
+        self.stack.append(text)
+        return start + size
+
+    def _distinct(self, text: str) -> str:
+        """A one-character string as an object of its own.
+
+        Sharing goes by identity, and Python keeps one object per character where the writer may have had two
+        (`str(0)` is new each time): `dumps` would then refer back instead of writing it again.
+        """
+        if text in self.chars:
+            return str(_Char(text))
+        self.chars.add(text)
+        return text
+
+    def _in_top_state(self) -> bool:
+        """Whether a string read now is a key of the state of the outermost object."""
+        if len(self.meta) != 1 or len(self.stack) % 2:
+            return False
+        below = self.meta[0]
+        return len(below) == 2 and type(below[0]) is Obj and type(below[1]) is dict
 
 
 HANDLERS: Final = {

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickletools
-from abc import ABC, abstractmethod
 from struct import Struct
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from converters.pickles.nodes import Node, Obj, PickleFormatError, UnsafePickle
+from converters.pickles.nodes import Node, PickleFormatError, UnsafePickle
 
 if TYPE_CHECKING:
     from converters.pickles.columns import Columns
@@ -28,13 +27,7 @@ MISSING: Final = object()
 counts from 1), and where `Columns` read items without making them."""
 
 
-class _Char(str):
-    """Copying an instance of a subclass makes a new plain string, also of one character."""
-
-    __slots__ = ()
-
-
-class Stack(ABC):
+class Stack:
     """The state of one run over one pickle, and the opcodes that touch nothing but plain values.
 
     A method `_op_name` executes the opcode at `pos` and returns where the next one is, or -1 to stop.
@@ -169,40 +162,6 @@ class Stack(ABC):
         if start > len(self.data):
             self.fail(pos, "it ends before STOP")
         return start, int.from_bytes(self.data[pos + 1 : start], "little")
-
-    def _op_text(self, pos: int) -> int:
-        start, size = self._sized(pos)
-        text = self._take(start, size).decode("utf-8", "surrogatepass")
-        if text == self.stop_key and self._in_top_state():
-            self.stopped_at = self.pos
-            self._close_top_state()
-            return -1
-        if size == 1:
-            text = self._distinct(text)
-        self.stack.append(text)
-        return start + size
-
-    @abstractmethod
-    def _close_top_state(self) -> None:
-        """Finish the outermost object with what its state holds so far."""
-
-    def _distinct(self, text: str) -> str:
-        """A one-character string as an object of its own.
-
-        Sharing goes by identity, and Python keeps one object per character where the writer may have had two
-        (`str(0)` is new each time): `dumps` would then refer back instead of writing it again.
-        """
-        if text in self.chars:
-            return str(_Char(text))
-        self.chars.add(text)
-        return text
-
-    def _in_top_state(self) -> bool:
-        """Whether a string read now is a key of the state of the outermost object."""
-        if len(self.meta) != 1 or len(self.stack) % 2:
-            return False
-        below = self.meta[0]
-        return len(below) == 2 and type(below[0]) is Obj and type(below[1]) is dict
 
     def _op_bytes(self, pos: int) -> int:
         start, size = self._sized(pos)
