@@ -9,9 +9,12 @@ it contains, and a node may be a dict key (`MetadataIndex` in torch's `.metadata
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from converters.errors import FormatError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Node: TypeAlias = Any
 """A plain Python value, `Global`, `Obj` or `PersId`."""
@@ -201,25 +204,34 @@ def entries(node: Node) -> list[tuple[Node, Node]]:
         return []
 
 
-def references(node: Node) -> list[PersId]:
-    """Every reference to something outside a tree, each once, in no particular order."""
-    storages: dict[PersId, None] = {}
-    visited: set[int] = set()
-    left = [node]
+def nodes_in(tree: Node) -> Iterator[Node]:
+    """Every node and container in a tree, each once, in no particular order."""
+    left, visited = [tree], set[int]()
     while left:
-        current = left.pop()
-        if id(current) in visited:
+        node = left.pop()
+        if id(node) in visited:
             continue
-        if isinstance(current, PersId):
-            storages[current] = None
-        elif isinstance(current, dict):
-            visited.add(id(current))
-            left += [*current, *current.values()]
-        elif isinstance(current, list | tuple | set | frozenset):
-            visited.add(id(current))
-            left += current
-        elif isinstance(current, Obj):
-            visited.add(id(current))
-            left += [current.args, current.kwargs, current.state, current.items]
-            left += [] if current.pairs is None else [part for pair in current.pairs for part in pair]
-    return list(storages)
+        if isinstance(node, dict):
+            inner = [*node, *node.values()]
+        elif isinstance(node, list | tuple | set | frozenset):
+            inner = list(node)
+        elif isinstance(node, Obj):
+            inner = [
+                node.args,
+                node.kwargs,
+                node.state,
+                node.items,
+                *(part for pair in node.pairs or () for part in pair),
+            ]
+        elif isinstance(node, PersId):
+            inner = [node.value]
+        else:
+            continue
+        visited.add(id(node))
+        yield node
+        left += inner
+
+
+def references(tree: Node) -> list[PersId]:
+    """Every reference to something outside a tree, each once, in no particular order."""
+    return [node for node in nodes_in(tree) if isinstance(node, PersId)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from converters.pickles.machine import Machine
-from converters.pickles.nodes import Global, Node, Obj, PersId, Slot
+from converters.pickles.nodes import Global, Node, Slot, nodes_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from converters.pickles.stack import Stack
 
 Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
-Token = tuple[int, int, int]
-"""Opcode, its position, the position after its argument (and after the MEMOIZE of a string)."""
-
 MARGIN: Final = 8
 """Bytes that must follow an item: so many are read at once from the beginning of an integer."""
 _LEAF: Final = 0x7F000000
@@ -27,12 +24,7 @@ _LEAF: Final = 0x7F000000
 _MOST_STRINGS: Final = 8
 """Strings in one item: each makes its regular expression longer by 256 alternatives."""
 _LONG: Final = 0x8A
-_INT_SIZES: Final = {0x4B: 2, 0x4D: 3, 0x4A: 5}
-_STRING: Final = 0x8C
-_GETS: Final = (0x68, 0x6A)
-_PLAIN: Final = frozenset(b"N\x88\x89)\x85\x86\x87t(}usR\x81b\x94")
-"""Opcodes without argument that may stand in a template. None of them can do harm below the item: a template
-is tried on an empty stack first."""
+_MEMOIZE: Final = b"\x94"
 
 
 def _sized(sizes: range) -> bytes:
@@ -46,6 +38,13 @@ _PATTERNS: Final = {
     "string": b"\x8c%s\x94" % _sized(range(256)),
 }
 """The kinds of slots."""
+_TOKEN: Final = re.compile(
+    rb"[N\x88\x89)\x85\x86\x87t(}usR\x81b\x94]|(?P<integer>%b)|(?P<reference>%b)|(?P<string>%b)"
+    % tuple(_PATTERNS.values()),
+    re.DOTALL,
+)
+"""An opcode that may stand in a template. Those without argument can do no harm below the item: a template is tried on an
+empty stack first."""
 
 
 @dataclass(eq=False)
@@ -128,30 +127,6 @@ class _Overlay:
         self.entries.append(value)
 
 
-def _tokenize(data: bytes, start: int, stop: int) -> list[Token] | None:
-    """The opcodes of an item; None if one of them cannot be in a template."""
-    pos, tokens = start, []
-    while pos < stop:
-        op = data[pos]
-        if op in _PLAIN:
-            end = pos + 1
-        elif op in _INT_SIZES:
-            end = pos + _INT_SIZES[op]
-        elif op == _LONG and 1 <= data[pos + 1] <= 8:
-            end = pos + 2 + data[pos + 1]
-        elif op in _GETS:
-            end = pos + (2 if op == 0x68 else 5)
-        elif op == _STRING:
-            end = pos + data[pos + 1] + 3
-            if end > stop or data[end - 1] != 0x94:
-                return None
-        else:
-            return None
-        tokens.append((op, pos, end))
-        pos = end
-    return tokens if pos == stop else None
-
-
 def make_template(machine: Stack, start: int, stop: int, count: int) -> Template | None:
     """Generalize an item that the machine has just made.
 
@@ -164,39 +139,41 @@ def make_template(machine: Stack, start: int, stop: int, count: int) -> Template
     Returns:
         The template; None if the item does not stand on its own.
     """
-    data, memo = machine.data, machine.memo
-    tokens = _tokenize(data, start, stop)
-    if not tokens or sum(op == _STRING for op, *_ in tokens) > _MOST_STRINGS:
+    tokens = list(_TOKEN.finditer(machine.data, start, stop))
+    strings = sum(token.lastgroup == "string" for token in tokens)
+    if sum(len(token[0]) for token in tokens) < stop - start or strings > _MOST_STRINGS:
         return None
     # References to classes belong to the shape, and so do dict keys, which show in the first attempt.
-    fixed = {pos for op, pos, _ in tokens if op in _GETS and type(memo[_get_index(data, op, pos)]) is Global}
+    references = (token for token in tokens if token.lastgroup == "reference")
+    fixed = {token.start() for token in references if type(machine.memo[_memo_index(token[0])]) is Global}
     for _ in range(2):
         template, keys = _attempt(machine, tokens, count, fixed)
         if template is None or not keys:
             return template
-        if any(data[pos] == _STRING for pos in keys):
+        if any(token.start() in keys and token.lastgroup == "string" for token in tokens):
             return None
         fixed |= keys
     return None
 
 
-def _get_index(data: bytes, op: int, pos: int) -> int:
-    return data[pos + 1] if op == 0x68 else int.from_bytes(data[pos + 1 : pos + 5], "little")
+def _memo_index(reference: bytes) -> int:
+    return int.from_bytes(reference[1:], "little")
 
 
-def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -> tuple[Template | None, set[int]]:
+def _attempt(
+    machine: Stack, tokens: list[re.Match[bytes]], count: int, fixed: set[int]
+) -> tuple[Template | None, set[int]]:
     """A template, and the positions of references among its slots that are dict keys."""
     parts: list[bytes | Slot] = []
     slots: list[Slot] = []
     positions: list[int] = []
     written: list[int | None] = []
     raw = bytearray()
-    for op, pos, end in tokens:
-        kind = "string" if op == _STRING else "reference" if op in _GETS else "integer"
-        if op in _PLAIN or pos in fixed:
-            if op == 0x94:
+    for token in tokens:
+        kind, piece = token.lastgroup, token[0]
+        if kind is None or token.start() in fixed:
+            if piece == _MEMOIZE:
                 written.append(None)
-            piece = machine.data[pos:end]
             raw += piece
             if parts and isinstance(last := parts[-1], bytes):
                 parts[-1] = last + piece
@@ -208,7 +185,7 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
         raw += b"j" + (_LEAF + len(slots)).to_bytes(4, "little")
         slots.append(Slot(len(slots), kind))
         parts.append(slots[-1])
-        positions.append(pos)
+        positions.append(token.start())
     overlay = _Overlay(machine.memo, slots)
     values = Machine(bytes(raw) + b".", machine.limits, machine.label).run_item(overlay)
     if values is None or len(values) != count:
@@ -216,24 +193,7 @@ def _attempt(machine: Stack, tokens: list[Token], count: int, fixed: set[int]) -
     entries = iter(overlay.entries)
     memo = [number if number is not None else (next(entries),) for number in written]
     tree = values[0] if count == 1 else tuple(values)
-    keys = {positions[slot.index] for slot in _key_slots(values) if slot.is_ref}
+    dicts = (node for node in nodes_in(values) if isinstance(node, dict))
+    keys = {positions[key.index] for node in dicts for key in node if isinstance(key, Slot) and key.is_ref}
     pattern = b"".join(re.escape(part) if isinstance(part, bytes) else _PATTERNS[part.kind] for part in parts)
     return Template(parts, tree, memo, re.compile(pattern, re.DOTALL).match), keys
-
-
-def _key_slots(values: list[Node]) -> list[Slot]:
-    """Slots in the place of a dict key, anywhere in the item."""
-    slots: list[Slot] = []
-    left = list(values)
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            slots += [key for key in node if isinstance(key, Slot)]
-            left += [*node.keys(), *node.values()]
-        elif isinstance(node, (tuple, list)):
-            left += node
-        elif isinstance(node, Obj):
-            left += [node.args, node.kwargs, node.state, node.items, node.pairs]
-        elif isinstance(node, PersId):
-            left.append(node.value)
-    return slots
