@@ -116,11 +116,9 @@ class _Scan:
             raise FormatError(f"{where}: no header of a member where one must be; the file is damaged")
         kind, name = header[156:157], extension.name if extension.name is not None else _short_name(header)
         shown = printable(name.decode("utf-8", "surrogateescape"))
-        size = (
-            _number(header[124:136], f"{self._label}: the size of {shown}")
-            if extension.size is None
-            else extension.size
-        )
+        size = extension.size
+        if size is None:
+            size = _number(header[124:136], f"{self._label}: the size of {shown}")
         begin = at + _BLOCK
         if begin + size > self._size:
             raise FormatError(

@@ -99,6 +99,12 @@ class ArraySpec:
         """Name of the file of a chunk, relative to the array's folder."""
         return self.prefix + self.separator.join(map(str, index)) or "0"
 
+    def encoded(self, driver: str, document: dict[str, Any], text: str) -> ArraySpec:
+        """The same array with encoded chunks; see `Codec`."""
+        first = self.name((0,) * len(self.chunks))
+        codec = Codec(driver, document | {"shape": list(self.chunks)}, first, self.chunk_nbytes, text)
+        return replace(self, codec=codec)
+
 
 def parse_zarray(raw: bytes, key: str) -> ArraySpec:
     """Reads a `.zarray`.
@@ -127,16 +133,11 @@ def parse_zarray(raw: bytes, key: str) -> ArraySpec:
     if compressor is None and order == "C":
         return spec
     single = {name: document[name] for name in _NEEDED}
-    single |= {"shape": list(chunks), "dimension_separator": separator, "order": order}
-    single |= {
-        "dtype": "bfloat16" if kind.name == "bfloat16" else document["dtype"],
-        "fill_value": None,
-        "filters": None,
-    }
+    single |= {"dimension_separator": separator, "order": order, "fill_value": None, "filters": None}
+    if kind.name == "bfloat16":
+        single["dtype"] = kind.name
     how = f"compressor {printable(str(compressor.get('id')))[:40]}" if compressor else "Fortran's order"
-    return replace(
-        spec, codec=Codec("zarr", single, spec.name((0,) * len(chunks)), spec.chunk_nbytes, f"zarr 2, {how}")
-    )
+    return spec.encoded("zarr", single, f"zarr 2, {how}")
 
 
 def parse_zarr_json(raw: bytes, key: str) -> ArraySpec:
@@ -161,12 +162,12 @@ def parse_zarr_json(raw: bytes, key: str) -> ArraySpec:
     codecs = document["codecs"]
     if codecs in _RAW_3:
         return spec
-    single = {name: document[name] for name in _NEEDED_3} | {"shape": list(chunks)}
+    single = {name: document[name] for name in _NEEDED_3}
     steps = [_named(step, label, "codecs")[0] for step in codecs] if isinstance(codecs, list) else ["?"]
     text = f"zarr 3, {printable(', '.join(steps))[:80]}"
     if "sharding_indexed" in steps:  # a shard lacks chunks that hold nothing but the fill value: none could be missed
         raise UnsupportedError(f"{label} divides its chunks into further ones (sharding_indexed)")
-    return replace(spec, codec=Codec("zarr3", single, spec.name((0,) * len(chunks)), spec.chunk_nbytes, text))
+    return spec.encoded("zarr3", single, text)
 
 
 def _document(raw: bytes, label: str, version: int, needed: set[str], optional: set[str]) -> dict[str, Any]:
