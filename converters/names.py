@@ -193,18 +193,13 @@ def _by_length(number: re.Match[str]) -> str:
     return f"\0{len(digits):04d}{digits}"
 
 
-def match_glob(name: str, pattern: str) -> bool:
-    """Whether a shell pattern matches; `{0..31}` and a bare substring are not patterns, `*` crosses dots."""
-    return fnmatchcase(name, pattern)
-
-
 _FOLDED = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a name matches a shell pattern, which may hold `{0..31}` as the folded tables print it."""
+    """Whether a name matches a shell pattern, which may hold `{0..31}` as the folded tables print it; `*` crosses dots."""
     if not _FOLDED.search(pattern):
-        return lambda name: match_glob(name, pattern)
+        return lambda name: fnmatchcase(name, pattern)
     sets: list[set[int]] = []
     expression = ""
     for index, piece in enumerate(_FOLDED.split(pattern)):

@@ -169,10 +169,10 @@ class Order:
 
     def _tower(self, name: str) -> tuple[int, ...]:
         """Of a CLIPViTModel, whose class token is its own parameter."""
-        module, _, rest = name.partition(".")
+        module, _, inner = name.partition(".")
         if module == "decoder":
-            return _TOWER.index(module), *self._stack(rest)
-        return _TOWER.index(module), _LEAVES.index(rest) if rest else 0
+            return _TOWER.index(module), *self._stack(inner)
+        return _TOWER.index(module), _LEAVES.index(inner) if inner else 0
 
     def _stack(self, name: str, *, mtp: bool = False) -> tuple[int, ...]:
         """Of a TransformerBlock: layers, then the final norm."""
@@ -185,13 +185,13 @@ class Order:
         return 0, int(layer[1]), *(self._mtp(layer[2]) if mtp else self._layer(layer[2]))
 
     def _mtp(self, suffix: str) -> tuple[int, ...]:
-        part, _, rest = suffix.partition(".")
+        part, _, inner = suffix.partition(".")
         part = "transformer_layer" if part == "mtp_model_layer" else part  # its name in hybrid models
         if part != "transformer_layer":
-            return _MTP.index(part), _LEAVES.index(rest)
-        nested = _NUMBERED.fullmatch(rest)
-        number, rest = (int(nested[1]), nested[2]) if nested else (0, rest)
-        return _MTP.index(part), number, *self._layer(rest)
+            return _MTP.index(part), _LEAVES.index(inner)
+        nested = _NUMBERED.fullmatch(inner)
+        number, inner = (int(nested[1]), nested[2]) if nested else (0, inner)
+        return _MTP.index(part), number, *self._layer(inner)
 
     def _layer(self, suffix: str) -> tuple[int, ...]:
         expert = _EXPERT.fullmatch(suffix)

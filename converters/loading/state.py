@@ -7,6 +7,7 @@ For people who used Megatron-Core's `dist_checkpointing.load_common_state_dict`,
 from __future__ import annotations
 
 from argparse import Namespace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import FormatError, RequestError
@@ -15,7 +16,7 @@ from converters.formats import open_checkpoint
 from converters.io.platforms import find_device
 from converters.loading.plan import TILE, LoadOptions, plan_pieces
 from converters.loading.run import LoadRequest, PreparedLoad
-from converters.names import match_glob, printable
+from converters.names import printable
 from converters.optimizer.proof import proved_when_read
 from converters.optimizer.state import optimizer_state
 from converters.pickles.describe import describe
@@ -167,7 +168,7 @@ def iter_tensors(
     if optimizer:
         tensors |= proved_when_read(reader.catalog, optimizer_state(reader).tensors)
     patterns = [names] if isinstance(names, str) else list(names)
-    chosen = {name: info for name, info in tensors.items() if any(match_glob(name, p) for p in patterns)}
+    chosen = {name: info for name, info in tensors.items() if any(fnmatchcase(name, p) for p in patterns)}
     if not chosen:
         raise RequestError(
             f"no tensor is called {', '.join(patterns)}",

@@ -240,8 +240,8 @@ def _stated(layout: Layout, text: str, num_layers: int, mtp_layers: int) -> tupl
         raise RequestError("--pp-layout sets every pipeline stage: leave the other options for stages out")
     stages = parse_pp_layout(text)
 
-    def refuse(what: str, hint: str | None = None) -> RequestError:
-        return RequestError(f"--pp-layout {text!r} {what}", hint=hint)
+    def refuse(fault: str, hint: str | None = None) -> RequestError:
+        return RequestError(f"--pp-layout {text!r} {fault}", hint=hint)
 
     if len(stages) % layout.pp:
         raise refuse(

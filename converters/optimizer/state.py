@@ -156,8 +156,8 @@ def _refuse_unknown(catalog: Catalog, recognised: Recognised) -> None:
     if not catalog.megatron:
         return
     if recognised.lost:
-        more = len(recognised.lost) - 1
-        text = str(recognised.lost[0]) + (f"; and {more} more" if more else "")
+        unnamed = len(recognised.lost) - 1
+        text = str(recognised.lost[0]) + (f"; and {unnamed} more" if unnamed else "")
         raise IntegrityError(text, details=list(map(str, recognised.lost[1:8])), hint=_WITHOUT)
     if recognised.unknown:
         text = f"the optimizer is not understood: {recognised.unknown[0]}"

@@ -18,6 +18,7 @@ from converters.megatron.buffers import Local
 from converters.megatron.flat_index import FlatIndex
 from converters.megatron.layout import Layout
 from converters.megatron.model_args import ModelArgs
+from converters.megatron.optimizer_chain import is_expert
 from converters.megatron.outline import Outline
 from converters.megatron.split import shards, split_rule
 from converters.megatron.vocabulary import embedding_name, is_embedding
@@ -130,7 +131,7 @@ class WholeModel:
     def _layout(self) -> Layout:
         grid, args = self._grid, self._args
         etp = args.get("expert_tensor_parallel_size")
-        experts = any(".mlp.experts." in key for chunks in self._chunks.values() for chunk in chunks for key in chunk)
+        experts = any(is_expert(key) for chunks in self._chunks.values() for chunk in chunks for key in chunk)
         if experts and type(etp) is int and etp != grid.tp:
             raise FormatError(
                 f"its experts were divided over expert_tensor_parallel_size {etp}, everything else over tp {grid.tp}",
@@ -244,7 +245,7 @@ class WholeModel:
         return any(embedding_name(chunk) is not None for chunk in self._chunks[rank[0], 0, rank[2]])
 
     def _extra_state(self, key: str, offset: int, first_expert: int, rank: Rank, node: Node) -> None:
-        expert = ".mlp.experts." in key
+        expert = is_expert(key)
         if rank[0] or node is None or (rank[2] and not expert):
             return  # the same for all ranks of a stage
         if expert and ".local_experts." not in key:

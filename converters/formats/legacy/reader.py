@@ -44,6 +44,7 @@ from converters.formats.legacy.rank_model import CHUNK, RankModel
 from converters.formats.megatron import common_facts, find_framework
 from converters.megatron.buffers import Misfit, Rules
 from converters.megatron.flat_index import FlatIndex
+from converters.megatron.optimizer_chain import is_expert
 from converters.megatron.optimizer_parts import torch_state
 from converters.names import MASTER, StateName, listed, natural_key, printable, state_names
 from converters.torchzip.tensor_refs import tensors_in
@@ -96,7 +97,7 @@ class LegacyReader(StorageReader):
         args = common_facts(first.tree).args
         keys = [key for chunk in RankModel.of_file(first).chunks for key in chunk]
         ends = any(key.startswith(("output_layer.", "decoder.final")) for key in keys)
-        grid = find_grid(names, args, first_has_end=ends, experts=any(".mlp.experts." in key for key in keys))
+        grid = find_grid(names, args, first_has_end=ends, experts=any(map(is_expert, keys)))
         files, flat, layers = {}, {}, {}
         for rank, name in grid.folders.items():
             files[rank] = first if name == names[0] else _read_model(folder, name)
