@@ -174,11 +174,11 @@ class _OptimizerState:
         """The state of a parameter, and what is read beside it."""
         if not tensor.trained:
             return
-        states_of_sources = [self.states.get(copy.source, []) for copy in tensor.copies]
-        for state in states_of_sources[0] if states_of_sources else ():
-            if not all(state in states for states in states_of_sources):
+        states_of_parts = [self.states.get(name, []) for name in tensor.parts]
+        for state in states_of_parts[0]:
+            if not all(state in states for states in states_of_parts):
                 raise RequestError(f"the optimizer holds {state} for some parts of {tensor.name} only")
-            first = self.tensors[str(StateName(state, tensor.copies[0].source))]
+            first = self.tensors[str(StateName(state, tensor.parts[0]))]
             key = str(StateName(state, name))
             copies = [replace(c, source=str(StateName(state, c.source)), target=key) for c in tensor.copies]
             unused = [replace(copy, source=str(StateName(state, copy.source))) for copy in padding]
@@ -209,7 +209,7 @@ def _rank_pieces(
 
 def _is_parameter(tensor: LocalTensor) -> bool:
     """Whether a tensor is no buffer; a parameter that is frozen counts."""
-    return tensor.dtype.floating and all(trainable(name) for name in tensor.sources)
+    return tensor.dtype.floating and all(trainable(name) for name in tensor.parts)
 
 
 def _padding(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequence[int]]) -> list[Copy]:
@@ -217,7 +217,7 @@ def _padding(model: LocalModel, tensor: LocalTensor, shapes: Mapping[str, Sequen
     record can be compared. They go nowhere."""
     if not tensor.copies or not is_vocabulary(tensor.copies[0].source):
         return []
-    out, rows = [], model.tensors[tensor.sources[0]].shape[0]
+    out, rows = [], model.tensors[tensor.parts[0]].shape[0]
     for copy in tensor.copies:
         left = shapes[copy.source][0] - rows
         if 0 < left * _LITTLE <= copy.source_box.shape[0] and copy.source_box.stop[0] == rows:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import converters
 from converters.errors import RequestError
 from converters.formats import open_checkpoint
 from converters.megatron.layout import Layout
@@ -104,6 +105,26 @@ def test_to_its_own_layout_it_is_what_it_was(name, tmp_path):
         theirs.pop("rerun_state_machine", None) if isinstance(theirs, dict) else None
         stages = {"/args/num_layers_per_virtual_pipeline_stage", "/args/num_virtual_stages_per_pipeline_rank"}
         assert set(differences(mine, theirs)) <= {"/args/local_rank", *(stages if at.vpp else ())}, path
+
+
+def test_a_rank_with_rows_of_padding_alone(tmp_path):
+    """Its embedding has state as on every rank, in the optimizer of the dense parameters, not in that of the experts."""
+    edited = converters.edit_args(
+        golden("mixtral_adam_ep2tp2"), tmp_path / "edited", values={"make_vocab_size_divisible_by": 128}
+    )
+    layout = {"tp": 4, "ep": 2, "dp": 2}
+    convert(edited.path, tmp_path / "out", layout, optimizer="plain")
+    files = [load(path) for path in (tmp_path / "out").glob("iter*/*/*.pt")]
+    sizes = [
+        [[len(group["params"]) for group in o["optimizer"]["param_groups"]] for o in f["optimizer"]] for f in files
+    ]
+    assert all(size == sizes[0] for size in sizes)
+    states = [
+        converters.load(edited.path, Layout(**layout), rank=rank, device="cpu", optimizer=True).optimizer()
+        for rank in (0, 1)
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert not any(state.any() for state in states[1]["embedding.word_embeddings.weight"].values())
 
 
 def test_virtual_stages_are_what_megatron_wrote(tmp_path):
