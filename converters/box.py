@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     Corners = NDArray[np.int64]
 
 _PRIMES = (2**31 - 1, 2**31 - 19, 2**31 - 61)
-_FEW = 32  # boxes; more are first weighed together
+_FEW = 32  # boxes; more are weighed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,12 +260,14 @@ def _inner_cuts(low: int, high: int, starts: Corners, stops: Corners) -> Corners
 def _tile(low: Corners, high: Corners, starts: Corners, stops: Corners) -> bool:
     """Whether boxes inside a box cover each of its elements once.
 
-    Elements get secret random weights, products of one weight for each index along each axis. The boxes weigh as much as
-    all of it, for every choice of weights, exactly if they tile it (Schwartz-Zippel); three choices modulo primes leave
-    less than one chance in 2^80 to miss that they do not.
+    A few are compared with each other. For many, elements get secret random weights, products of one weight for each index
+    along each axis. The boxes weigh as much as all of it, for every choice of weights, exactly if they tile it
+    (Schwartz-Zippel); three choices modulo primes leave less than one chance in 2^80 to miss that they do not.
     """
-    if len(starts) == 1:
-        return bool((starts[0] == low).all() and (stops[0] == high).all())
+    if len(starts) <= _FEW:
+        volume = sum(math.prod(size) for size in (stops - starts).tolist())  # of Python's integers: none overflows
+        meeting = ((starts[:, None] < stops) & (starts < stops[:, None])).all(axis=2)
+        return volume == math.prod((high - low).tolist()) and int(meeting.sum()) == len(starts)
     axes = [
         axis for axis in range(len(low)) if (starts[:, axis] > low[axis]).any() or (stops[:, axis] < high[axis]).any()
     ]

@@ -49,7 +49,8 @@ def pytest_collection_finish():
 def pytest_runtest_makereport(item, call):
     """A test that fails leaves nothing behind that would fail another one."""
     report = yield
-    if call.excinfo is not None and not item.config.getoption("usepdb"):
+    failed = call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception)
+    if failed and not item.config.getoption("usepdb"):
         forget_failure(call.excinfo.value)
     return report
 

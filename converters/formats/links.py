@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 
-_enclosed: dict[Path, str] = {}  # folders and files as they were named, and where they really are
-_followed: set[Path] = set()  # those of them whose links may lead out
+_enclosed: dict[str, str] = {}  # folders and files as they were named, and where they really are
+_followed: set[str] = set()  # those of them whose links may lead out
 _VIRTUAL = ("/proc/", "/sys/", "/dev/")
 
 
@@ -29,7 +29,7 @@ def enclose(root: Path, *, follow_links: bool = False) -> None:
     """
     if isinstance(root, RemotePath):
         return  # there are no links
-    for path in (root,) if root.is_dir() else (root, root.parent):
+    for path in (str(root),) if root.is_dir() else (str(root), str(root.parent)):
         _enclosed[path] = os.path.realpath(path)
         (_followed.add if follow_links else _followed.discard)(path)
 
@@ -39,9 +39,18 @@ def follows_links(path: Path) -> bool:
     return bool(_followed) and _checkpoint_of(path) in _followed
 
 
-def _checkpoint_of(path: Path) -> Path | None:
+def _upwards(path: Path) -> Iterator[str]:
+    """A path and the folders around it, innermost first, without the objects that `Path.parents` makes for each file."""
+    folder = str(path)
+    yield folder
+    while (parent := os.path.dirname(folder) or ".") != folder:  # noqa: PTH120
+        yield parent
+        folder = parent
+
+
+def _checkpoint_of(path: Path) -> str | None:
     """The innermost enclosed folder or file at or around a path."""
-    return next((folder for folder in (path, *path.parents) if folder in _enclosed), None)
+    return next((folder for folder in _upwards(path) if folder in _enclosed), None)
 
 
 def followed_links(paths: Iterable[Path]) -> Iterator[str]:
@@ -68,9 +77,10 @@ def escape(path: Path) -> str | None:
     root = _checkpoint_of(path)
     if root is None:
         return None
-    inner = itertools.takewhile(lambda folder: folder != root, (path, *path.parents))
     try:
-        if not any(folder.is_symlink() for folder in inner):
+        if not any(
+            Path(inner).is_symlink() for inner in itertools.takewhile(lambda inner: inner != root, _upwards(path))
+        ):
             return None
     except OSError as error:
         raise FormatError(f"cannot read {printable(str(path))}: {error.strerror}") from error

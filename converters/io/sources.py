@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from converters.crc import RecordSums
 from converters.errors import DistckptError, IntegrityError
 from converters.formats.folder import open_source
-from converters.megatron.damage import check_stored
+from converters.megatron.damage import stored_chunks
 from converters.names import printable
 from converters.remote.address import RemotePath
 
@@ -89,8 +89,7 @@ class Sources:
             if chunks is not None:
                 self._chunks.move_to_end(info.name)
                 return chunks
-        check_stored(info)
-        chunks = info.chunks()
+        chunks = stored_chunks(info)
         with self._lock:
             for array in (part.array for part in info.parts if part.array.scales):
                 self.scales.update(dict.fromkeys(array.records.tolist(), array.scales))

@@ -12,6 +12,7 @@ from converters.names import fold, listed_lines, printable, quoted
 
 if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
+    from converters.chunks import Chunk
     from converters.megatron.model_args import ModelArgs
 
 
@@ -61,15 +62,15 @@ def refuse_damage(catalog: Catalog, used: set[str]) -> None:
     )
 
 
-def check_stored(source: TensorInfo) -> None:
-    """Checks that every element of a source tensor that is not computed is stored once, and no record of it is missing.
+def stored_chunks(source: TensorInfo) -> list[Chunk]:
+    """The chunks of a tensor, checked: they store every element that is not computed exactly once.
 
     Raises:
         IntegrityError: A hole, an overlap, or a missing record.
     """
-    chunks = source.chunks()
+    chunks = [chunk for chunk in source.chunks() if chunk.record >= 0]
     shape = (source.shape[0] - source.mean_rows, *source.shape[1:]) if source.mean_rows else source.shape
-    boxes = [chunk.box for chunk in chunks if chunk.record >= 0]
+    boxes = [chunk.box for chunk in chunks]
     outside = next((box for box in boxes if not box.inside(shape)), None)
     if outside is not None:
         raise IntegrityError(f"{source.name}: chunk {outside} lies outside shape {list(shape)}", tensor=source.name)
@@ -77,7 +78,7 @@ def check_stored(source: TensorInfo) -> None:
     sizes = np.array([box.shape for box in boxes], np.int64).reshape(starts.shape)
     fault = tiling_fault(shape, starts, sizes)
     if fault is None:
-        return
+        return chunks
     where, rows = fault
     if rows:
         text = f"{source.name} is stored twice at {boxes[rows[0]]} and {boxes[rows[1]]}"

@@ -12,7 +12,7 @@ from converters.catalog import model_section
 from converters.chunks import Part
 from converters.errors import DistckptError, IntegrityError, RequestError
 from converters.formats.links import escape
-from converters.megatron.damage import check_stored
+from converters.megatron.damage import stored_chunks
 from converters.megatron.heterogeneous import ENCODED
 from converters.megatron.model_args import ModelArgs
 from converters.megatron.optimizer_parts import optimizer_parts
@@ -96,7 +96,7 @@ def _is_plain(tensor: TensorInfo) -> bool:
 
 def _check_tiling(check: Check, tensor: TensorInfo) -> None:
     try:
-        check_stored(tensor)
+        stored_chunks(tensor)
     except IntegrityError as error:
         check.error(printable(error.message), tensors=(tensor.name,))
 

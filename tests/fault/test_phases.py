@@ -64,7 +64,7 @@ def test_a_rank_is_lost(server, memory, resharded, command, phase, victim, actio
     if (
         action == "STOP" or phase == "planning"
     ):  # only its silence tells; the victim itself gives the other all its time
-        run["env"] = {"DISTCKPT_RANK_TIMEOUT": "60"}
+        run["env"] = {"DISTCKPT_RANK_TIMEOUT": "20"}
     env = {"DISTCKPT_RANK_TIMEOUT": "1" if "env" in run else "60"}
     ended = server.ranks(2, argv, {victim: run}, constants={"execute.rank_sync._ARRIVAL": 2}, env=env)
     text = "".join(run.text for run in ended)
