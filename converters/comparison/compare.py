@@ -21,7 +21,7 @@ from converters.comparison.trees import ABSENT
 from converters.comparison.values import Tolerance
 from converters.errors import IntegrityError, RequestError
 from converters.events import Note, PlanReady
-from converters.execute.work_sharing import Crew
+from converters.execute.work_sharing import WorkSharing
 from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
 from converters.io.memory import workers_and_memory
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from converters.comparison.run import WorkItem
     from converters.comparison.values import Difference
     from converters.events import Listener, StopFlag
-    from converters.execute.work_sharing import Sharing
+    from converters.execute.work_sharing import SharingOptions
     from converters.formats.base import Reader
 
 
@@ -236,12 +236,13 @@ def _refuse_damage(side: Side, names: set[str]) -> None:
                 )
 
 
-def run_diff(plan: DiffPlan, **sharing: Unpack[Sharing]) -> DiffReport:
+def run_diff(plan: DiffPlan, **sharing_options: Unpack[SharingOptions]) -> DiffReport:
     """Compares values.
 
     Args:
         plan: What to compare; with several ranks, every one of them has made the same plan.
-        sharing: Who is told about progress, what stops it between tiles, and the ranks that do it together: see `Crew`.
+        sharing_options: Who is told about progress, what stops it between tiles, and the ranks that do it together: see
+            `WorkSharing`.
 
     Raises:
         IntegrityError: A record does not match its checksum, or a checkpoint changed while it was read.
@@ -252,12 +253,12 @@ def run_diff(plan: DiffPlan, **sharing: Unpack[Sharing]) -> DiffReport:
     if plan.options.quick:
         tensors = tuple(_report(plan, pair) for pair in plan.matching.pairs)
         return DiffReport(plan, tensors, _same(plan, tensors), seconds=time.monotonic() - begin)
-    with Crew("diff", plan.fingerprint, threads=plan.threads, **sharing) as crew:
+    with WorkSharing("diff", plan.fingerprint, threads=plan.threads, **sharing_options) as sharing:
         memory = plan.threads * 6 * plan.tile_bytes
-        crew.listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
+        sharing.listener(PlanReady("diff", 0, plan.nbytes, plan.nbytes, memory))
         for text in plan.notes:
-            crew.listener(Note(text))
-        differences, bytes_read, records_checked = read_values(crew, plan)
+            sharing.listener(Note(text))
+        differences, bytes_read, records_checked = read_values(sharing, plan)
         for side, before in zip(plan.sides, plan.source_fingerprints, strict=True):
             if fingerprint_of(side.reader) != before:
                 raise IntegrityError(
@@ -266,7 +267,7 @@ def run_diff(plan: DiffPlan, **sharing: Unpack[Sharing]) -> DiffReport:
         tensors = tuple(
             _report(plan, pair, *results) for pair, results in zip(plan.matching.pairs, differences, strict=True)
         )
-        same = bool(crew.agree(_same(plan, tensors)))
+        same = bool(sharing.finish(_same(plan, tensors)))
     return DiffReport(plan, tensors, same, bytes_read, records_checked, time.monotonic() - begin)
 
 

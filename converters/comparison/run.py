@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from converters.catalog import TensorInfo
     from converters.comparison.compare import DiffPlan
     from converters.comparison.pairs import Matching, Side
-    from converters.execute.work_sharing import Crew
+    from converters.execute.work_sharing import WorkSharing
     from converters.planning.plan import Copy
 
 MIB = 1 << 20
@@ -122,7 +122,9 @@ def _axes(copy: Copy) -> tuple[int, int]:
     return first, second
 
 
-def read_values(crew: Crew, plan: DiffPlan) -> tuple[list[tuple[Difference, Difference]], tuple[int, int], int]:
+def read_values(
+    sharing: WorkSharing, plan: DiffPlan
+) -> tuple[list[tuple[Difference, Difference]], tuple[int, int], int]:
     """Compares the elements of all pairs.
 
     Returns:
@@ -134,21 +136,23 @@ def read_values(crew: Crew, plan: DiffPlan) -> tuple[list[tuple[Difference, Diff
         FormatError: A file cannot be read.
         Interrupted: Asked to stop.
     """
-    reading = _Reading(crew, plan)
-    results = crew.map(plan.work, lambda: _Worker(reading), reading.complete)
+    reading = _Reading(sharing, plan)
+    results = sharing.map(plan.work, lambda: _Worker(reading))
+    numbers = reading.complete()
+    numbers_by_rank = sharing.gather(numbers) or [numbers]
     differences = [(Difference(), Difference()) for _ in plan.matching.pairs]
     for number in sorted(results):
         for pair, is_padding, values in results[number]:
             differences[pair][is_padding].add(_unpacked(values))
-    bytes_a, bytes_b, records = (sum(numbers) for numbers in zip(*crew.handed_over, strict=True))
+    bytes_a, bytes_b, records = (sum(column) for column in zip(*numbers_by_rank, strict=True))
     return differences, (bytes_a, bytes_b), records
 
 
 class _Reading:
     """Both checkpoints as all workers of a process read them."""
 
-    def __init__(self, crew: Crew, plan: DiffPlan) -> None:
-        self.crew, self.plan = crew, plan
+    def __init__(self, sharing: WorkSharing, plan: DiffPlan) -> None:
+        self.sharing, self.plan = sharing, plan
         self.tensors = [plan.matching.tensors_of(side) for side in plan.sides]
         self.sources = [Sources(s.reader, tensors) for s, tensors in zip(plan.sides, self.tensors, strict=True)]
 
@@ -158,7 +162,7 @@ class _Reading:
             gatherer = Gatherer(sources)
             try:
                 with blaming(side):
-                    sources.complete(gatherer, self.crew.check)
+                    sources.complete(gatherer, self.sharing.check)
             finally:
                 gatherer.close()
         return [*(sources.bytes_read for sources in self.sources), sum(s.records_checked for s in self.sources)]
@@ -167,7 +171,7 @@ class _Reading:
         """The elements of a box of a tensor of A (0) or B (1), as unsigned integers."""
         with blaming(self.plan.sides[side]):
             bits = gatherer.gather(name, box)
-        self.crew.moved(Moved(bits.nbytes), bits.nbytes)
+        self.sharing.report(Moved(bits.nbytes))
         return bits
 
 
@@ -191,7 +195,7 @@ class _Worker:
 
     def __init__(self, reading: _Reading) -> None:
         self._reading, self._plan = reading, reading.plan
-        self._checker = TileChecker(reading.sources, check=reading.crew.check)
+        self._checker = TileChecker(reading.sources, check=reading.sharing.check)
         self.close = self._checker.close
 
     def do(self, task: WorkItem) -> list[Any]:

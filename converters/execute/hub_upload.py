@@ -14,7 +14,7 @@ from converters.remote.hub_writing import HubWriter
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.execute.work_sharing import Crew
+    from converters.execute.work_sharing import WorkSharing
 
 _CARD = "README.md"
 _NOT_OURS = (_CARD, ".gitattributes", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
@@ -44,23 +44,22 @@ class HubUpload(Upload):
         self._hub.create()
         return False
 
-    def _run(self, crew: Crew) -> None:
-        if not crew.leads:
-            crew.agree(None)
+    def _run(self, sharing: WorkSharing) -> None:
+        if not sharing.leads:
             return
-        crew.assemble()
+        sharing.assemble()
         files = self._staged_files()
-        crew.listener(Phase("uploading"))
-        crew.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        sharing.listener(Phase("uploading"))
+        sharing.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
         existing = self._hub.files()
         card = existing and _CARD in existing and not self._overwrite
-        additions = [self._put(name, path, crew) for name, path in files.items() if name != _CARD or not card]
+        additions = [self._put(name, path, sharing) for name, path in files.items() if name != _CARD or not card]
         stale = [name for name in existing if name not in files and name not in _NOT_OURS]
         self._hub.commit(additions, stale, "Add the model that distckpt exported")
 
-    def _put(self, name: str, path: Path, crew: Crew) -> object:
-        crew.check()
+    def _put(self, name: str, path: Path, sharing: WorkSharing) -> object:
+        sharing.check()
         addition, size = self._hub.put_file(path, name), path.stat().st_size
-        crew.moved(Moved(size), size)
-        crew.moved(FileDone(name, size), 0)
+        sharing.report(Moved(size))
+        sharing.report(FileDone(name, size))
         return addition

@@ -27,7 +27,7 @@ from converters.errors import DestinationError, DistckptError, FormatError
 from converters.execute import journal
 from converters.execute.disk import lock, opened, os_trouble
 from converters.execute.journal import JOURNAL
-from converters.execute.rank_files import is_locked
+from converters.execute.rank_folder import is_locked
 from converters.execute.upload import mark_of, read_mark
 from converters.formats.folder import read_small, status
 from converters.names import printable, quoted

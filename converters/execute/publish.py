@@ -38,7 +38,7 @@ from converters.execute.disk import (
     write_at,
 )
 from converters.execute.journal import JOURNAL
-from converters.execute.rank_files import dismiss_earlier
+from converters.execute.rank_folder import end_earlier_runs
 from converters.formats.folder import open_source
 from converters.names import printable
 from converters.torchzip.records import check_archive
@@ -107,7 +107,7 @@ class Staging:
         if not self._overwrite and (self.destination.exists() if self._single else is_full(self.destination)):
             self._refuse_late()
         earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
-        dismiss_earlier(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
+        end_earlier_runs(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
         self.resumed = self._resume(fingerprint, files)
         if not self.resumed:
             self._start(fingerprint, files)

@@ -19,7 +19,7 @@ from converters.errors import IntegrityError
 from converters.events import FileDone, Moved, Phase, Resumed
 from converters.execute.checksums import seal
 from converters.execute.disk import opened, trouble_with
-from converters.execute.work_sharing import Crew
+from converters.execute.work_sharing import WorkSharing
 from converters.execute.worker import Outcome, TileWriter, add_losses
 from converters.formats.base import fingerprint_of
 from converters.io.gather import Gatherer
@@ -72,7 +72,7 @@ class Run:
         job: The work.
         reader: The source.
         staging: Where to write; its journal says what an earlier run has done.
-        crew: The threads and ranks that do the job; by default those of this process.
+        sharing: The threads and ranks that do the job; by default those of this process.
         device: Where elements are cast: `cpu` or `cuda:N`.
 
     Attributes:
@@ -87,11 +87,11 @@ class Run:
         reader: Reader,
         staging: Staging | TeamStaging,
         *,
-        crew: Crew | None = None,
+        sharing: WorkSharing | None = None,
         device: str = "cpu",
     ) -> None:
         self.job, self.reader, self.staging = job, reader, staging
-        self.crew = crew or Crew("write", job.fingerprint, threads=job.threads, destination=staging.folder)
+        self.sharing = sharing or WorkSharing("write", job.fingerprint, threads=job.threads, destination=staging.folder)
         self.device, self.unsure = device, False
         self.stats = Stats()
         self.sources, self.written = Sources(reader, job.sources), RecordSums()
@@ -103,13 +103,12 @@ class Run:
         )  # when the last safe point was, and how many bytes were written then
         self._fresh = Outcome()  # since then
         self._remaining: Counter[int] = Counter()  # how much is still to do for each file: see `_count_remaining`
-        self._complete: list[int] = []  # files for which nothing is
 
     def run(self) -> Stats:
         """Does the tasks that remain, and completes the checksums.
 
         Raises:
-            Interrupted: The crew was stopped, or another rank is lost; what is done is in the journal.
+            Interrupted: The sharing was stopped, or another rank is lost; what is done is in the journal.
             IntegrityError: A record does not match its own checksum, or the source changed.
             FormatError: A record cannot be read.
             DestinationError: Writing failed.
@@ -117,19 +116,21 @@ class Run:
         begin = time.monotonic()
         self._check_source()
         todo = self._resume()
-        self.crew.progress, self.crew.on_files = self._progress, self._count_files
-        self.crew.map(
-            self.job.tasks,
-            lambda: TileWriter(self),
-            self._hand_over,
-            todo=todo,
-            on_shares=self._count_remaining,
-            meanwhile=self._safe_point_if_due,
-            settle=self._safe_point,
-        )
-        if self.crew.leads:
-            self._take_over(self.crew.handed_over[1:])
-            self.crew.listener(Phase("checking"))
+        self.sharing.on_files = self._count_files
+        try:
+            self.sharing.map(
+                self.job.tasks,
+                lambda: TileWriter(self),
+                todo=todo,
+                on_shares=self._count_remaining,
+                meanwhile=self._safe_point_if_due,
+            )
+        finally:
+            self._safe_point()
+        documents = self.sharing.gather(self._partial_results())
+        if self.sharing.leads:
+            self._take_over(documents[1:])
+            self.sharing.listener(Phase("checking"))
             self._complete_sums()
             seal(self.job, self.staging.folder, self.written)
             self._check_source()
@@ -148,16 +149,11 @@ class Run:
         for share in other_shares:
             self._remaining.update(set(itertools.chain.from_iterable(task.files for task in share)))
 
-    def _progress(self) -> dict[str, Any]:
-        with self._lock:
-            written = self.stats.bytes_written
-            return {"bytes": written, "moved": written + self.sources.bytes_read, "files": self._complete.copy()}
-
-    def _hand_over(self) -> dict[str, Any] | None:
-        """The share is done: to rank 0 the checksums of records that this rank has not read or written all of."""
+    def _partial_results(self) -> dict[str, Any]:
+        """For rank 0, when the share is done: checksums of records that this rank has not read or written all of."""
         self._check_source()
-        if self.crew.leads:
-            return None
+        if self.sharing.leads:
+            return {}
         seal(self.job, self.staging.folder, self.written, whole_only=True)
         self._count_reading()
         sums, written = self.sources.sums.listed(), self.written.listed()
@@ -197,7 +193,7 @@ class Run:
             incomplete = set(itertools.chain.from_iterable(task.files for task in todo))
             self.stats.bytes_kept = sum(task.nbytes for task in earlier)
             complete = len(self.job.files) - len(incomplete)
-            self.crew.listener(Resumed(self.stats.bytes_kept, complete))
+            self.sharing.listener(Resumed(self.stats.bytes_kept, complete))
         return todo
 
     def _safe_point_if_due(self) -> None:
@@ -227,7 +223,7 @@ class Run:
             add_losses(self.losses, outcome.losses)
             self.stats.bytes_written += task.nbytes
             self.stats.underflowed += outcome.underflowed
-        self.crew.listener(Moved(task.nbytes))
+        self.sharing.report(Moved(task.nbytes))
         self._count_files(task.files)
 
     def _count_files(self, numbers: Iterable[int]) -> None:
@@ -236,9 +232,9 @@ class Run:
             for number in numbers:
                 self._remaining[number] -= 1
             complete = [number for number in numbers if not self._remaining[number]]
-            self._complete += complete
+            self.sharing.files_done += complete
         for number in complete:
-            self.crew.listener(FileDone(self.job.files[number].name, self.job.files[number].size))
+            self.sharing.report(FileDone(self.job.files[number].name, self.job.files[number].size))
 
     def _complete_sums(self) -> None:
         with contextlib.closing(Gatherer(self.sources)) as gatherer:

@@ -34,7 +34,7 @@ from converters.events import FileDone, Moved, Note, Phase, PlanReady
 from converters.execute import journal
 from converters.execute.destination import replaced
 from converters.execute.disk import lock, trouble_with
-from converters.execute.threads import FunctionWorker
+from converters.execute.work_sharing import FunctionWorker
 from converters.formats.folder import exists, read_small, refresh, walk
 from converters.formats.resolve import TRACKER
 from converters.names import printable
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from converters.execute.ranks import Ranks
-    from converters.execute.work_sharing import Crew
+    from converters.execute.work_sharing import WorkSharing
     from converters.remote.address import RemotePath
 
 _DESCRIBE = ("config.json", "common.pt", "metadata.json", ".metadata", "run_config.yaml")
@@ -56,7 +56,7 @@ FILES_AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """A file to be uploaded: a task of a `Crew`."""
+    """A file to be uploaded: a task of a `WorkSharing`."""
 
     number: int
     name: str
@@ -185,20 +185,20 @@ class Upload:
             os.close(self._lock)
             self._lock = -1
 
-    def run(self, crew: Crew) -> None:
+    def run(self, sharing: WorkSharing) -> None:
         """Uploads the result that was made, each rank its share.
 
         Raises:
-            Interrupted: The crew was stopped; the same command continues.
+            Interrupted: The sharing was stopped; the same command continues.
             DestinationError: The store cannot be written to any more.
         """
         try:
-            self._run(crew)
+            self._run(sharing)
         except OSError as error:
             raise self._upload_error(error) from error
 
-    def _run(self, crew: Crew) -> None:
-        if not crew.leads:
+    def _run(self, sharing: WorkSharing) -> None:
+        if not sharing.leads:
             good = journal.read(self._journal, self._fingerprint)[1]
             os.truncate(self._journal, good) if good else self._begin_journal()
         files = self._staged_files()
@@ -209,25 +209,22 @@ class Upload:
             ]
             for when in sorted({_stage_of(name) for name in files})
         ]
-        done = self._prepare(files, crew) if crew.leads else set()
-        worker = FunctionWorker(lambda file: self._put_file(file, crew))
-        for number, stage in enumerate(stages):
-            todo = [file for file in stage if file.name not in done]
-            crew.map(stage, lambda: worker, todo=todo, last=number + 1 == len(stages))
-        if not crew.leads:
-            crew.agree(None)
-            return
-        self._check_uploaded(files)
-        if self._overwrite or self._earlier_mark().get("replace"):
-            self._writer.delete(self._object(name) for name in self._list_objects() if name not in files)
-        self._writer.delete([self._marker])
-        refresh(self._marker.parent)
+        done = self._prepare(files, sharing) if sharing.leads else set()
+        worker = FunctionWorker(lambda file: self._put_file(file, sharing))
+        for stage in stages:
+            sharing.map(stage, lambda: worker, todo=[file for file in stage if file.name not in done])
+        if sharing.leads:
+            self._check_uploaded(files)
+            if self._overwrite or self._earlier_mark().get("replace"):
+                self._writer.delete(self._object(name) for name in self._list_objects() if name not in files)
+            self._writer.delete([self._marker])
+            refresh(self._marker.parent)
 
-    def _prepare(self, files: dict[str, Path], crew: Crew) -> set[str]:
+    def _prepare(self, files: dict[str, Path], sharing: WorkSharing) -> set[str]:
         """Rank 0: names of the files that an earlier run has uploaded."""
-        crew.assemble()
-        crew.listener(Phase("uploading"))
-        crew.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        sharing.assemble()
+        sharing.listener(Phase("uploading"))
+        sharing.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
         replace = self._overwrite or bool(self._earlier_mark().get("replace"))
         self._write_mark(uploading=True, replace=replace)
         objects = self._list_objects()
@@ -235,23 +232,23 @@ class Upload:
             name for name, state in self._list_uploaded().items() if objects.get(name) == state
         }  # nobody changed it since
         if done:
-            crew.listener(Note(f"{len(done)} of {len(files)} files were uploaded before"))
+            sharing.listener(Note(f"{len(done)} of {len(files)} files were uploaded before"))
         if replace:  # from here on it is neither the old nor the new
             stale = [name for name in objects if name not in done and _stage_of(name) > 0]
             self._writer.delete(self._object(name) for name in stale)
         return done
 
-    def _put_file(self, file: _File, crew: Crew) -> None:
+    def _put_file(self, file: _File, sharing: WorkSharing) -> None:
         """Uploads a file, and notes that.
 
         Raises:
-            Interrupted: The crew was stopped.
+            Interrupted: The sharing was stopped.
             DestinationError: The store cannot be written to any more.
         """
 
         def moved(nbytes: int) -> None:
-            crew.check()
-            crew.moved(Moved(nbytes), nbytes)
+            sharing.check()
+            sharing.report(Moved(nbytes))
 
         path = self.staged / file.name if file.name else self.staged
         try:
@@ -261,7 +258,7 @@ class Upload:
         line = json.dumps({"name": file.name, "size": file.nbytes, "tag": tag})
         with self._writing, trouble_with(self._journal, "writing"), self._journal.open("a") as lines:
             lines.write(f"{line}\n")
-        crew.moved(FileDone(file.name, file.nbytes), 0)
+        sharing.report(FileDone(file.name, file.nbytes))
 
     def tidy_up(self) -> None:
         """Rank 0: removes the result from the disk when it is in the store."""

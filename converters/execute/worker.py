@@ -100,7 +100,7 @@ class TileWriter:
         for later in job.tasks[task.number + job.threads : task.number + job.threads + 1]:
             self._run.sources.locate_soon(later.tiles)
         for tile in task.tiles:
-            if self._run.crew.should_stop():
+            if self._run.sharing.should_stop():
                 return
             elements = self._gatherer.gather(tile.source, tile.box)
             moves = list(self._run.job.routes.reached(tile.source, tile.box))

@@ -50,7 +50,7 @@ class RoundingTask:
 
 
 class RoundingProof:
-    """The proof, as a list of tasks for a `Crew` to do, that tensors rounded to the types of others are these others.
+    """The proof, as a list of tasks for a `WorkSharing` to do, that tensors rounded to the types of others are these others.
 
     Args:
         reader: The checkpoint.

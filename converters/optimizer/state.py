@@ -1,7 +1,7 @@
 """Optimizer state under canonical names, whatever layout it was saved in.
 
     state = optimizer_state(reader)              # every layout of Megatron: optimizer.state.{param,exp_avg,...}.NAME
-    prove_masters(reader, state.tensors)         # master weights round to the weights; or `Masters`, for a crew
+    prove_masters(reader, state.tensors)         # master weights round to the weights; or `Masters`, for a sharing
 
 Layouts whose tensors have a parameter's name are only renamed (`fp32_param`, the older name of the master weights, is
 `param` here). Master weights are fp32 here, also where the file holds remainders (`storage`). Flat buckets store no names:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from converters.execute.work_sharing import Crew
+    from converters.execute.work_sharing import WorkSharing
     from converters.formats.source_file import SourceFile
     from converters.verification.files import FileRead
 
@@ -29,7 +29,7 @@ class Blocks:
         source: The open file.
         task: What of it is to be read.
         buffer: Where blocks go; its size is theirs.
-        crew: Who is told how far it is, and says when to stop.
+        sharing: Who is told how far it is, and says when to stop.
         drop: Let the page cache forget what was read.
 
     Attributes:
@@ -37,9 +37,9 @@ class Blocks:
     """
 
     def __init__(
-        self, source: SourceFile, task: FileRead, buffer: NDArray[np.uint8], crew: Crew, *, drop: bool
+        self, source: SourceFile, task: FileRead, buffer: NDArray[np.uint8], sharing: WorkSharing, *, drop: bool
     ) -> None:
-        self._source, self._name, self._buffer, self._crew, self._drop = source, task.name, buffer, crew, drop
+        self._source, self._name, self._buffer, self._sharing, self._drop = source, task.name, buffer, sharing, drop
         self._limit = task.end
         self._digest = hashlib.sha256() if task.hashed else None
         self._hashed = 0
@@ -88,7 +88,7 @@ class Blocks:
 
     def _fill(self, at: int) -> bool:
         """Reads a block, of a piece of a file no more than that; False at the end."""
-        self._crew.check()
+        self._sharing.check()
         if self._drop and self._view:
             self._source.forget(self._start, len(self._view))
         block, filled = memoryview(self._buffer.data)[: max(0, self._limit - at)], 0
@@ -102,5 +102,5 @@ class Blocks:
             self._digest.update(self._view)
             self._hashed += filled
         self.read += filled
-        self._crew.moved(Moved(filled), filled)
+        self._sharing.report(Moved(filled))
         return filled > 0

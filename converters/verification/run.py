@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from converters.errors import DamagedFileError, FormatError, RequestError
 from converters.events import Phase, PlanReady
 from converters.execute.manifest import MEGATRON, OURS, listed_files, read_manifest, write_manifest
-from converters.execute.work_sharing import Crew
+from converters.execute.work_sharing import WorkSharing
 from converters.formats import open_checkpoint
 from converters.formats.base import fingerprint_of
 from converters.formats.folder import is_folder, read_small, status
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from converters.events import Listener, StopFlag
     from converters.execute.manifest import Manifest
-    from converters.execute.work_sharing import Sharing
+    from converters.execute.work_sharing import SharingOptions
     from converters.formats.base import Reader
     from converters.verification.report import Check
     from converters.verification.scan import Scan
@@ -106,13 +106,16 @@ def verify(
     return verify_reader(reader, VerifyOptions(**options), listener=listener, stop=stop)
 
 
-def verify_reader(reader: Reader, options: VerifyOptions | None = None, **sharing: Unpack[Sharing]) -> Report:
+def verify_reader(
+    reader: Reader, options: VerifyOptions | None = None, **sharing_options: Unpack[SharingOptions]
+) -> Report:
     """Looks at a checkpoint and says what is wrong with it.
 
     Args:
         reader: The checkpoint.
         options: Which checks are made.
-        sharing: Who is told about progress, what stops it between blocks, and the ranks that do it together: see `Crew`.
+        sharing_options: Who is told about progress, what stops it between blocks, and the ranks that do it together: see
+            `WorkSharing`.
             Only rank 0's report has findings.
 
     Raises:
@@ -120,7 +123,7 @@ def verify_reader(reader: Reader, options: VerifyOptions | None = None, **sharin
         RequestError: A manifest was asked for that there is no place for.
         DestinationError: The manifest, or the ranks' scratch folder, cannot be written.
     """
-    return _Verification(reader, options or VerifyOptions()).run(sharing)
+    return _Verification(reader, options or VerifyOptions()).run(sharing_options)
 
 
 def unopened_report(error: DamagedFileError) -> Report:
@@ -161,7 +164,7 @@ class _Verification:
         # as from a disk: each has several requests in flight of what comes next
         self._threads = workers_and_memory(options.threads, None)[0]
 
-    def run(self, sharing: Sharing) -> Report:
+    def run(self, sharing_options: SharingOptions) -> Report:
         """See `verify_reader`."""
         check_structure(self.report.check("structure"), self.catalog)
         if self.options.write_manifest and not self.catalog.path.is_dir():
@@ -171,23 +174,23 @@ class _Verification:
             fingerprint = fingerprint_of(self.reader)
             self._plan()
         else:
-            sharing = {**sharing, "ranks": None}  # nothing to share: every rank finds the same
+            sharing_options = {**sharing_options, "ranks": None}  # nothing to share: every rank finds the same
         tasks: list[FileTask | TensorTask] = [*self.files, *self.tensor_checks.tasks]
         digest = hashlib.sha256(f"{fingerprint} {self.options} {len(tasks)}".encode()).hexdigest()
         threads = self._threads
-        with Crew("verify", digest, threads=threads, **sharing) as crew:
+        with WorkSharing("verify", digest, threads=threads, **sharing_options) as sharing:
             if tasks:
                 memory = threads * (BLOCK_BYTES + tile_bytes(self.tensor_checks.tensors))
                 nbytes, count = sum(t.nbytes for t in tasks), len(self.positions)
-                crew.listener(PlanReady("verify", count, nbytes, nbytes, memory))
-            results = crew.map(tasks, lambda: _Worker(self, crew)) if tasks else {}
-            if crew.leads:
+                sharing.listener(PlanReady("verify", count, nbytes, nbytes, memory))
+            results = sharing.map(tasks, lambda: _Worker(self, sharing)) if tasks else {}
+            if sharing.leads:
                 digests = self._conclude(results, fingerprint)
                 if self._writes:
-                    self._write_manifest(digests, crew.listener)
-            answer = crew.agree({"good": self.report.good, "seconds": time.monotonic() - self.begin})
+                    self._write_manifest(digests, sharing.listener)
+            answer = sharing.finish({"good": self.report.good, "seconds": time.monotonic() - self.begin})
         self.report.seconds = answer["seconds"]
-        if not crew.leads and not answer["good"]:
+        if not sharing.leads and not answer["good"]:
             self.report.check("structure").error("rank 0 shows what is wrong")
         return self.report
 
@@ -362,10 +365,10 @@ _MEGATRONS = ("torch_dist", "zarr", "legacy", "fsdp_dtensor")
 class _Worker:
     """One thread's readers, of files and of tensors."""
 
-    def __init__(self, run: _Verification, crew: Crew) -> None:
-        self._files = FileWorker(run.reader, run.index, crew, drop=not run.tensor_checks.tasks)
+    def __init__(self, run: _Verification, sharing: WorkSharing) -> None:
+        self._files = FileWorker(run.reader, run.index, sharing, drop=not run.tensor_checks.tasks)
         bound = run.tensor_checks.moment_bound or math.inf
-        self._tensors = TensorWorker(run.reader, run.tensor_checks.tensors, crew, bound)
+        self._tensors = TensorWorker(run.reader, run.tensor_checks.tensors, sharing, bound)
 
     def do(self, task: FileTask | TensorTask) -> dict[str, Any]:
         """Does any of them."""

@@ -32,7 +32,7 @@ from converters.words import counted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from converters.execute.work_sharing import Crew
+    from converters.execute.work_sharing import WorkSharing
     from converters.formats.base import Reader
     from converters.torchzip.records import Member, Payload
     from converters.verification.files import FileRead, FileTask, RecordIndex
@@ -162,12 +162,12 @@ class FileWorker:
     Args:
         reader: The checkpoint.
         index: Which records lie where.
-        crew: Who is told how far it is, and says when to stop.
+        sharing: Who is told how far it is, and says when to stop.
         drop: Let the page cache forget what was read.
     """
 
-    def __init__(self, reader: Reader, index: RecordIndex, crew: Crew, *, drop: bool = True) -> None:
-        self._reader, self._index, self._crew, self._drop = reader, index, crew, drop
+    def __init__(self, reader: Reader, index: RecordIndex, sharing: WorkSharing, *, drop: bool = True) -> None:
+        self._reader, self._index, self._sharing, self._drop = reader, index, sharing, drop
         path = reader.catalog.path
         self._base = path if is_folder(path) else path.parent
         self._buffer = np.empty(BLOCK_BYTES, np.uint8)
@@ -182,7 +182,7 @@ class FileWorker:
             out.file = file.name
             self._read(file, out)
             if file.last:
-                self._crew.moved(FileDone(file.name, file.size), 0)
+                self._sharing.report(FileDone(file.name, file.size))
         return vars(out)
 
     def _read(self, file: FileRead, out: Scan) -> None:
@@ -197,7 +197,7 @@ class FileWorker:
             if not file.piece:
                 out.note("records", error.message)
             return
-        blocks = Blocks(source, file, self._buffer, self._crew, drop=self._drop)
+        blocks = Blocks(source, file, self._buffer, self._sharing, drop=self._drop)
         try:
             source.expect(file.begin, file.nbytes)
             _FileScan(self._reader, self._index, file, blocks, out).run()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from converters.catalog import TensorInfo
     from converters.dtypes import DType
-    from converters.execute.work_sharing import Crew
+    from converters.execute.work_sharing import WorkSharing
     from converters.formats.base import Reader
     from converters.io.arithmetic import Arithmetic
     from converters.verification.report import Check
@@ -79,7 +79,7 @@ class TensorWorker:
     Args:
         reader: The checkpoint.
         tensors: The tensors of the tasks, by name.
-        crew: Told about progress, asked whether to stop.
+        sharing: Told about progress, asked whether to stop.
         bound: What m^2 / v of moments cannot exceed, see `moments`.
     """
 
@@ -87,7 +87,7 @@ class TensorWorker:
         self,
         reader: Reader,
         tensors: Mapping[str, TensorInfo],
-        crew: Crew,
+        sharing: WorkSharing,
         bound: float = math.inf,
     ) -> None:
         self._tensors, self._bound = tensors, bound
@@ -95,8 +95,8 @@ class TensorWorker:
         self._sources = Sources(reader, tensors, checked=False)
         self._checker = TileChecker(
             [self._sources, self._sources],
-            moved=lambda nbytes: crew.moved(Moved(nbytes), nbytes),
-            check=crew.check,
+            moved=lambda nbytes: sharing.report(Moved(nbytes)),
+            check=sharing.check,
         )
         self.close = self._checker.close
 

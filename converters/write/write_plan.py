@@ -22,9 +22,8 @@ from converters.execute.leftovers import about_run
 from converters.execute.publish import Staging, TeamStaging
 from converters.execute.ranks import Ranks
 from converters.execute.run import Run, Stats
-from converters.execute.threads import FunctionWorker
 from converters.execute.upload import FILES_AT_ONCE, Upload
-from converters.execute.work_sharing import Crew, Sharing
+from converters.execute.work_sharing import FunctionWorker, SharingOptions, WorkSharing
 from converters.formats.base import fingerprint_of
 from converters.formats.containers.safetensors_out import check_readable
 from converters.formats.folder import Status, read_small, status
@@ -190,13 +189,13 @@ class Conversion:
         return tuple(dict.fromkeys((*self.notes, *doubts, *([gone] if gone else []))))
 
 
-def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Unpack[Sharing]) -> Stats:
+def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing_options: Unpack[SharingOptions]) -> Stats:
     """Carries out a conversion; the destination appears complete, or not at all.
 
     Args:
         plan: What to do; with several ranks, every one of them has made the same plan.
         typed: The words of the command line, named where an interrupted run left files.
-        sharing: `listener`, told about progress of all ranks, on rank 0; `stop`, polled between tiles; `ranks`, the
+        sharing_options: `listener`, told about progress of all ranks, on rank 0; `stop`, polled between tiles; `ranks`, the
             processes that do this together, by default this one alone.
 
     Raises:
@@ -206,16 +205,18 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Un
     job, destination = plan.job, plan.destination
     about = about_run(plan.command, plan.reader.catalog.path, destination, typed)
     if isinstance(destination, RemotePath):
-        return _run_into_store(plan, destination, about, typed, sharing)
-    with Crew(plan.command, job.fingerprint, threads=job.threads, destination=destination, **sharing) as crew:
-        notify = crew.listener
+        return _run_into_store(plan, destination, about, typed, sharing_options)
+    with WorkSharing(
+        plan.command, job.fingerprint, threads=job.threads, destination=destination, **sharing_options
+    ) as sharing:
+        notify = sharing.listener
         if plan.proof is not None:
-            _prove(plan.proof, crew)
+            _prove(plan.proof, sharing)
         device, device_note = choose_device(
-            plan.options.device, computes=job.computes, local_rank=crew.ranks.local, buffers=job.peak_memory
+            plan.options.device, computes=job.computes, local_rank=sharing.ranks.local, buffers=job.peak_memory
         )
-        if not crew.leads:
-            return _run_as_follower(plan, crew, device)
+        if not sharing.leads:
+            return _run_as_follower(plan, sharing, device)
         if lack := plan.lack_of_room:
             raise DestinationError(
                 f"not enough room for {printable(str(destination))}",
@@ -225,20 +226,21 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Un
         notify(PlanReady(plan.command, len(job.files), job.bytes_read, job.bytes_written, job.peak_memory))
         for text in (*plan.remarks, *([device_note] if device_note else [])):
             notify(Note(text))
-        crew.assemble()
+        sharing.assemble()
         staging = Staging(
             destination,
             job.fingerprint,
             job.files,
             overwrite=plan.options.overwrite,
-            meeting=crew.folder,
+            meeting=sharing.folder,
             single=plan.single,
             about=about,
         )
         for text in staging.notes:
             notify(Note(text))
         try:
-            stats = Run(job, plan.reader, staging, crew=crew, device=device).run()
+            sharing.broadcast(None)  # the folder is prepared
+            stats = Run(job, plan.reader, staging, sharing=sharing, device=device).run()
             notify(Phase("publishing"))
             for name, content in plan.extra_files.items():
                 staging.add(name, _extra_contents(content, stats))
@@ -246,9 +248,10 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Un
                 if file.name.endswith(".safetensors"):
                     check_readable(staging.folder / file.name)
             staging.publish()
+            sharing.finish(None)
         except (IntegrityError, FormatError) as error:
             if not isinstance(error.__cause__, OSError):  # no passing trouble with a disk: what was read of it is wrong
-                crew.end(error)  # the others write into it until they know
+                sharing.end(error)  # the others write into it until they know
                 staging.discard()
             elif staging.folder.exists():
                 staged_at = printable(str(staging.folder))
@@ -260,50 +263,57 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing: Un
 
 
 def _run_into_store(
-    plan: Conversion, destination: RemotePath, about: Mapping[str, Any], typed: Sequence[str], sharing: Sharing
+    plan: Conversion,
+    destination: RemotePath,
+    about: Mapping[str, Any],
+    typed: Sequence[str],
+    sharing_options: SharingOptions,
 ) -> Stats:
     """Makes the result on a disk, as any other, and uploads it."""
-    job, options, ranks = plan.job, plan.options, sharing.get("ranks") or Ranks()
+    job, options, ranks = plan.job, plan.options, sharing_options.get("ranks") or Ranks()
     kind = HubUpload if destination.parts[0] == "hf:" else Upload
     upload = kind(destination, job.fingerprint, options.scratch, overwrite=options.overwrite, ranks=ranks, about=about)
     with contextlib.closing(upload):
-        with Crew("upload", job.fingerprint, destination=upload.folder, **sharing) as crew:
-            if crew.leads:
-                crew.assemble()
+        with WorkSharing("upload", job.fingerprint, destination=upload.folder, **sharing_options) as sharing:
+            if sharing.leads:
+                sharing.assemble()
                 for text in upload.begin():
-                    crew.listener(Note(text))
-            is_staged = crew.agree(crew.leads and upload.is_staged)
+                    sharing.listener(Note(text))
+            is_staged = sharing.finish(sharing.leads and upload.is_staged)
         if is_staged:
             stats = Stats()
             stats.bytes_kept = job.bytes_written
         else:
             staged = replace(plan, destination=upload.staged, options=replace(options, overwrite=False))
-            stats = run_conversion(staged, typed=typed, **sharing)
+            stats = run_conversion(staged, typed=typed, **sharing_options)
         meeting = upload.folder / "upload"
-        with Crew("upload", job.fingerprint, threads=FILES_AT_ONCE, destination=meeting, **sharing) as crew:
-            upload.run(crew)
+        with WorkSharing(
+            "upload", job.fingerprint, threads=FILES_AT_ONCE, destination=meeting, **sharing_options
+        ) as sharing:
+            upload.run(sharing)
+            sharing.finish(None)
         if ranks.rank == 0:
             upload.tidy_up()
     return stats
 
 
-def _prove(proof: Masters | TiedHead, crew: Crew) -> None:
+def _prove(proof: Masters | TiedHead, sharing: WorkSharing) -> None:
     """Shares a proof among threads and ranks; all of them raise if it fails, for the others wait for what comes next."""
-    crew.listener(Phase(f"checking {proof.claim}"))
-    crew.listener(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
+    sharing.listener(Phase(f"checking {proof.claim}"))
+    sharing.listener(PlanReady("check", 0, proof.nbytes, proof.nbytes, 0))
 
     def make_worker() -> FunctionWorker:
         worker = proof.worker()
 
         def do(task: RoundingTask) -> bool:
             answer = worker.do(task)
-            crew.moved(Moved(task.nbytes), task.nbytes)
+            sharing.report(Moved(task.nbytes))
             return answer
 
         return FunctionWorker(do, worker.close)
 
-    results = crew.map(proof.tasks, make_worker, last=False)
-    if crew.leads:
+    results = sharing.map(proof.tasks, make_worker)
+    if sharing.leads:
         proof.judge(results)
 
 
@@ -324,15 +334,15 @@ def _extra_bytes(files: Mapping[str, ExtraFile]) -> int:
         raise FormatError(f"reading {printable(str(error.filename))} failed: {error.strerror or error}") from error
 
 
-def _run_as_follower(plan: Conversion, crew: Crew, device: str) -> Stats:
+def _run_as_follower(plan: Conversion, sharing: WorkSharing, device: str) -> Stats:
     """What ranks other than 0 do."""
-    crew.await_share()
-    staging = TeamStaging(plan.destination, plan.job.fingerprint, crew.ranks.rank)
+    sharing.broadcast(None)  # rank 0 has prepared the folder
+    staging = TeamStaging(plan.destination, plan.job.fingerprint, sharing.ranks.rank)
     try:
-        stats = Run(plan.job, plan.reader, staging, crew=crew, device=device).run()
+        stats = Run(plan.job, plan.reader, staging, sharing=sharing, device=device).run()
     finally:
         staging.close()
-    crew.agree(None)
+    sharing.finish(None)
     return stats
 
 

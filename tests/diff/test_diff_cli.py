@@ -222,15 +222,15 @@ def test_ranks_agree_on_damage(changed, tmp_path):
 
 INTERRUPTED = """
 import os, signal, sys
-from converters.execute.work_sharing import Crew
+from converters.execute.work_sharing import WorkSharing
 from distckpt_cli.app import main
-moved = Crew.moved
-def interrupted(crew, *arguments):
-    if not crew.should_stop():
+report = WorkSharing.report
+def interrupted(sharing, *arguments):
+    if not sharing.should_stop():
         os.kill(os.getpid(), signal.SIGINT)
-        crew._pool._stop.wait(100)
-    moved(crew, *arguments)
-Crew.moved = interrupted
+        sharing._stop.wait(100)
+    report(sharing, *arguments)
+WorkSharing.report = interrupted
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import converters.commands as commands
 import converters.execute.publish as publish
 import converters.execute.run as engine
-import converters.execute.work_sharing as crew
+import converters.execute.work_sharing as sharing
 import converters.execute.worker as worker
 import converters.formats as formats
 import converters.optimizer.proof as proof
@@ -25,11 +25,11 @@ import converters.optimizer.proof as proof
 PLACES = {
     "planning": ((formats, "open_checkpoint"), (commands, "open_checkpoint")),
     "proof": ((proof.MasterWorker, "do"),),
-    "looking": ((crew.Crew, "moved"),),
-    "answering": ((crew.Crew, "agree"),),
+    "looking": ((sharing.WorkSharing, "report"),),
+    "answering": ((sharing.WorkSharing, "finish"),),
     "working": ((worker.TileWriter, "do"),),
     "checking": ((engine, "seal"),),
-    "publishing": ((publish.Staging, "publish"), (publish.TeamStaging, "close")),
+    "publishing": ((publish.Staging, "publish"), (sharing.WorkSharing, "finish")),
 }
 
 

@@ -26,7 +26,7 @@ def install():
             new.replace(new.with_suffix(""))  # whoever sees it can read it
         if os.environ.get("BUG_RANK") == rank:
             raise ZeroDivisionError("a bug of this rank")
-        while begun >= first and hold.exists() and not self._run.crew.should_stop():
+        while begun >= first and hold.exists() and not self._run.sharing.should_stop():
             time.sleep(0.005)
         do(self, task)
 

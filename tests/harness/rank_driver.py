@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from converters.execute import run as engine
-from converters.execute.rank_sync import Team
+from converters.execute.rank_sync import RankSync
 from distckpt_cli.app import main
 from harness import holding
 
@@ -22,14 +22,14 @@ HURRY_SECONDS = 4.0
 
 
 def hurry(file):
-    judge = Team._judge
+    failure_of = RankSync._failure_of
 
     def hurried(self, *arguments):
         if file.exists():
             self.ranks = dataclasses.replace(self.ranks, timeout=HURRY_SECONDS)
-        return judge(self, *arguments)
+        return failure_of(self, *arguments)
 
-    Team._judge = hurried
+    RankSync._failure_of = hurried
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from converters.execute import journal
 from converters.execute.destination import beside
 from converters.execute.error_json import Stopped, pack_error, unpack_error
 from converters.execute.publish import Staging
-from converters.execute.rank_files import Board, claim, dismiss_earlier, is_locked
+from converters.execute.rank_folder import RankFolder, claim, end_earlier_runs, is_locked
 from converters.execute.ranks import Ranks, listed, shares, spans
 from converters.formats import open_checkpoint
 from converters.planning.tasks import Task
@@ -119,20 +119,20 @@ def test_a_lock_says_who_lives(tmp_path):
 
 
 def test_ranks_of_an_earlier_run_have_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("converters.execute.rank_files._PATIENCE", 0.3)
-    (tmp_path / "round").write_text("{}")
+    monkeypatch.setattr("converters.execute.rank_folder._PATIENCE", 0.3)
+    (tmp_path / "rank-0").write_text("{}")
     fd, _ = claim(tmp_path / "lock-2")
     with pytest.raises(DestinationError, match="rank 2 of an earlier run"):
-        dismiss_earlier([tmp_path])
-    assert not (tmp_path / "round").exists()  # so that it learns that it is over
+        end_earlier_runs([tmp_path])
+    assert not (tmp_path / "rank-0").exists()  # so that it learns that it is over
     os.close(fd)
-    dismiss_earlier([tmp_path])
+    end_earlier_runs([tmp_path])
     assert not tmp_path.exists()
 
 
 def test_an_earlier_run_that_lives_keeps_its_files(tmp_path, monkeypatch):
     """A second launch must not begin anew in a folder into which ranks of the first still write."""
-    monkeypatch.setattr("converters.execute.rank_files._PATIENCE", 0.2)
+    monkeypatch.setattr("converters.execute.rank_folder._PATIENCE", 0.2)
     meeting = beside(tmp_path / "out", "ranks-00000000")
     meeting.mkdir()
     fd, _ = claim(meeting / "lock-1")
@@ -144,7 +144,7 @@ def test_an_earlier_run_that_lives_keeps_its_files(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_can_still_be_told_of(tmp_path, monkeypatch):
-    board = Board(tmp_path, 1)
+    board = RankFolder(tmp_path, 1)
     board.write("rank-1", {"state": "here", "more": "x" * 50})
 
     def full(path, data):
@@ -341,7 +341,7 @@ def test_rank_0_learns_of_a_failure_before_it_came(llama, tmp_path):
     meeting = tmp_path / f".out.distckpt-ranks-{crc32(b'threads'):08x}"
 
     def rank_1_has_failed():
-        wait_until(lambda: isinstance(status := Board(meeting, 0).read("rank-1"), dict) and status["error"])
+        wait_until(lambda: isinstance(status := RankFolder(meeting, 0).read("rank-1"), dict) and status["error"])
         time.sleep(0.5)  # in which a rank that does not wait is gone
 
     outcome = together(
@@ -357,7 +357,7 @@ def test_rank_0_learns_of_a_failure_before_it_came(llama, tmp_path):
 @pytest.mark.parametrize("state", ["over", "gone"])
 def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state):
     """Nor with tidying up: the work is done, and all ranks say so."""
-    original, failed = Board.write, []
+    original, failed = RankFolder.write, []
 
     def write(board, name, document):
         if document.get("state") == state and len(failed) < 2:
@@ -368,7 +368,7 @@ def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state)
     def trouble(*_, **__):
         raise OSError(errno.ESTALE, "stale")
 
-    monkeypatch.setattr(Board, "write", write)
+    monkeypatch.setattr(RankFolder, "write", write)
     monkeypatch.setattr("converters.execute.disk.shutil.rmtree", trouble)
     outcome = together(llama[0], tmp_path / "out", 2)
     assert len(failed) == 2
@@ -378,15 +378,25 @@ def test_passing_trouble_with_the_last_word(llama, tmp_path, monkeypatch, state)
 
 def test_what_an_earlier_run_left_fools_nobody(llama, tmp_path):
     """Same launch, so the same folder: old words of every kind, also one that says that all is over."""
-    board = Board(beside(tmp_path / "out", f"ranks-{crc32(b'threads'):08x}"), 0)
+    board = RankFolder(beside(tmp_path / "out", f"ranks-{crc32(b'threads'):08x}"), 0)
     board.folder.mkdir()
-    old = {"nonce": "0", "fingerprint": "old", "host": "h", "machine": "m", "locked": True, "beat": 9, "error": None}
-    heard = {"heard": {"1": "1", "2": "2"}}
-    board.write("rank-0", old | heard | {"state": "over"})
+    old = {
+        "nonce": "0",
+        "fingerprint": "old",
+        "host": "h",
+        "machine": "m",
+        "locked": True,
+        "beat": 9,
+        "step": 9,
+        "error": None,
+    }
+    nonces = {"nonces": {"1": "1", "2": "2"}}
+    board.write("rank-0", old | nonces | {"state": "over"})
     board.write("rank-1", old | {"nonce": "1", "state": "done", "error": pack_error(IntegrityError("old"))})
     board.write("rank-2", old | {"nonce": "2", "state": "done"})
-    board.write("result-1", {"sums": [["x", 0, 0, 1, 2]], "written": [], "stats": {}})
-    board.write("round", {"nonce": "0", "shares": [[], [], []]})
+    for step in range(1, 5):
+        board.write(f"document-{step}-1", {"nonce": "1", "value": {"0": {}}})
+        board.write(f"document-{step}-0", {"nonce": "0", "value": [[], [], []]})
     (board.folder / "rank-1.new").write_text("{")
     outcome = together(llama[0], tmp_path / "out", 3, late=0.3)
     assert not outcome.errors

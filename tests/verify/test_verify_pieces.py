@@ -11,7 +11,7 @@ import threading
 import pytest
 
 from converters.events import FileDone
-from converters.execute.work_sharing import Crew
+from converters.execute.work_sharing import WorkSharing
 from converters.formats import open_checkpoint
 from converters.verification import files as reading
 from converters.verification.files import FileRead, FileTask
@@ -90,19 +90,19 @@ def test_pieces_are_shared_and_each_byte_is_read_once(small, tmp_path, monkeypat
     (path,) = copy.glob("*.distcp")
     small(path.stat().st_size // 64 + 1)
     reader, threads, done = open_checkpoint(copy), dict[str, set[int]](), []
-    moved = Crew.moved
+    original = WorkSharing.report
 
     all_there = threading.Barrier(3)  # none goes on before each has some, however busy the machine is
 
-    def watched(self, event, nbytes):
+    def watched(self, event):
         name = threading.current_thread().name
         if name not in threads:
             threads[name] = set()
             all_there.wait(60)
         threads[name].add(id(event))
-        moved(self, event, nbytes)
+        original(self, event)
 
-    monkeypatch.setattr(Crew, "moved", watched)
+    monkeypatch.setattr(WorkSharing, "report", watched)
     report = verify_reader(
         reader, VerifyOptions(threads=3), listener=lambda e: done.append(e) if isinstance(e, FileDone) else None
     )

@@ -22,7 +22,7 @@ _PATIENCE = 10.0  # seconds that ranks of an earlier run get to notice that it i
 
 
 class NotRead(Enum):
-    """Why a file said nothing.
+    """Why a file has no document.
 
     Attributes:
         NO_FILE: There is none.
@@ -33,8 +33,8 @@ class NotRead(Enum):
     NOT_NOW = "not now"
 
 
-class Board:
-    """What one rank can do with the folder.
+class RankFolder:
+    """The folder as one rank uses it.
 
     Args:
         folder: On a file system that all ranks share.
@@ -62,7 +62,7 @@ class Board:
                 if claimed is not None:
                     self._lock, locked = claimed
                     if self.rank == 0:
-                        self._tidy()
+                        self._remove_earlier_files()
                     return locked
                 time.sleep(0.1)
         raise DestinationError(
@@ -70,15 +70,15 @@ class Board:
             hint="end what is left of the earlier run, then run the same command again",
         )
 
-    def _tidy(self) -> None:
-        """Removes what an earlier run left; ranks of this run that came before us say their word again."""
+    def _remove_earlier_files(self) -> None:
+        """Removes what an earlier run left; ranks of this run that came before us publish their status again."""
         for path in self.folder.iterdir():
             rank = path.name.removesuffix(".new").rpartition("-")[2]
             if path.name != "lock-0" and not is_locked(self.folder / f"lock-{rank}"):
                 path.unlink(missing_ok=True)
 
     def write(self, name: str, document: dict[str, Any]) -> None:
-        """Replaces what a file says.
+        """Replaces a file.
 
         Raises:
             DestinationError: Writing failed.
@@ -96,7 +96,7 @@ class Board:
                     file.write(data.ljust(os.fstat(file.fileno()).st_size))
 
     def read(self, name: str) -> dict[str, Any] | NotRead:
-        """What a file says, or why that is not known."""
+        """The document in a file, or why it is not known."""
         try:
             document = json.loads((self.folder / name).read_bytes())
         except FileNotFoundError:
@@ -113,7 +113,7 @@ class Board:
             self._lock = -1
 
 
-def machine() -> str:
+def machine_id() -> str:
     """Tells machines apart even where two have the same name."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -157,7 +157,7 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def dismiss_earlier(folders: Iterable[Path]) -> None:
+def end_earlier_runs(folders: Iterable[Path]) -> None:
     """Ends what is left of earlier runs: ranks whose rank 0 is gone must not write into files that are begun anew.
 
     Args:
@@ -167,8 +167,7 @@ def dismiss_earlier(folders: Iterable[Path]) -> None:
         DestinationError: Such a rank does not end.
     """
     for folder in folders:
-        for name in ("rank-0", "round"):
-            (folder / name).unlink(missing_ok=True)  # a rank that misses it stops
+        (folder / "rank-0").unlink(missing_ok=True)  # a rank that misses it stops
         deadline = time.monotonic() + _PATIENCE
         while living := next(_locked_files(folder), None):
             if time.monotonic() > deadline:

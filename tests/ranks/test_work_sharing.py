@@ -10,9 +10,9 @@ import pytest
 
 from converters.errors import DistckptError, FormatError, Interrupted, RequestError
 from converters.events import Moved, StopFlag
-from converters.execute.rank_files import Board
+from converters.execute.rank_folder import RankFolder
 from converters.execute.ranks import Ranks
-from converters.execute.work_sharing import Crew, scratch_folder
+from converters.execute.work_sharing import WorkSharing, scratch_folder
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Squares:
 
     opened = closed = 0
 
-    def __init__(self, crew: Crew, fail_at: int | None = None) -> None:
+    def __init__(self, sharing: WorkSharing, fail_at: int | None = None) -> None:
         type(self).opened += 1
-        self._crew, self._fail_at = crew, fail_at
+        self._sharing, self._fail_at = sharing, fail_at
 
     def do(self, task: Task) -> dict[str, int]:
-        self._crew.check()
+        self._sharing.check()
         if task.number == self._fail_at:
             raise FormatError(f"task {task.number} cannot be read")
-        self._crew.moved(Moved(task.nbytes), task.nbytes)
+        self._sharing.report(Moved(task.nbytes))
         return {"square": task.number**2}
 
     def close(self) -> None:
@@ -48,26 +48,26 @@ SQUARES = {n: {"square": n**2} for n in range(40)}
 def test_one_process(tmp_path):
     events = []
     Squares.opened = Squares.closed = 0
-    with Crew("test", "x", threads=3, listener=events.append) as crew:
-        assert crew.leads
-        assert crew.map(TASKS, lambda: Squares(crew)) == SQUARES
-        assert crew.agree({"good": True}) == {"good": True}
+    with WorkSharing("test", "x", threads=3, listener=events.append) as sharing:
+        assert sharing.leads
+        assert sharing.map(TASKS, lambda: Squares(sharing)) == SQUARES
+        assert sharing.finish({"good": True}) == {"good": True}
     assert sum(event.nbytes for event in events) == sum(task.nbytes for task in TASKS)
     assert Squares.opened == Squares.closed == 3
     assert not [t for t in threading.enumerate() if t.name.startswith("distckpt")]
 
 
 def test_a_failure_ends_all_threads():
-    with Crew("test", "x", threads=4) as crew, pytest.raises(FormatError, match="task 7"):
-        crew.map(TASKS, lambda: Squares(crew, fail_at=7))
+    with WorkSharing("test", "x", threads=4) as sharing, pytest.raises(FormatError, match="task 7"):
+        sharing.map(TASKS, lambda: Squares(sharing, fail_at=7))
     assert not [t for t in threading.enumerate() if t.name.startswith("distckpt")]
 
 
 def test_interruption():
     stop = StopFlag()
     stop.set(15)
-    with Crew("test", "x", stop=stop) as crew, pytest.raises(Interrupted) as caught:
-        crew.map(TASKS, lambda: Squares(crew))
+    with WorkSharing("test", "x", stop=stop) as sharing, pytest.raises(Interrupted) as caught:
+        sharing.map(TASKS, lambda: Squares(sharing))
     assert caught.value.signum == 15
 
 
@@ -79,9 +79,9 @@ def together(tmp_path: Path, world: int, fingerprints: list[str] | None = None, 
         ranks = Ranks(rank, world, rank, launch=tmp_path.name)
         print_ = (fingerprints or ["same"] * world)[rank]
         try:
-            with Crew("test", print_, ranks=ranks, scratch=tmp_path) as crew:
-                results = crew.map(TASKS, lambda: Squares(crew, fail_at))
-                answer = crew.agree(len(results) if crew.leads else -1)
+            with WorkSharing("test", print_, ranks=ranks, scratch=tmp_path) as sharing:
+                results = sharing.map(TASKS, lambda: Squares(sharing, fail_at))
+                answer = sharing.finish(len(results) if sharing.leads else -1)
                 out[rank] = (results, answer)
         except DistckptError as error:
             out[rank] = error
@@ -106,22 +106,23 @@ def test_ranks_share_the_tasks_and_agree(tmp_path):
 
 def test_ranks_meet_once_for_several_lists(tmp_path, monkeypatch):
     """A proof and what follows it; what is not done in the second list only rank 0 knows."""
-    met, arrive = [], Board.arrive
-    monkeypatch.setattr(Board, "arrive", lambda *arguments: met.append(1) or arrive(*arguments))
+    met, arrive = [], RankFolder.arrive
+    monkeypatch.setattr(RankFolder, "arrive", lambda *arguments: met.append(1) or arrive(*arguments))
     out, shares = [None] * 3, []
 
     def one(rank):
-        with Crew("test", "x", ranks=Ranks(rank, 3, rank, tmp_path.name, 5.0), destination=tmp_path / "out") as crew:
-            first = crew.map(TASKS, lambda: Squares(crew), last=False)
-            crew.await_share()
-            second = crew.map(
+        with WorkSharing(
+            "test", "x", ranks=Ranks(rank, 3, rank, tmp_path.name, 5.0), destination=tmp_path / "out"
+        ) as sharing:
+            first = sharing.map(TASKS, lambda: Squares(sharing))
+            second = sharing.map(
                 TASKS,
-                lambda: Squares(crew),
-                lambda: rank,
-                todo=TASKS[30:] if crew.leads else None,
+                lambda: Squares(sharing),
+                todo=TASKS[30:] if sharing.leads else None,
                 on_shares=lambda parts: shares.append((rank, sum(map(len, parts)))),
             )
-            out[rank] = crew.agree(None), first, second, crew.handed_over
+            numbers = sharing.gather(rank)
+            out[rank] = sharing.finish(None), first, second, numbers
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(3)]
     for thread in threads:
@@ -142,12 +143,14 @@ def test_a_rank_that_ends_before_the_last_list_is_missed(tmp_path, moment):
 
     def one(rank):
         try:
-            with Crew("test", "x", ranks=Ranks(rank, 2, rank, tmp_path.name), destination=tmp_path / "out") as crew:
-                crew.map(TASKS, lambda: Squares(crew), last=False)
+            with WorkSharing(
+                "test", "x", ranks=Ranks(rank, 2, rank, tmp_path.name), destination=tmp_path / "out"
+            ) as sharing:
+                sharing.map(TASKS, lambda: Squares(sharing))
                 if rank == 1 and moment == "between":
                     raise FormatError("the disk is gone")
-                crew.map(TASKS, lambda: Squares(crew, fail_at=39))
-                crew.agree(None)
+                sharing.map(TASKS, lambda: Squares(sharing, fail_at=39))
+                sharing.finish(None)
         except DistckptError as error:
             errors[rank] = error
 
