@@ -114,6 +114,30 @@ def lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+def lock_folder(folder: Path, destination: Path) -> tuple[int, bool]:
+    """Holds a folder for this process, as long as what is returned is open.
+
+    Args:
+        folder: What is locked.
+        destination: What is made in it, for the error.
+
+    Returns:
+        The open folder, and whether the file system has locks at all.
+
+    Raises:
+        DestinationError: Another process holds it.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return fd, lock(fd)
+    except BlockingIOError:
+        os.close(fd)
+        raise DestinationError(
+            f"another distckpt is writing {printable(str(destination))} right now",
+            hint="wait for it, or choose another directory",
+        ) from None
+
+
 def raise_error(error: OSError) -> None:
     """For `os.walk`, which otherwise leaves out what it cannot list."""
     raise error

@@ -1,15 +1,18 @@
-"""The journal of a run: which tasks are on disk, for good. One file for each rank, one JSON line for each safe point.
+"""The journal of a run: which tasks are on disk, or which files in a store. One file for each rank, of JSON lines.
 
 A line enters a journal only after the data it speaks of was synced, so it can be trusted after a power cut as after a kill.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
-from converters.execute.disk import write_all
+from converters.errors import DestinationError
+from converters.execute.disk import trouble_with, write_all
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -84,7 +87,45 @@ def merged(folder: Path, fingerprint: str, own_lines: Iterable[dict[str, Any]]) 
     return out
 
 
-def append(fd: int, lines: Iterable[dict[str, Any]]) -> None:
-    """Appends lines to a journal and syncs it."""
-    write_all(fd, b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines))
-    os.fsync(fd)
+class Journal:
+    """The journal of one rank, open for more lines; the job's, to be continued, or begun anew.
+
+    Args:
+        path: The file.
+        fingerprint: Of the job.
+        about: See `header`.
+
+    Attributes:
+        lines: What earlier runs have done.
+
+    Raises:
+        DestinationError: It cannot be read or written.
+    """
+
+    def __init__(self, path: Path, fingerprint: str, about: Mapping[str, Any] | None = None) -> None:
+        self._path, self._lock = path, threading.Lock()
+        with trouble_with(path, "opening"):
+            self.lines, good = read(path, fingerprint)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            with trouble_with(path, "opening"):
+                os.ftruncate(self._fd, good)  # a kill may have cut the last line
+            if not good:
+                self.append(header(fingerprint, about))
+        except DestinationError:
+            self.close()
+            raise
+
+    def append(self, *lines: Mapping[str, Any]) -> None:
+        """Appends lines and syncs them. The data they speak of must have been synced before."""
+        data = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
+        with self._lock, trouble_with(self._path, "writing"):
+            write_all(self._fd, data)
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Closes the file; every line of it was synced."""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+            self._fd = -1

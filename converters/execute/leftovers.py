@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import DestinationError, DistckptError, FormatError
 from converters.execute import journal
 from converters.execute.disk import lock, opened, os_trouble
-from converters.execute.journal import JOURNAL
+from converters.execute.journal import JOURNAL, Journal
 from converters.execute.rank_folder import is_locked
 from converters.execute.upload import mark_of, read_mark
 from converters.formats.folder import read_small, status
@@ -37,7 +37,6 @@ from converters.remote.unfinished import abort_unfinished
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_UPLOADED = ".uploaded"
 _NAMES = {
     "staging": re.compile(r"\.(.+)\.distckpt-partial"),
     "replaced": re.compile(r"\.(.+)\.distckpt-old"),
@@ -172,7 +171,7 @@ def clear_leftover(leftover: Leftover) -> str:
 
 def _abort_uploads(path: Path) -> str:
     """Aborts the uploads in parts of a result, if its run is the last one that wrote to its destination."""
-    header = journal.first_line(path / _UPLOADED) or {}
+    header = journal.first_line(path / JOURNAL) or {}
     destination = named_path(str((header.get("about") or {}).get("destination", "")))
     if not isinstance(destination, RemotePath) or destination.parts[0] == "hf:":  # the hub forgets what no commit shows
         return ""
@@ -192,10 +191,9 @@ def _remove(path: Path, kind: str) -> None:
         shutil.rmtree(path)
         return
     # first nothing in it can be continued, last it is no longer known to be ours: a kill in between leaves neither wrong
-    record = path / _journal_name(kind)
+    record = path / JOURNAL
     cleared = path / f"{record.name}.cleared"
-    with cleared.open("wb") as file:
-        journal.append(file.fileno(), [journal.header("")])
+    Journal(cleared, "").close()
     cleared.replace(record)
     for entry in sorted(path.iterdir()):
         if entry == record:
@@ -211,15 +209,11 @@ def _kind(name: str) -> str | None:
     return next((kind for kind, pattern in _NAMES.items() if pattern.fullmatch(name)), None)
 
 
-def _journal_name(kind: str) -> str:
-    return _UPLOADED if kind == "upload" else JOURNAL
-
-
 def _describe(path: Path) -> Iterator[Leftover]:
     kind = _kind(path.resolve().name) or ""
     try:
         state, reason = _probe_state(path, kind)
-        record = path / _journal_name(kind)
+        record = path / JOURNAL
         modified = (record if record.is_file() else path).lstat().st_mtime
         nbytes = _disk_bytes(path)
     except FileNotFoundError:
@@ -227,7 +221,7 @@ def _describe(path: Path) -> Iterator[Leftover]:
     except OSError as error:
         yield Leftover(path, kind, "unknown", f"it cannot be read: {error.strerror or error}", 0, 0.0)
         return
-    about = (journal.first_line(path / _journal_name(kind)) or {}).get("about")
+    about = (journal.first_line(path / JOURNAL) or {}).get("about")
     about = about if isinstance(about, dict) else {}
     match = _NAMES[kind].fullmatch(path.resolve().name)
     beside = str(path.with_name(match[1])) if match and kind in ("staging", "replaced") else None
@@ -271,7 +265,7 @@ def _judge_state(path: Path, kind: str, fd: int) -> tuple[str, str]:
         if any(map(is_locked, locks)):
             return "running", "its run is still going"
         return ("unfinished", "") if locks else ("unknown", "it has no files of ranks")
-    if journal.first_line(path / _journal_name(kind)) is None:
+    if journal.first_line(path / JOURNAL) is None:
         return "unknown", "it has no journal of distckpt: remove it yourself if you know what it is"
     for meeting in _meetings(path, kind):
         if any(map(is_locked, meeting.glob("lock-*"))):

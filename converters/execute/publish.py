@@ -26,7 +26,7 @@ from converters.execute import journal
 from converters.execute.destination import beside, is_empty, is_full, resolved
 from converters.execute.disk import (
     exchange,
-    lock,
+    lock_folder,
     make_folders,
     opened,
     os_trouble,
@@ -37,7 +37,7 @@ from converters.execute.disk import (
     write_all,
     write_at,
 )
-from converters.execute.journal import JOURNAL
+from converters.execute.journal import JOURNAL, Journal
 from converters.execute.rank_folder import end_earlier_runs
 from converters.formats.folder import open_source
 from converters.names import printable
@@ -62,7 +62,7 @@ class Staging:
         about: What the journal says of the run to a person: see `converters.execute.leftovers`.
 
     Attributes:
-        resumed: The lines of the journals of interrupted runs, whatever number of ranks they had.
+        journal: The journal of rank 0, with the lines of all interrupted runs, whatever number of ranks they had.
         notes: Sentences a person should read.
 
     Raises:
@@ -86,41 +86,32 @@ class Staging:
         self.folder, self._old = beside(destination, "partial"), beside(destination, "old")
         self._overwrite = overwrite
         self._created_folders: list[Path] = []
-        self._journal = self._lock = -1
+        self._held = contextlib.ExitStack()  # the lock and the journal, while they are open
         self.notes: list[str] = []
         try:
             with trouble_with(self.folder, "creating"):
                 self._created_folders = make_folders(self.folder)[1:]
-                self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+                fd, has_locks = lock_folder(self.folder, destination)
+                self._held.callback(os.close, fd)
+            if not has_locks:  # the final rename still lets only one win
+                self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
             with trouble_with(self.folder, "preparing"):
-                self._prepare(fingerprint, files, meeting)
+                self._prepare(fd, meeting)
+                self.journal = self._resume(fingerprint, files) or self._start(fingerprint, files)
+                self._held.callback(self.journal.close)
         except BaseException:  # also when an object that is copied turns out to be damaged
             self.close()
             raise
 
-    def _prepare(self, fingerprint: str, files: Sequence[OutputFile], meeting: Path | None) -> None:
-        """Takes the folder for this run, and makes the files in it or finds those of an earlier run."""
-        self._take_lock()
-        if not os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+    def _prepare(self, fd: int, meeting: Path | None) -> None:
+        """Makes sure that no other run uses the folder, and that the result is still wanted."""
+        if not os.path.samestat(os.fstat(fd), self.folder.stat()):
             raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
         self._put_back()
         if not self._overwrite and (self.destination.exists() if self._single else is_full(self.destination)):
             self._refuse_late()
         earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
         end_earlier_runs(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
-        self.resumed = self._resume(fingerprint, files)
-        if not self.resumed:
-            self._start(fingerprint, files)
-
-    def _take_lock(self) -> None:
-        try:
-            if not lock(self._lock):  # the final rename still lets only one win
-                self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
-        except BlockingIOError:
-            raise DestinationError(
-                f"another distckpt is writing {printable(str(self.destination))} right now",
-                hint="wait for it, or choose another directory",
-            ) from None
 
     def _put_back(self) -> None:
         """Ends an exchange of folders that a kill has cut short."""
@@ -140,22 +131,22 @@ class Staging:
             hint="choose another directory",
         )
 
-    def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> list[dict[str, Any]]:
-        """The trustworthy lines of the journals of earlier runs, empty if there is nothing to continue."""
+    def _resume(self, fingerprint: str, files: Sequence[OutputFile]) -> Journal | None:
+        """The journal of an earlier run, with the lines of all its ranks; None if there is nothing to continue."""
         path = self.folder / JOURNAL
         lines, good = journal.read(path, fingerprint)
         if not good:
             if path.exists():
                 self.notes.append("unfinished work that this command cannot continue is discarded")
-            return []
+            return None
         others = journal.merged(self.folder, fingerprint, lines)
         if not (lines or others) or not all(_is_there(self.folder / file.name, file.size) for file in files):
-            return []
-        self._journal = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
-        os.ftruncate(self._journal, good)
-        journal.append(self._journal, others)
+            return None
+        continued = Journal(path, fingerprint)
+        continued.append(*others)
+        continued.lines += others
         self._clear(keep={JOURNAL, *(output.name for output in files)})
-        return lines + others
+        return continued
 
     def _clear(self, keep: Collection[str] = ()) -> None:
         """Removes what an earlier run left and this one does not write."""
@@ -169,7 +160,8 @@ class Staging:
                 elif is_empty(path):
                     path.rmdir()
 
-    def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> None:
+    def _start(self, fingerprint: str, files: Sequence[OutputFile]) -> Journal:
+        """Makes the files, and a new journal."""
         if self._take_journals():
             sync_folder(self.folder)  # lest after a power cut they speak of the files made next
         self._clear()
@@ -182,9 +174,9 @@ class Staging:
                 for piece in output.slices:
                     _write_slice(fd, piece)
                 os.fsync(fd)
-        self._journal = os.open(self.folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
-        self.log(journal.header(fingerprint, self._about))
+        begun = Journal(self.folder / JOURNAL, fingerprint, self._about)
         self._sync_folders()  # what the journal will speak of has to be found after a power cut
+        return begun
 
     def _sync_folders(self) -> None:
         for folder, _, _ in os.walk(self.folder, onerror=raise_error):
@@ -199,11 +191,6 @@ class Staging:
                 write_all(fd, data)
                 os.fsync(fd)
 
-    def log(self, line: dict[str, Any]) -> None:
-        """Appends a line to the journal and syncs it. The data it speaks of must have been synced before."""
-        with trouble_with(self.folder / JOURNAL, "writing"):
-            journal.append(self._journal, [line])
-
     def publish(self) -> None:
         """Makes the result appear at the destination: complete, synced, in one rename.
 
@@ -213,6 +200,7 @@ class Staging:
         published = False
         journals: dict[Path, bytes] = {}
         try:
+            self.journal.close()
             journals = self._take_journals()
             self._sync_folders()
             replaced = self._single is not None or (self._overwrite and is_full(self.destination))
@@ -273,15 +261,13 @@ class Staging:
     def discard(self) -> None:
         """Removes all that was written: it can never become a good result."""
         with contextlib.suppress(OSError):
+            self.journal.close()
             self._take_journals()  # first: what is left after a crash shall not be continued
             shutil.rmtree(self.folder)
         self.close()
 
     def _take_journals(self) -> dict[Path, bytes]:
         """Removes the journals, which are no part of the result, and returns what was in them."""
-        if self._journal >= 0:
-            fd, self._journal = self._journal, -1
-            os.close(fd)
         journals = {path: path.read_bytes() for path in self.folder.iterdir() if path.name.startswith(JOURNAL)}
         for path in journals:
             path.unlink()
@@ -292,38 +278,8 @@ class Staging:
         with contextlib.suppress(OSError):  # the first that holds something, as a result, ends it
             while self._created_folders:
                 self._created_folders.pop(0).rmdir()
-        for fd in (self._journal, self._lock):
-            if fd >= 0:
-                with contextlib.suppress(OSError):  # every line of the journal was synced
-                    os.close(fd)
-        self._journal = self._lock = -1
-
-
-class TeamStaging:
-    """The staging folder as ranks other than 0 see it: rank 0 has prepared it; only the journal is the rank's own.
-
-    Attributes:
-        folder: The folder.
-        resumed: Nothing: what was done before is rank 0's to know.
-    """
-
-    def __init__(self, destination: Path, fingerprint: str, rank: int) -> None:
-        self.folder = beside(destination, "partial")
-        self.resumed: list[dict[str, Any]] = []
-        self._path = self.folder / f"{journal.JOURNAL}-{rank}"
-        with trouble_with(self._path, "creating"):
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self.log(journal.header(fingerprint))
-
-    def log(self, line: dict[str, Any]) -> None:
-        """See `Staging`."""
-        with trouble_with(self._path, "writing"):
-            journal.append(self._fd, [line])
-
-    def close(self) -> None:
-        """Closes the journal; every line of it was synced."""
         with contextlib.suppress(OSError):
-            os.close(self._fd)
+            self._held.close()
 
 
 def _is_there(file: Path, size: int) -> bool:

@@ -7,8 +7,8 @@
             lock-R              locked by rank R while it lives
             document-3-R        what rank R has published in the third step: a value for all, or one for rank 0
 
-    rank 0    status ... all are here, plans agree ... broadcast ... own work ... gather ... broadcast .. over
-    rank R    status ................................. broadcast ... own work ... gather ... broadcast .. gone
+    rank 0    status ... all are here, plans agree ... broadcast ... own work ... gather .............. over
+    rank R    status ................................. broadcast ... own work ... gather ... finish ... gone
 
 All ranks call `broadcast` and `gather` in the same order, so that a step has the same number on all of them.
 
@@ -370,35 +370,51 @@ class RankSync:
         """Rank 0's value, on every rank; plain data. The others wait for it."""
         self._step += 1
         self.assemble()
-        if not self.leads:
-            value = self._receive(0)
-        else:
-            self._publish(value)
-        return value
+        if self.leads:
+            self._publish_document(value)
+            return value
+        received: T = self._receive(0)
+        return received
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks in their order, on rank 0, which waits for them; nothing elsewhere. Plain data."""
         self._step += 1
         if not self.leads:
-            self._publish(value)
+            self._publish_document(value, state="here")
             return []
-        self.publish_status(state="here")
+        self.publish_state("here")
         return [value, *(self._receive(rank) for rank in self._peers)]
 
-    def finish(self, answer: T) -> T:
-        """As `broadcast`, when all work is done: rank 0 can do without the other ranks while they wait for it."""
-        if not self.leads:
-            self.publish_status(state="done")
-        return self.broadcast(answer)
+    def finish(self, answer: Any) -> Any:
+        """Rank 0's answer, on every rank: plain data. The others wait for it until rank 0 has left the `with` block.
 
-    def _publish(self, value: Any) -> None:
-        """Publishes a document of this step: for others to receive."""
+        Rank 0 can do without them from here on. The answer is part of its last status, for which a full disk has room.
+        """
+        if self.leads:
+            with self._publishing:
+                self._status["answer"] = answer
+            return answer
+        self.publish_state("done")
+        self.assemble()
+        self._wait_for(lambda: self._peers[0].status["state"] == "over")
+        return self._peers[0].status.get("answer")
+
+    def publish_state(self, state: str) -> None:
+        """Publishes what this rank does now: "working" while bytes are expected to move, "done" when rank 0 can do without it, else "here"."""
+        self._publish(state=state)
+
+    def _publish_document(self, value: Any, **changes: Any) -> None:
+        """Publishes a value in this step, for others to receive."""
+        name = f"document-{self._step}-{self.ranks.rank}"
+        self._publish((name, {"nonce": self._status.get("nonce"), "value": value}), step=self._step, **changes)
+
+    def _publish(self, *documents: tuple[str, dict[str, Any]], **changes: Any) -> None:
         if self._is_alone:
             return
         try:
-            document = {"nonce": self._status["nonce"], "value": value}
-            self._files.write(f"document-{self._step}-{self.ranks.rank}", document)
-            self.publish_status(step=self._step, **({} if self.leads else {"state": "here"}))
+            for name, document in documents:
+                self._files.write(name, document)
+            self.publish_status(**changes)
         except DestinationError:
             self.read_statuses()
             self.raise_failure()  # the folder is gone because the run is over: that is what to say

@@ -28,8 +28,9 @@ from converters.io.sources import Sources
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
-    from converters.execute.publish import Staging, TeamStaging
+    from converters.execute.journal import Journal
     from converters.execute.worker import Losses
     from converters.formats.base import Reader
     from converters.planning.job import Job
@@ -71,7 +72,8 @@ class Run:
     Args:
         job: The work.
         reader: The source.
-        staging: Where to write; its journal says what an earlier run has done.
+        folder: Where to write.
+        journal: Says what an earlier run has done there.
         sharing: The threads and ranks that do the job; by default those of this process.
         device: Where elements are cast: `cpu` or `cuda:N`.
 
@@ -85,13 +87,14 @@ class Run:
         self,
         job: Job,
         reader: Reader,
-        staging: Staging | TeamStaging,
+        folder: Path,
+        journal: Journal,
         *,
         sharing: WorkSharing | None = None,
         device: str = "cpu",
     ) -> None:
-        self.job, self.reader, self.staging = job, reader, staging
-        self.sharing = sharing or WorkSharing("write", job.fingerprint, threads=job.threads, destination=staging.folder)
+        self.job, self.reader, self.folder, self.journal = job, reader, folder, journal
+        self.sharing = sharing or WorkSharing("write", job.fingerprint, threads=job.threads, destination=folder)
         self.device, self.unsure = device, False
         self.stats = Stats()
         self.sources, self.written = Sources(reader, job.sources), RecordSums()
@@ -132,7 +135,7 @@ class Run:
             self._take_over(documents[1:])
             self.sharing.listener(Phase("checking"))
             self._complete_sums()
-            seal(self.job, self.staging.folder, self.written)
+            seal(self.job, self.folder, self.written)
             self._check_source()
             self.stats.losses = {
                 name: {"max_abs": self.losses[name].largest, "relative": self.losses[name].relative}
@@ -154,7 +157,7 @@ class Run:
         self._check_source()
         if self.sharing.leads:
             return {}
-        seal(self.job, self.staging.folder, self.written, whole_only=True)
+        seal(self.job, self.folder, self.written, whole_only=True)
         self._count_reading()
         sums, written = self.sources.sums.listed(), self.written.listed()
         return {"sums": sums, "written": written, "losses": _losses_json(self.losses), "stats": vars(self.stats)}
@@ -183,7 +186,7 @@ class Run:
     def _resume(self) -> list[Task]:
         """Takes over what the journal says; returns the tasks that remain."""
         done: set[int] = set()
-        for line in self.staging.resumed:
+        for line in self.journal.lines:
             done.update(line["tasks"])
             self._take_over_line(line)
             self.stats.underflowed += line.get("underflowed", 0)
@@ -209,12 +212,12 @@ class Run:
         if not fresh.tasks or self.unsure:
             return
         for number in sorted(set(itertools.chain.from_iterable(task.files for task in fresh.tasks))):
-            path = self.staging.folder / self.job.files[number].name
+            path = self.folder / self.job.files[number].name
             with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
                 os.fsync(fd)
         line = {"tasks": [task.number for task in fresh.tasks], "sums": fresh.sums, "written": fresh.written}
         more = {"underflowed": fresh.underflowed} if fresh.underflowed else {}
-        self.staging.log({**line, "losses": _losses_json(fresh.losses), **more})
+        self.journal.append({**line, "losses": _losses_json(fresh.losses), **more})
 
     def done(self, task: Task, outcome: Outcome) -> None:
         """Notes a finished task."""

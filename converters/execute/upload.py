@@ -2,8 +2,8 @@
 
     SCRATCH/distckpt-NAME-0123456789abcdef/
         NAME/                       the result, made as on any disk, with its journal and all
-        .uploaded                   one JSON line for each object that is there
-        .uploaded-2                 the same of rank 2, if several processes upload
+        .journal                    one JSON line for each object that is there
+        .journal-2                  the same of rank 2, if several processes upload
 
     s3://bucket/parent/
         .NAME.distckpt-upload       while the upload is not complete: of which job, and what it will write
@@ -18,12 +18,12 @@ are put before and behind what they cover, and an object has to be sent from fro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-import threading
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +33,8 @@ from converters.errors import DestinationError, RequestError
 from converters.events import FileDone, Moved, Note, Phase, PlanReady
 from converters.execute import journal
 from converters.execute.destination import replaced
-from converters.execute.disk import lock, trouble_with
+from converters.execute.disk import lock_folder, trouble_with
+from converters.execute.journal import JOURNAL, Journal
 from converters.execute.work_sharing import FunctionWorker
 from converters.formats.folder import exists, read_small, refresh, walk
 from converters.formats.resolve import TRACKER
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from converters.remote.address import RemotePath
 
 _DESCRIBE = ("config.json", "common.pt", "metadata.json", ".metadata", "run_config.yaml")
-_JOURNAL = ".uploaded"
 FILES_AT_ONCE = 4
 """Files that each rank uploads at once."""
 
@@ -102,9 +102,8 @@ class Upload:
         self.destination, self.folder, self.staged = destination, folder, folder / destination.name
         self._marker = mark_of(destination)
         self._fingerprint, self._overwrite, self._about = fingerprint, overwrite, about
-        self._journal = folder / (f"{_JOURNAL}-{ranks.rank}" if ranks.rank else _JOURNAL)
-        self._lock = -1
-        self._writing = threading.Lock()
+        self._journal_path = folder / (f"{JOURNAL}-{ranks.rank}" if ranks.rank else JOURNAL)
+        self._held = contextlib.ExitStack()  # the lock and the journal, while they are open
 
     @cached_property
     def _writer(self) -> StoreWriter:
@@ -113,7 +112,7 @@ class Upload:
     @property
     def is_staged(self) -> bool:
         """Whether the whole result was made by an earlier run of the same command: it appears by a rename."""
-        return journal.read(self.folder / _JOURNAL, self._fingerprint)[1] > 0 and self.staged.exists()
+        return journal.read(self.folder / JOURNAL, self._fingerprint)[1] > 0 and self.staged.exists()
 
     def begin(self) -> list[str]:
         """Rank 0: sees to it that the store can be written to, before any work is done, and discards what other jobs left.
@@ -129,15 +128,12 @@ class Upload:
             begun = self._prepare_store()
         with trouble_with(self.folder, "preparing"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
-            good = journal.read(self._journal, self._fingerprint)[1]
-            if good:
-                os.truncate(self._journal, good)  # a kill may have cut the last line
-            else:
+            self._held.callback(os.close, lock_folder(self.folder, self.destination)[0])
+            if not journal.read(self._journal_path, self._fingerprint)[1]:
                 _remove(self.staged)  # of another job, or of this one before its source or its options changed
-                for path in self.folder.glob(f"{_JOURNAL}-*"):
+                for path in self.folder.glob(f"{JOURNAL}-*"):
                     path.unlink()
-                self._begin_journal()
+            self._open_journal()
         if begun:
             notes.append(abort_unfinished(self.destination))
         return [note for note in notes if note]
@@ -164,26 +160,13 @@ class Upload:
             self._write_mark(uploading=begun, replace=begun)
         return begun
 
-    def _begin_journal(self) -> None:
-        self._journal.write_text(json.dumps(journal.header(self._fingerprint, self._about)) + "\n")
-
-    def _take_lock(self) -> None:
-        """Holds the folder for this process, so that no other process clears it or uploads beside this one."""
-        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            lock(fd)
-        except BlockingIOError:
-            os.close(fd)
-            raise DestinationError(
-                f"another distckpt is writing {printable(str(self.destination))} right now", hint="wait for it"
-            ) from None
-        self._lock = fd
-
     def close(self) -> None:
         """Lets go of the folder; what is in it stays for the next run."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._held.close()
+
+    def _open_journal(self) -> None:
+        self._journal = Journal(self._journal_path, self._fingerprint, self._about)
+        self._held.callback(self._journal.close)
 
     def run(self, sharing: WorkSharing) -> None:
         """Uploads the result that was made, each rank its share.
@@ -199,8 +182,7 @@ class Upload:
 
     def _run(self, sharing: WorkSharing) -> None:
         if not sharing.leads:
-            good = journal.read(self._journal, self._fingerprint)[1]
-            os.truncate(self._journal, good) if good else self._begin_journal()
+            self._open_journal()
         files = self._staged_files()
         stages = [
             [
@@ -255,9 +237,7 @@ class Upload:
             tag = self._writer.put_file(path, self._object(file.name), moved)
         except OSError as error:
             raise self._upload_error(error) from error
-        line = json.dumps({"name": file.name, "size": file.nbytes, "tag": tag})
-        with self._writing, trouble_with(self._journal, "writing"), self._journal.open("a") as lines:
-            lines.write(f"{line}\n")
+        self._journal.append({"name": file.name, "size": file.nbytes, "tag": tag})
         sharing.report(FileDone(file.name, file.nbytes))
 
     def tidy_up(self) -> None:
@@ -291,7 +271,7 @@ class Upload:
 
     def _list_uploaded(self) -> dict[str, tuple[int, str]]:
         """Size and ETag of what all ranks of this run, and of earlier ones of the same job, have uploaded."""
-        paths = self.folder.glob(f"{_JOURNAL}*")
+        paths = self.folder.glob(f"{JOURNAL}*")
         lines = (line for path in paths for line in journal.read(path, self._fingerprint)[0])
         return {line["name"]: (line["size"], line["tag"]) for line in lines}
 

@@ -159,7 +159,7 @@ class WorkSharing(RankSync):
         if not self.leads:
             parts = [[task for first, end in dealt[self.ranks.rank] for task in tasks[first:end]]]
         on_shares(parts)
-        self.publish_status(state="working")
+        self.publish_state("working")
         results = self._run_threads(parts[0], make_worker, meanwhile)
         self.raise_failure()
         for rank_results in self.gather({str(number): result for number, result in results.items()})[1:]:

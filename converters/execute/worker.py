@@ -82,7 +82,7 @@ class TileWriter:
             DestinationError: An output could not be closed; some file systems say only then that writing failed.
         """
         self._gatherer.close()
-        with trouble_with(self._run.staging.folder, "writing to"):
+        with trouble_with(self._run.folder, "writing to"):
             self._outputs.close()
 
     def _close_output(self, fd: int) -> None:
@@ -150,7 +150,7 @@ class TileWriter:
         size = move.dtype.itemsize
         first, length, outer = runs(move.target_box, move.shape)
         data, at = values.reshape(-1).view(np.uint8).data, 0
-        path = self._run.staging.folder / self._run.job.files[move.file].name
+        path = self._run.folder / self._run.job.files[move.file].name
         try:
             fd = self._outputs.get(path)
             for start in run_starts(first, outer):

@@ -18,8 +18,9 @@ from converters.events import Moved, Note, Phase, PlanReady
 from converters.execute.destination import beside, free_bytes, replaced
 from converters.execute.disk import trouble_with
 from converters.execute.hub_upload import HubUpload
+from converters.execute.journal import JOURNAL, Journal
 from converters.execute.leftovers import about_run
-from converters.execute.publish import Staging, TeamStaging
+from converters.execute.publish import Staging
 from converters.execute.ranks import Ranks
 from converters.execute.run import Run, Stats
 from converters.execute.upload import FILES_AT_ONCE, Upload
@@ -240,7 +241,7 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing_opt
             notify(Note(text))
         try:
             sharing.broadcast(None)  # the folder is prepared
-            stats = Run(job, plan.reader, staging, sharing=sharing, device=device).run()
+            stats = Run(job, plan.reader, staging.folder, staging.journal, sharing=sharing, device=device).run()
             notify(Phase("publishing"))
             for name, content in plan.extra_files.items():
                 staging.add(name, _extra_contents(content, stats))
@@ -248,7 +249,6 @@ def run_conversion(plan: Conversion, *, typed: Sequence[str] = (), **sharing_opt
                 if file.name.endswith(".safetensors"):
                     check_readable(staging.folder / file.name)
             staging.publish()
-            sharing.finish(None)
         except (IntegrityError, FormatError) as error:
             if not isinstance(error.__cause__, OSError):  # no passing trouble with a disk: what was read of it is wrong
                 sharing.end(error)  # the others write into it until they know
@@ -337,11 +337,9 @@ def _extra_bytes(files: Mapping[str, ExtraFile]) -> int:
 def _run_as_follower(plan: Conversion, sharing: WorkSharing, device: str) -> Stats:
     """What ranks other than 0 do."""
     sharing.broadcast(None)  # rank 0 has prepared the folder
-    staging = TeamStaging(plan.destination, plan.job.fingerprint, sharing.ranks.rank)
-    try:
-        stats = Run(plan.job, plan.reader, staging, sharing=sharing, device=device).run()
-    finally:
-        staging.close()
+    folder = beside(plan.destination, "partial")
+    with contextlib.closing(Journal(folder / f"{JOURNAL}-{sharing.ranks.rank}", plan.job.fingerprint)) as journal:
+        stats = Run(plan.job, plan.reader, folder, journal, sharing=sharing, device=device).run()
     sharing.finish(None)
     return stats
 

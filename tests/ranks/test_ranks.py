@@ -168,7 +168,7 @@ def line(*tasks):
 
 def test_journals_of_all_ranks_become_one(tmp_path):
     first = Staging(tmp_path / "out", "f", [])
-    first.log(line(0))
+    first.journal.append(line(0))
     first.close()
     folder = first.folder
     lines(folder / ".journal-1", "f", line(4), line(5, 6))
@@ -177,11 +177,11 @@ def test_journals_of_all_ranks_become_one(tmp_path):
     with (folder / ".journal-3").open("a") as file:
         file.write('{"tasks": [10], "su')  # a crash within a line
     second = Staging(tmp_path / "out", "f", [])
-    assert [entry["tasks"] for entry in second.resumed] == [[0], [4], [5, 6], [8, 9]]
+    assert [entry["tasks"] for entry in second.journal.lines] == [[0], [4], [5, 6], [8, 9]]
     assert sorted(path.name for path in folder.iterdir()) == [".journal"]
     second.close()
     third = Staging(tmp_path / "out", "f", [])
-    assert third.resumed == second.resumed
+    assert third.journal.lines == second.journal.lines
     third.publish()
     assert not list((tmp_path / "out").iterdir())
 

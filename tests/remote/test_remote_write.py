@@ -249,8 +249,8 @@ def test_several_processes(launcher, bucket, proxy, tmp_path, scratch):
     assert status == (5 if launcher == "workers" else 1)
     assert "no permission" in error
     (folder,) = scratch.glob("distckpt-*")
-    journals = {path.name: path.read_text().splitlines()[1:] for path in folder.glob(".uploaded*")}
-    assert {name: bool(lines) for name, lines in journals.items()} == {".uploaded": True, ".uploaded-1": True}
+    journals = {path.name: path.read_text().splitlines()[1:] for path in folder.glob(".journal*")}
+    assert {name: bool(lines) for name, lines in journals.items()} == {".journal": True, ".journal-1": True}
     proxy.set()
     proxy.taken()
     status, error = launched(launcher, argv("reshard", bucket.url()))

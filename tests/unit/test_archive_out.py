@@ -71,7 +71,7 @@ def write(tmp_path: Path, tensors: dict[str, torch.Tensor], files: list[ArchiveF
         sources, output.routes, output.files, source_fingerprint=source.fingerprint(), seals=output, **options
     )
     staging = Staging(tmp_path / "out", job.fingerprint, job.files)
-    Run(job, source, staging).run()
+    Run(job, source, staging.folder, staging.journal).run()
     written = {file.name: (staging.folder / file.name).read_bytes() for file in files}
     staging.discard()
     return written
@@ -290,7 +290,7 @@ def test_members_beyond_four_gibibytes(tmp_path):
         source.catalog.tensors, output.routes, output.files, source_fingerprint=source.fingerprint(), seals=output
     )
     staging = Staging(tmp_path / "out", job.fingerprint, job.files)
-    Run(job, source, staging).run()
+    Run(job, source, staging.folder, staging.journal).run()
     with path.open("rb") as theirs, (staging.folder / "model.pt").open("rb") as ours:
         while block := theirs.read(16 << 20):
             assert block == ours.read(16 << 20)

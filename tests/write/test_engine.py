@@ -18,7 +18,7 @@ from converters.dtypes import from_option
 from converters.errors import DestinationError, IntegrityError, Interrupted, RequestError
 from converters.events import Moved, StopFlag
 from converters.execute import run as engine
-from converters.execute.publish import Staging
+from converters.execute.journal import Journal
 from converters.formats import open_checkpoint
 from converters.write.export import ExportOptions, plan_export
 from converters.write.write_plan import run_conversion
@@ -429,7 +429,7 @@ def test_nothing_is_journalled_before_it_is_synced(llama, tmp_path, monkeypatch)
     """Order of system calls: at each journal line, every file it speaks of has no write that is not followed by a sync."""
     monkeypatch.setattr(engine, "_SAFE_POINT_SECONDS", 0.002)
     written, lines = {}, []  # path -> task writes not yet synced
-    real_write, real_sync, real_log, real_done = os.pwrite, os.fsync, Staging.log, engine.Run.done
+    real_write, real_sync, real_log, real_done = os.pwrite, os.fsync, Journal.append, engine.Run.done
     dirty_at_done = {}
 
     def pwrite(fd, data, offset):
@@ -448,18 +448,18 @@ def test_nothing_is_journalled_before_it_is_synced(llama, tmp_path, monkeypatch)
         dirty_at_done[task.number] = (time.monotonic_ns(), task.files)
         real_done(self, task, *rest)
 
-    def log(self, line):
-        for number in line.get("tasks", ()):
+    def log(self, *more):
+        for number in (number for line in more for number in line.get("tasks", ())):
             when, files = dirty_at_done[number]
             for file in files:
-                assert synced[str(self.folder / names[file])] >= when
-        lines.append(line)
-        real_log(self, line)
+                assert synced[str(self._path.parent / names[file])] >= when
+        lines.extend(more)
+        real_log(self, *more)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(engine.Run, "done", done)
-    monkeypatch.setattr(Staging, "log", log)
+    monkeypatch.setattr(Journal, "append", log)
     plan = plan_export(
         open_checkpoint(llama[0]), tmp_path / "out", ExportOptions(max_memory=MIB, max_shard_bytes=4 * MIB)
     )
