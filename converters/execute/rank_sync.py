@@ -400,7 +400,11 @@ class RankSync:
         return self._peers[0].status.get("answer")
 
     def publish_state(self, state: str) -> None:
-        """Publishes what this rank does now: "working" while bytes are expected to move, "done" when rank 0 can do without it, else "here"."""
+        """Publishes what this rank does now.
+
+        Args:
+            state: "working" while bytes are expected to move, "done" when rank 0 can do without this rank, else "here".
+        """
         self._publish(state=state)
 
     def _publish_document(self, value: Any, **changes: Any) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from converters.errors import IntegrityError, UsageError
 from converters.names import printable
 from converters.planning.plan import Op
-from converters.planning.tasks import Tasks, TaskTable
+from converters.planning.tasks import Tasks
 from converters.words import counted
 
 if TYPE_CHECKING:
@@ -184,14 +184,9 @@ class Job:
         return cls(used, routes, files, digest.hexdigest(), tile, threads, peak, computes, seals, source_fingerprint)
 
     @cached_property
-    def task_table(self) -> TaskTable:
-        """The work in units, as columns."""
-        return TaskTable.make(self.sources, self.routes, self.tile_bytes)
-
-    @cached_property
     def tasks(self) -> Tasks:
         """The work in units, in order; the same list on every machine and for every number of workers."""
-        return Tasks(self.task_table, self.sources, self.tile_bytes)
+        return Tasks(self.sources, self.routes, self.tile_bytes)
 
     @property
     def bytes_read(self) -> int:

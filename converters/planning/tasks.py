@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from converters.lazy import LazySequence
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-
-    from numpy.typing import NDArray
 
     from converters.catalog import TensorInfo
     from converters.planning.routes import Routes
@@ -45,43 +43,30 @@ class Task:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class TaskTable:
-    """Tasks as columns.
+class Tasks(LazySequence[Task]):
+    """The tasks of a job, kept as columns: small tiles put together, in order; the same for any number of workers.
 
-    Attributes:
-        source: (tiles,) position of the tile's source among the job's.
-        tile: (tiles,) which of that source's tiles it is.
-        ends: (tasks,) one past the last tile of each task.
-        nbytes: (tasks,) bytes it writes.
-        files: Positions of the output files it writes to, those of one task after those of another.
-        file_ends: (tasks,) one past the last of these.
+    Args:
+        sources: The tensors that are cut into tiles.
+        routes: Where their elements go.
+        tile_bytes: Size of a tile.
     """
 
-    source: NDArray[Any]
-    tile: NDArray[Any]
-    ends: NDArray[Any]
-    nbytes: NDArray[Any]
-    files: NDArray[Any]
-    file_ends: NDArray[Any]
-
-    @classmethod
-    def make(cls, sources: Mapping[str, TensorInfo], routes: Routes, tile_bytes: int) -> TaskTable:
-        """Cuts the sources into tiles and puts small ones together, in order; the same for any number of workers."""
-        source: list[int] = []
-        tile: list[int] = []
-        ends: list[int] = []
-        nbytes: list[int] = []
-        listed: list[int] = []
-        file_ends: list[int] = []
+    def __init__(self, sources: Mapping[str, TensorInfo], routes: Routes, tile_bytes: int) -> None:
+        self._sources, self._names, self._tile_bytes = sources, list(sources), tile_bytes
+        tiles: list[int] = []  # position of each tile's source, and which of its tiles it is
+        tasks = [
+            0,
+            0,
+            0,
+        ]  # one past the last tile and the last file of each, and the bytes that it writes; before the first
+        task_files: list[int] = []
         files: set[int] = set()
         task_bytes, written = 0, 0
 
         def close() -> None:
-            ends.append(len(source))
-            nbytes.append(written)
-            listed.extend(sorted(files))
-            file_ends.append(len(listed))
+            task_files.extend(sorted(files))
+            tasks.extend((len(tiles) // 2, len(task_files), written))
 
         for position, (name, tensor) in enumerate(sources.items()):
             for number, (box, size) in enumerate(_tiles(tensor.shape, tensor.dtype.itemsize, tile_bytes, tensor.unit)):
@@ -91,42 +76,28 @@ class TaskTable:
                 if task_bytes and task_bytes + size > tile_bytes:
                     close()
                     files, task_bytes, written = set(), 0, 0
-                source.append(position)
-                tile.append(number)
+                tiles.extend((position, number))
                 task_bytes += size
                 files.update(reached)
                 written += output_bytes
         if task_bytes:
             close()
-        columns = (source, tile, ends, nbytes, listed, file_ends)
-        return cls(*(np.asarray(c, np.int64 if c is nbytes else np.int32) for c in columns))
-
-
-class Tasks(LazySequence[Task]):
-    """The tasks of a job, made when they are taken."""
-
-    def __init__(self, table: TaskTable, sources: Mapping[str, TensorInfo], tile_bytes: int) -> None:
-        self._table, self._sources, self._tile_bytes = table, sources, tile_bytes
+        self._tiles = np.asarray(tiles, np.int32).reshape(-1, 2)
+        self._task_files = np.asarray(task_files, np.int32)
+        self._tasks = np.asarray(tasks, np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
-        return len(self._table.ends)
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return list(self._sources)
+        return len(self._tasks) - 1
 
     def _item(self, number: int) -> Task:
-        table = self._table
-        tiles, files = (
-            slice(int(ends[number - 1]) if number else 0, int(ends[number])) for ends in (table.ends, table.file_ends)
-        )
-        task_tiles = []
-        for position, tile in zip(table.source[tiles].tolist(), table.tile[tiles].tolist(), strict=True):
+        (first_tile, first_file, _), (end_tile, end_file, nbytes) = self._tasks[number : number + 2].tolist()
+        tiles = []
+        for position, tile in self._tiles[first_tile:end_tile].tolist():
             name = self._names[position]
             tensor = self._sources[name]
             boxes = _tiles(tensor.shape, tensor.dtype.itemsize, self._tile_bytes, tensor.unit)
-            task_tiles.append(Tile(name, boxes[tile][0]))
-        return Task(number, tuple(task_tiles), frozenset(table.files[files].tolist()), int(table.nbytes[number]))
+            tiles.append(Tile(name, boxes[tile][0]))
+        return Task(number, tuple(tiles), frozenset(self._task_files[first_file:end_file].tolist()), nbytes)
 
 
 @lru_cache(maxsize=256)
