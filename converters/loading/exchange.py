@@ -31,7 +31,7 @@ from converters.errors import DistckptError
 from converters.io.gather import Gatherer
 from converters.io.memory import memory_for
 from converters.io.sources import Sources
-from converters.loading.job_ranks import Elsewhere, lost
+from converters.loading.job_ranks import OtherRankFailed, naming_lost_ranks
 from converters.loading.rounds import rounds
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ class Exchange:
 
         self._ranks, self._device = ranks, device
         # NCCL refuses two ranks on one GPU ("Duplicate GPU detected"), whatever number each of them knows it by
-        devices = ranks.gathered((socket.gethostname(), device.serial()))
+        devices = ranks.all_gather((socket.gethostname(), device.serial()))
         own_gpus = all(serial for _, serial in devices) and len(set(devices)) == len(devices)
         self.backend = "nccl" if own_gpus and dist.is_nccl_available() else "gloo"
         self.bytes_received = 0
         self._groups: list[_Group] = []
-        for members in sorted({members for shared in ranks.gathered(list(plan.groups)) for members in shared}):
+        for members in sorted({members for shared in ranks.all_gather(list(plan.groups)) for members in shared}):
             if members in plan.groups:
                 data = ranks.group(members, self.backend)
                 health = ranks.group(members, "gloo") if self.backend == "nccl" else data
@@ -141,7 +141,7 @@ class Exchange:
     @property
     def memory(self) -> int:
         """Bytes of buffers."""
-        return max((one.length * (len(one.group.members) + 2) for one in self._rounds), default=0)
+        return max((scheduled.length * (len(scheduled.group.members) + 2) for scheduled in self._rounds), default=0)
 
     @property
     def on_device(self) -> bool:
@@ -150,11 +150,11 @@ class Exchange:
 
     def owned(self) -> set[tuple[str, Any]]:
         """Keys of the shared items that this rank is to read."""
-        return {read.item.key for one in self._rounds for read in self._own_reads_of(one)}
+        return {read.item.key for scheduled in self._rounds for read in self._own_reads_of(scheduled)}
 
     def shared(self) -> list[ReadItem]:
         """All shared items."""
-        return [read.item for one in self._rounds for read in one.reads]
+        return [read.item for scheduled in self._rounds for read in scheduled.reads]
 
     # ------------------------------------------------------------------ rounds
 
@@ -165,8 +165,10 @@ class Exchange:
             RequestError: There is too little memory.
         """
         if self._rounds:
-            self._send = [self._buffer(max(one.length for one in self._rounds)) for _ in range(2)]
-            self._receive = self._buffer(max(one.length * len(one.group.members) for one in self._rounds))
+            self._send = [self._buffer(max(scheduled.length for scheduled in self._rounds)) for _ in range(2)]
+            self._receive = self._buffer(
+                max(scheduled.length * len(scheduled.group.members) for scheduled in self._rounds)
+            )
 
     def own_reads(self, number: int) -> list[Buffer]:
         """What this rank is to read for a round, nothing behind the last; the one two before it must have been gathered."""
@@ -183,20 +185,20 @@ class Exchange:
             The buffers of all members, filled; the memory is that of the next round, too.
 
         Raises:
-            Elsewhere: Another rank of the group has failed.
+            OtherRankFailed: Another rank of the group has failed.
             DistckptError: One has ended.
         """
-        number, one = self._next, self._rounds[self._next]
-        if not self._all_well(one.group, well=True):
-            raise Elsewhere("another rank of the job has failed")
-        receive = self._receive[: one.length * len(one.group.members)]
-        self._all_gather(receive, self._send[number % 2][: one.length], one.group)
-        own_bytes = sum(read.item.nbytes for read in self._own_reads_of(one))
-        self.bytes_received += sum(read.item.nbytes for read in one.reads) - own_bytes
+        number, scheduled = self._next, self._rounds[self._next]
+        if not self._all_well(scheduled.group, well=True):
+            raise OtherRankFailed("another rank of the job has failed")
+        receive = self._receive[: scheduled.length * len(scheduled.group.members)]
+        self._all_gather(receive, self._send[number % 2][: scheduled.length], scheduled.group)
+        own_bytes = sum(read.item.nbytes for read in self._own_reads_of(scheduled))
+        self.bytes_received += sum(read.item.nbytes for read in scheduled.reads) - own_bytes
         return [
             Buffer(read.item, receive[begin : begin + read.item.nbytes])
-            for read in one.reads
-            for begin in (read.owner * one.length + read.at,)
+            for read in scheduled.reads
+            for begin in (read.owner * scheduled.length + read.at,)
         ]
 
     def abandon(self) -> None:
@@ -212,12 +214,12 @@ class Exchange:
 
     def _all_gather(self, receive: torch.Tensor, send: torch.Tensor, group: _Group) -> None:
         """What every member sends, on every member, one after the other; returns when it is there."""
-        with lost():
+        with naming_lost_ranks():
             self._device.do(lambda: self._ranks.wait(group.data._allgather_base(receive, send), group.data))
             self._device.wait()
 
-    def _own_reads_of(self, one: _Round) -> list[ScheduledRead]:
-        return [read for read in one.reads if one.group.members[read.owner] == self._ranks.rank]
+    def _own_reads_of(self, scheduled: _Round) -> list[ScheduledRead]:
+        return [read for read in scheduled.reads if scheduled.group.members[read.owner] == self._ranks.rank]
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         return self._device.empty("uint8", (nbytes,)) if self.on_device else memory_for("uint8", (nbytes,), "cpu")
@@ -236,18 +238,18 @@ class Exchange:
     def measure(self, plan: LoadPlan, reader: Reader) -> Choice:
         """Whether to exchange, by reading and exchanging a little: the same answer on all ranks."""
         shared = sum(item.nbytes for items in plan.groups.values() for item in items)
-        most = max(self._ranks.gathered(shared))
+        most = max(self._ranks.all_gather(shared))
         if most < _WORTH:
             return Choice(False, f"ranks share {most / MIB:.1f} MiB at most, too little for an exchange")
         read_rate, nbytes = _reading_rate(plan, reader)
         times = [0.0, 0.0]
-        send, receive = self._ranks.together(lambda: (self._buffer(_SAMPLE), self._buffer(_SAMPLE)))
+        send, receive = self._ranks.run_on_all(lambda: (self._buffer(_SAMPLE), self._buffer(_SAMPLE)))
         for group in self._groups:
             total = sum(read.item.nbytes for reads in group.rounds for read in reads)
             received = self._gathering_rate(group, send, receive)
             times[0] += total / read_rate
             times[1] += max(total / len(group.members) / read_rate, total / received)
-        rows = self._ranks.gathered((*times, read_rate))
+        rows = self._ranks.all_gather((*times, read_rate))
         every, once = (max(row[i] for row in rows) for i in (0, 1))
         rates = f"a rank reads {min(row[2] for row in rows) / 1e9:.2f} GB/s beside all others"
         reason = f"{rates}: reading all on every rank takes {every:.1f} s, once with {self.backend} {once:.1f} s"

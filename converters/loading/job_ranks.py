@@ -1,8 +1,8 @@
-"""The processes of a job over torch.distributed: they agree, put small things together, and one failure is everybody's.
+"""The processes of a job over torch.distributed: they exchange small values, and one failure is everybody's.
 
-with job(timeout=600, stop=stop) as ranks:      # torch.distributed's group, or one made from the environment
-    answer = ranks.together(step)               # does something on every rank; raises on all if there was an error on any
-    rows = ranks.collected(mine)                # on rank 0
+with join_job(timeout=600, stop=stop) as ranks:     # torch.distributed's group, or one made from the environment
+    answer = ranks.run_on_all(step)                 # does something on every rank; raises on all if one of them fails
+    rows_by_rank = ranks.gather(rows)               # on rank 0
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PATIENCE = 5.0  # seconds that a stopped rank waits for an answer: others read 
 
 
 @contextlib.contextmanager
-def job(timeout: float, stop: StopFlag | None = None) -> Iterator[JobRanks]:
+def join_job(timeout: float, stop: StopFlag | None = None) -> Iterator[JobRanks]:
     """The ranks that were started together. A process group that is made here is destroyed at the end.
 
     Args:
@@ -58,7 +58,7 @@ def job(timeout: float, stop: StopFlag | None = None) -> Iterator[JobRanks]:
         limit = datetime.timedelta(seconds=timeout)
         # a name of its own for each load: a rank may begin the next one while others still leave this one
         store = PrefixStore(f"distckpt/{next(_loads)}", _meeting_point(started.rank, started.world, limit))
-        with lost():
+        with naming_lost_ranks():
             dist.init_process_group("gloo", store=store, rank=started.rank, world_size=started.world, timeout=limit)
     ranks = None
     try:
@@ -67,7 +67,7 @@ def job(timeout: float, stop: StopFlag | None = None) -> Iterator[JobRanks]:
     finally:
         if ranks is not None:
             ranks.close()
-        if own_group and (ranks is None or not ranks.left):
+        if own_group and (ranks is None or not ranks.has_left):
             dist.destroy_process_group()
 
 
@@ -79,7 +79,7 @@ def _meeting_point(rank: int, world: int, timeout: datetime.timedelta) -> Any:
     """The store at MASTER_ADDR: torchrun's own, or rank 0 opens it; kept, as a port is not opened twice in a hurry."""
     from torch.distributed.rendezvous import rendezvous
 
-    with lost():
+    with naming_lost_ranks():
         return next(rendezvous("env://", rank, world, timeout=timeout))[0]
 
 
@@ -91,19 +91,19 @@ class JobRanks:
         world: How many there are.
         local: Number of this process on its machine.
         neighbours: How many of them are on its machine.
-        left: This rank was stopped while it waited for others: it asks them nothing any more.
+        has_left: This rank was stopped while it waited for others: it asks them nothing any more.
     """
 
     def __init__(self, timeout: float, stop: StopFlag | None = None) -> None:
         import torch.distributed as dist
 
         self.rank, self.world, self._timeout, self._stop = dist.get_rank(), dist.get_world_size(), timeout, stop
-        self.left = False
+        self.has_left = False
         self._groups: list[Any] = []
-        with lost():
+        with naming_lost_ranks():
             limit = datetime.timedelta(seconds=timeout)
             self._all = dist.new_group(list(range(self.world)), timeout=limit, backend="gloo")
-        hosts = self.gathered(socket.gethostname())
+        hosts = self.all_gather(socket.gethostname())
         self.local, self.neighbours = hosts[: self.rank].count(hosts[self.rank]), hosts.count(hosts[self.rank])
         self._key = self.broadcast(secrets.token_hex(8))
 
@@ -124,7 +124,7 @@ class JobRanks:
         store = PrefixStore(f"distckpt/{self._key}/{backend}/{name}", _get_default_store())
         limit = datetime.timedelta(seconds=self._timeout)
         make = _nccl if backend == "nccl" else ProcessGroupGloo
-        with lost():
+        with naming_lost_ranks():
             group = make(store, list(members).index(self.rank), len(members), limit)
         self._groups.append(group)
         return group
@@ -137,7 +137,7 @@ class JobRanks:
             Interrupted: This rank was stopped, and they do not answer.
         """
         deadline, pause = time.monotonic() + self._timeout + _PATIENCE, 1e-4  # gloo itself should have ended it before
-        with lost():
+        with naming_lost_ranks():
             while not work.is_completed():
                 if self._stop is not None and self._stop.is_set():
                     deadline = min(deadline, time.monotonic() + _PATIENCE)
@@ -149,7 +149,7 @@ class JobRanks:
 
     def _give_up(self, group: Any) -> None:
         """Leaves a collective that others do not come to, and asks them nothing any more."""
-        self.left = True
+        self.has_left = True
         with contextlib.suppress(RuntimeError):
             group.abort()
         if self._stop is not None and self._stop.is_set():
@@ -166,29 +166,29 @@ class JobRanks:
         import torch
         import torch.distributed as dist
 
-        if self.left:
+        if self.has_left:
             return False
         false = torch.tensor([0 if value else 1], dtype=torch.int32)
-        with lost():
+        with naming_lost_ranks():
             work = group.allreduce([false], dist.ReduceOp.MAX)
         self.wait(work, group)
         return not false.item()
 
-    def gathered(self, value: _Any) -> list[_Any]:
+    def all_gather(self, value: _Any) -> list[_Any]:
         """What every rank gives, on every rank; small."""
         import torch.distributed as dist
 
         out: list[Any] = [None] * self.world
-        with lost():
+        with naming_lost_ranks():
             dist.all_gather_object(out, value, group=self._all)
         return out
 
-    def collected(self, value: _Any) -> list[_Any]:
+    def gather(self, value: _Any) -> list[_Any]:
         """What every rank gives, on rank 0; an empty list elsewhere."""
         import torch.distributed as dist
 
         out: list[Any] | None = [None] * self.world if self.rank == 0 else None
-        with lost():
+        with naming_lost_ranks():
             dist.gather_object(value, out, dst=0, group=self._all)
         return out or []
 
@@ -197,22 +197,22 @@ class JobRanks:
         import torch.distributed as dist
 
         box: list[Any] = [value]
-        with lost():
+        with naming_lost_ranks():
             dist.broadcast_object_list(box, src=0, group=self._all)
         answer: _Any = box[0]
         return answer
 
-    def together(self, step: Callable[[], _Any]) -> _Any:
-        """Does something that may fail, on all ranks; if one fails, all do: see `agree`."""
+    def run_on_all(self, step: Callable[[], _Any]) -> _Any:
+        """Does something that may fail, on all ranks; if one fails, all do: see `raise_any`."""
         error: Exception | None = None
         try:
             answer = step()
         except Exception as failure:  # noqa: BLE001 - raised again below, here and on all ranks
             error = failure
-        self.agree(error)
-        return answer  # where there was a failure, `agree` has raised
+        self.raise_any(error)
+        return answer  # where there was a failure, `raise_any` has raised
 
-    def agree(self, error: BaseException | None) -> None:
+    def raise_any(self, error: BaseException | None) -> None:
         """Raises on every rank if there was an error on any: the own one where there was one, else that of the first.
 
         Args:
@@ -221,13 +221,13 @@ class JobRanks:
         Raises:
             BaseException: See above; of another rank's the message, and of the library's own errors all of it.
         """
-        if self.left and error is not None:
+        if self.has_left and error is not None:
             raise error
         packed_error = None
-        if error is not None and not isinstance(error, Elsewhere):
+        if error is not None and not isinstance(error, OtherRankFailed):
             ours = error if isinstance(error, DistckptError) else DistckptError(f"{type(error).__name__}: {error}")
             packed_error = ours.to_json()
-        documents = self.gathered(packed_error)
+        documents = self.all_gather(packed_error)
         for rank, document in enumerate(documents):
             if packed_error is None and document is not None:
                 raise from_json(document, f"rank {rank} failed: ")
@@ -238,7 +238,7 @@ class JobRanks:
         """Gives up the groups, but for those in which this rank's call was never answered: that would wait for it."""
         import torch.distributed as dist
 
-        if self.left:
+        if self.has_left:
             _UNANSWERED.append((self._all, *self._groups))
             return
         for group in self._groups:
@@ -275,7 +275,7 @@ def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
                 os.environ[name] = value
 
 
-class Elsewhere(DistckptError):
+class OtherRankFailed(DistckptError):
     """Another rank has failed, and will say why."""
 
 
@@ -312,7 +312,7 @@ def refuse_differences(requests: Sequence[Mapping[str, tuple[str, str]]]) -> Non
 
 
 @contextlib.contextmanager
-def lost() -> Iterator[None]:
+def naming_lost_ranks() -> Iterator[None]:
     """What torch.distributed raises, in one sentence: that a rank has gone, where it says so.
 
     Raises:

@@ -1,8 +1,7 @@
 """Moves the bytes of a load: threads read items onto a device, tensors come out as they are complete.
 
-    loading = Loading(plan, reader, device, threads=4)
-    with loading:
-        for name, tensor in loading.complete():
+    with Loading(plan, reader, device, threads=4) as loading:
+        for name, tensor in loading.tensors():
             ...
 
 An item goes straight into its tensor where its elements lie there in one piece and nothing happens to them; otherwise
@@ -30,7 +29,7 @@ from converters.io.sources import Sources
 from converters.planning.plan import Op
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -38,15 +37,16 @@ if TYPE_CHECKING:
     from converters.events import Listener, StopFlag
     from converters.formats.base import Reader
     from converters.io.device import Device, Lane
-    from converters.loading.exchange import Buffer
-    from converters.loading.plan import CopyTo, LoadPlan, ReadItem
+    from converters.loading.exchange import Buffer, Exchange
+    from converters.loading.plan import LoadPlan, ReadItem
+    from converters.planning.plan import Copy
 
     Action = Callable[[Gatherer, Lane], None]
 
 
 @dataclass
 class _Allocated:
-    """A tensor with memory, in the shape that a `CopyTo` refers to.
+    """A tensor with memory, in the shape that a `Copy` refers to.
 
     Attributes:
         tensor: The memory.
@@ -67,7 +67,7 @@ class Loading:
         reader: The checkpoint.
         device: Where tensors go.
         threads: Number of threads.
-        shared: Items that are not these threads' own: they are read as `read` says, and come back to `scatter`.
+        exchange: Reads the items that ranks share together with the others; None: these threads read all of them.
         joint: Whether the checksum of an item counts for the whole job.
         ahead: Bytes of tensors begun and not yet taken, above which no thread begins another while there is one to be
             taken; None for no limit.
@@ -87,14 +87,15 @@ class Loading:
         device: Device,
         *,
         threads: int,
-        shared: Collection[ReadItem] = (),
+        exchange: Exchange | None = None,
         joint: Callable[[ReadItem], bool] = lambda item: True,
         ahead: int | None = None,
         keep_cache: bool = False,
         listener: Listener | None = None,
         stop: StopFlag | None = None,
     ) -> None:
-        self.plan, self.device = plan, device
+        self.plan, self.device, self._exchange = plan, device, exchange
+        self._on_device = exchange is not None and exchange.on_device  # whether its buffers are
         self.sums = JointSums()
         self.sources = Sources(reader, plan.sources, sums=self.sums, drop=not keep_cache)
         self.failure: BaseException | None = None
@@ -103,14 +104,14 @@ class Loading:
         self._allocated: dict[str, _Allocated] = {}
         # what nothing stored fills is ready from the beginning
         self._ready: deque[str] = deque(name for name in plan.pieces if name not in self._missing)
-        self._untaken, self._handed_over = 0, 0
-        elsewhere = {item.key for item in shared}
-        self._own = deque(item for item in plan.read_items if item.key not in elsewhere)
+        self._untaken_bytes, self._taken = 0, 0
+        shared = {item.key for item in exchange.shared()} if exchange else ()
+        self._own = deque(item for item in plan.read_items if item.key not in shared)
         self._urgent: deque[Action] = deque()
-        self._silent = {item.key for item in self._own if not item.copies}  # no tensor waits for them
+        self._for_checksums = {item.key for item in self._own if not item.copies}  # no tensor waits for them
         self._lock = threading.Condition()
         self._closed = False
-        self._lane: Lane | None = None  # of the thread that calls `scatter`
+        self._lane: Lane | None = None  # of the caller's thread
         self._threads = [threading.Thread(target=self._work, name=f"load-{n}", daemon=True) for n in range(threads)]
 
     def __enter__(self) -> Self:
@@ -129,15 +130,24 @@ class Loading:
 
     # ------------------------------------------------------------------ the caller's thread
 
-    def complete(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, as soon as it is complete.
 
         Raises:
             BaseException: What went wrong in a thread.
         """
+        exchange = self._exchange
+        if exchange is not None:
+            wait = self._read_shared(exchange.own_reads(0))
+            for number in range(len(exchange)):
+                wait_next = self._read_shared(exchange.own_reads(number + 1))
+                wait()
+                self._scatter(exchange.gather())
+                yield from self._complete()
+                wait = wait_next
         while self._unfinished():
             self._wait(lambda: bool(self._ready) or not self._unfinished())
-            yield from self.ready()
+            yield from self._complete()
 
     def _wait(self, come: Callable[[], bool]) -> None:
         """Waits for something that threads do; raises what went wrong in one."""
@@ -149,29 +159,26 @@ class Loading:
         if self.failure is not None:
             raise self.failure
 
-    def ready(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _complete(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that are complete by now and were not given yet."""
         while True:
             with self._lock:
                 if not self._ready:
                     return
                 name = self._ready.popleft()
-            begun = self._allocate(name)
+            allocated = self._allocate(name)
             with self._lock:
                 del self._allocated[name]
-                self._untaken -= self.plan.pieces[name].nbytes
-                self._handed_over += 1
+                self._untaken_bytes -= self.plan.pieces[name].nbytes
+                self._taken += 1
                 self._lock.notify_all()
-            tensor = begun.tensor.view(self.plan.pieces[name].shape)
-            del begun
+            tensor = allocated.tensor.view(self.plan.pieces[name].shape)
+            del allocated
             yield name, tensor
             del tensor
 
-    def read(self, buffers: Sequence[Buffer], *, on_device: bool) -> Callable[[], None]:
+    def _read_shared(self, buffers: Sequence[Buffer]) -> Callable[[], None]:
         """Has threads fill buffers before they go on with their own items.
-
-        Args:
-            on_device: The buffers are the device's memory, not the host's.
 
         Returns:
             Waits until all are filled, and raises what went wrong in a thread.
@@ -188,7 +195,7 @@ class Loading:
 
             def fill(gatherer: Gatherer, lane: Lane) -> None:
                 read = self._reading(gatherer, item)
-                if on_device:
+                if self._on_device:
                     lane.run(read, item.nbytes, into=memory, done=filled, after=[mark])
                 else:
                     read(memory.numpy())
@@ -201,9 +208,9 @@ class Loading:
             self._lock.notify_all()
         return lambda: self._wait(lambda: not unread)
 
-    def scatter(self, buffers: Sequence[Buffer], *, on_device: bool) -> None:
+    def _scatter(self, buffers: Sequence[Buffer]) -> None:
         """Takes the bytes of filled buffers to the tensors that they are for; returns when all of it is done."""
-        if on_device or self.device.unified:
+        if self._on_device or self.device.unified:
             for item, memory in buffers:
                 tensors = [self._allocate(copy.target).tensor for copy in item.copies]
                 self.device.do(functools.partial(self._scatter_item, item, memory, tensors))
@@ -223,11 +230,11 @@ class Loading:
         """Notes that an item is where it goes."""
         with self._lock:
             for copy in item.copies:
-                begun = self._allocated[copy.target]
-                begun.missing -= 1
-                if not begun.missing:
+                allocated = self._allocated[copy.target]
+                allocated.missing -= 1
+                if not allocated.missing:
                     self._ready.append(copy.target)
-            self._silent.discard(item.key)
+            self._for_checksums.discard(item.key)
             self._lock.notify_all()
         if self._listener is not None:
             self._listener(Moved(item.nbytes))
@@ -243,24 +250,15 @@ class Loading:
 
     def _move_item(self, lane: Lane, item: ReadItem, read: Callable[[NDArray[np.uint8]], None]) -> None:
         """Takes the bytes of an item from `read` to where they go."""
-        begun = [self._allocate(copy.target) for copy in item.copies]
-        marks = [one.mark for one in begun if one.mark is not None]
-        straight = self._direct_memory(item) if item.copies else None
-
-        def done() -> None:
-            self._arrived(item)
-
-        if straight is not None:
-            lane.run(read, item.nbytes, into=straight, done=done, after=marks)
-        else:
-            tensors = [one.tensor for one in begun]
-            lane.run(
-                read,
-                item.nbytes,
-                put=lambda memory: self._scatter_item(item, memory, tensors),
-                done=done,
-                after=marks,
-            )
+        allocated = [self._allocate(copy.target) for copy in item.copies]
+        marks = [target.mark for target in allocated if target.mark is not None]
+        memory, done = self._direct_memory(item), functools.partial(self._arrived, item)
+        if memory is not None:
+            lane.run(read, item.nbytes, into=memory, done=done, after=marks)
+            return
+        tensors = [target.tensor for target in allocated]
+        put = functools.partial(self._scatter_item, item, tensors=tensors)
+        lane.run(read, item.nbytes, put=put, done=done, after=marks)
 
     def _fail(self, error: BaseException) -> None:
         """Notes that something went wrong; threads end after their item."""
@@ -297,7 +295,7 @@ class Loading:
                         return self._urgent.popleft()
                     if self._own and self._may_begin(self._own[0]):
                         item = self._own.popleft()
-                        for copy in item.copies:  # now, so that the next thread sees how much is begun
+                        for copy in item.copies:  # now, so that the next thread sees how much is allocated
                             self._allocate(copy.target)
                         return lambda gatherer, lane: self._move_item(lane, item, self._reading(gatherer, item))
                     if not patient:
@@ -310,34 +308,36 @@ class Loading:
         if self._ahead is None or not self._ready:  # no tensor can be taken: go on in any order of items
             return True
         fresh = sum(self.plan.pieces[x.target].nbytes for x in item.copies if x.target not in self._allocated)
-        return not fresh or self._untaken + fresh <= self._ahead
+        return not fresh or self._untaken_bytes + fresh <= self._ahead
 
     def _unfinished(self) -> bool:
-        return self._handed_over < len(self.plan.pieces) or bool(self._silent)
+        return self._taken < len(self.plan.pieces) or bool(self._for_checksums)
 
     def _allocate(self, name: str) -> _Allocated:
         """The memory of a tensor; the first that asks allocates it."""
         with self._lock:
-            begun = self._allocated.get(name)
-            if begun is None:
+            allocated = self._allocated.get(name)
+            if allocated is None:
                 piece = self.plan.pieces[name]
                 tensor = self.device.empty(piece.dtype.name, piece.laid)
                 fills = piece.fills if name in self._missing else [Box.whole(piece.laid)]
                 if fills:
                     self.device.do(lambda: _zero(tensor, fills))
-                begun = self._allocated[name] = _Allocated(tensor, self.device.mark(), self._missing[name])
-                self._untaken += piece.nbytes
-            return begun
+                allocated = self._allocated[name] = _Allocated(tensor, self.device.mark(), self._missing[name])
+                self._untaken_bytes += piece.nbytes
+            return allocated
 
     def _direct_memory(self, item: ReadItem) -> torch.Tensor | None:
         """The bytes of the tensor that an item fills, if it fills them as they are read."""
         import torch
 
-        copy, *more = item.copies
-        piece = self.plan.pieces[copy.target]
-        if more or copy.op is not Op.COPY or piece.dtype != self.plan.sources[item.source].dtype:
+        if len(item.copies) != 1:
             return None
-        first, length, outer = runs(copy.box, piece.laid)
+        (copy,) = item.copies
+        piece = self.plan.pieces[copy.target]
+        if copy.op is not Op.COPY or piece.dtype != self.plan.sources[item.source].dtype:
+            return None
+        first, length, outer = runs(copy.target_box, piece.laid)
         if outer:
             return None
         flat = self._allocated[copy.target].tensor.reshape(-1)[first : first + length]
@@ -358,9 +358,9 @@ def _zero(tensor: torch.Tensor, boxes: Sequence[Box]) -> None:
         tensor[box.slices].zero_()
 
 
-def _copy_into(values: torch.Tensor, copy: CopyTo, tensor: torch.Tensor) -> None:
-    """`tensor[box] = op(values)`, as the engine that writes files does it."""
+def _copy_into(values: torch.Tensor, copy: Copy, tensor: torch.Tensor) -> None:
+    """`tensor[target_box] = op(values)`, as the engine that writes files does it."""
     if copy.op is Op.TRANSPOSE:
         values = values.T
-    out = tensor[copy.box.slices]
+    out = tensor[copy.target_box.slices]
     apply(values.reshape(out.shape), out, copy.op)

@@ -1,6 +1,6 @@
 """What is read in one go, and where it goes: the plan of a load. No I/O, no torch.
 
-A `ReadItem` is a box of a stored tensor, with a `CopyTo` for each place it goes to. Ranks that need the same elements of
+A `ReadItem` is a box of a stored tensor, with a `Copy` of it for each piece it goes to. Ranks that need the same elements of
 a tensor have the same items, because what they are follows from the layout alone: data-parallel replicas share nearly all of
 theirs, tensor-parallel ranks the norms. What a rank of a job reads is decided in `rank_plan`, how a group deals its items
 out in `rounds`.
@@ -9,7 +9,7 @@ out in `rounds`.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from converters.catalog import Catalog, TensorInfo
     from converters.events import Listener, StopFlag
     from converters.param_order import Order
-    from converters.planning.plan import Copy, Drop, Op, Piece
+    from converters.planning.plan import Copy, Drop, Piece
 
 TILE = 8 << 20
 """The largest item, in bytes."""
@@ -59,15 +59,6 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTo:
-    """Where the elements of an item go: a box of a piece, in coordinates of its `laid` shape."""
-
-    target: str
-    box: Box
-    op: Op
-
-
-@dataclass(frozen=True, slots=True)
 class ReadItem:
     """A box of a stored tensor, read in one go.
 
@@ -75,14 +66,14 @@ class ReadItem:
         source: Name of the stored tensor.
         box: In its coordinates.
         nbytes: Size.
-        copies: Where it goes; nowhere if it is read for the checksum of its record alone.
+        copies: Of all of its box, into pieces; none if it is read for the checksum of its record alone.
         again: Another item of this rank reads some of the same elements, so its checksum does not count.
     """
 
     source: str
     box: Box
     nbytes: int
-    copies: tuple[CopyTo, ...]
+    copies: tuple[Copy, ...]
     again: bool = False
 
     @property
@@ -176,9 +167,9 @@ def plan_pieces(
                 tile,
                 tile.volume * size,
                 tuple(
-                    CopyTo(c.target, c.target_box if tile is box else target_box_of(c, tile), c.op)
-                    for c in same_box
-                    if c.target
+                    replace(copy, source_box=tile, target_box=target_box_of(copy, tile)) if tile is not box else copy
+                    for copy in same_box
+                    if copy.target
                 ),
                 again,
             )

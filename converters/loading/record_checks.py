@@ -29,7 +29,7 @@ def check_jointly(loading: Loading, ranks: JobRanks) -> tuple[int, list[int]]:
     with contextlib.closing(Gatherer(loading.sources)) as gatherer:
         located = [(record, gatherer.payload(record)) for record in sorted(loading.sums.joint)]
     rows = [(r, *loading.sums.joint[r], p.crc_nbytes, p.crc) for r, p in located if p.crc is not None]
-    parts = ranks.collected((rows, loading.sums.whole_records))
+    parts = ranks.gather((rows, loading.sums.whole_records))
     sums: dict[int, tuple[int, int, int, int | None]] = {}
     for rank_rows, _ in parts:
         for record, nbytes, value, total, crc in rank_rows:

@@ -21,7 +21,7 @@ from converters.loading.record_checks import check_jointly, check_whole
 from converters.remote.address import RemotePath
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
     from converters.formats.base import Reader
     from converters.io.device import Device
@@ -106,29 +106,29 @@ class PreparedLoad:
         in_job: bool = False,
     ) -> None:
         self._begin, self._finished = time.monotonic(), True
-        self._reported_bytes = self._joint = 0
+        self._measured_bytes = self._jointly_checked = 0
         self._options, self._rank, self.report = options, rank, LoadReport(rank)
         self._ranks: JobRanks | None = None
         with contextlib.ExitStack() as stack:
             if in_job:
-                from converters.loading.job_ranks import job, refuse_differences
+                from converters.loading.job_ranks import join_job, refuse_differences
 
-                self._ranks = stack.enter_context(job(options.timeout, options.stop))
-            request = self._together(lambda: make(self._ranks))
+                self._ranks = stack.enter_context(join_job(options.timeout, options.stop))
+            request = self._run_on_all(lambda: make(self._ranks))
             self._reader, self._plan, self._device = request.reader, request.plan, request.device
             self.report.nbytes, self.report.bytes_needed = self._plan.nbytes, self._plan.bytes_needed
             self.report.notes = list(self._plan.notes)
             if self._ranks is not None:
-                refuse_differences(self._ranks.gathered(request.alike))
+                refuse_differences(self._ranks.all_gather(request.alike))
             self._exchange = self._choose_exchange()
-            self._loading = self._together(self._make_loading)
+            self._loading = self._run_on_all(self._make_loading)
             self._announce()
             self._leave_job = stack.pop_all()
         self._finished = False
 
-    def _together(self, step: Callable[[], _Answer]) -> _Answer:
+    def _run_on_all(self, step: Callable[[], _Answer]) -> _Answer:
         """Does something that may fail, in a job on all ranks; if one fails, all do."""
-        return step() if self._ranks is None else self._ranks.together(step)
+        return step() if self._ranks is None else self._ranks.run_on_all(step)
 
     # ------------------------------------------------------------------ before anything is read
 
@@ -138,7 +138,7 @@ class PreparedLoad:
         if ranks is None:
             report.reason = "this process loads alone"
             return None
-        if not any(ranks.gathered(bool(self._plan.groups))):
+        if not any(ranks.all_gather(bool(self._plan.groups))):
             report.reason = "no two ranks need the same bytes"
             return None
         report.exchange = "read by every rank"
@@ -152,7 +152,7 @@ class PreparedLoad:
         if options.broadcast == "auto":
             choice = exchange.measure(self._plan, self._reader)
             report.reason = choice.reason
-            report.bytes_read += choice.bytes_read
+            self._measured_bytes = choice.bytes_read
             if not choice.exchange:
                 return None
         report.exchange = exchange.backend
@@ -214,7 +214,7 @@ class PreparedLoad:
             self._reader,
             self._device,
             threads=threads,
-            shared=exchange.shared() if exchange is not None else (),
+            exchange=exchange,
             joint=lambda item: item.key in summed_here,
             ahead=options.ahead,
             keep_cache=self._ranks is not None and exchange is None,
@@ -254,7 +254,7 @@ class PreparedLoad:
         failure: BaseException | None = None
         try:
             with self._loading:
-                yield from self._arriving()
+                yield from self._loading.tensors()
             for name in self._plan.empty:
                 yield name, None
         except BaseException as error:  # noqa: BLE001 - raised below, when the other ranks know
@@ -269,18 +269,6 @@ class PreparedLoad:
 
     def __del__(self) -> None:
         self.close()
-
-    def _arriving(self) -> Iterator[tuple[str, Any]]:
-        loading, exchange = self._loading, self._exchange
-        if exchange is not None:
-            wait = loading.read(exchange.own_reads(0), on_device=exchange.on_device)
-            for number in range(len(exchange)):
-                wait_next = loading.read(exchange.own_reads(number + 1), on_device=exchange.on_device)
-                wait()
-                loading.scatter(exchange.gather(), on_device=exchange.on_device)
-                yield from loading.ready()
-                wait = wait_next
-        yield from loading.complete()
 
     def _finish(self, failure: BaseException | None) -> None:
         """Makes a failure everybody's, or checks what no rank has read whole; leaves the job."""
@@ -297,9 +285,8 @@ class PreparedLoad:
 
     def _update_report(self) -> None:
         report, sources = self.report, self._loading.sources
-        report.bytes_read += sources.bytes_read - self._reported_bytes
-        self._reported_bytes = sources.bytes_read
-        report.records_checked = sources.records_checked + self._joint
+        report.bytes_read = self._measured_bytes + sources.bytes_read
+        report.records_checked = sources.records_checked + self._jointly_checked
         report.bytes_received = 0 if self._exchange is None else self._exchange.bytes_received
         report.seconds = time.monotonic() - self._begin
 
@@ -312,17 +299,17 @@ class PreparedLoad:
         else:
             left_early = isinstance(failure, GeneratorExit)
             try:
-                ranks.agree(
+                ranks.raise_any(
                     DistckptError("its caller stopped before all tensors were taken") if left_early else failure
                 )
             except DistckptError:
                 if left_early and failure is not None:
                     raise failure from None
                 raise
-            self._joint, left = check_jointly(loading, ranks)
+            self._jointly_checked, left = check_jointly(loading, ranks)
             if check_all:
                 left = ranks.broadcast(left)[ranks.rank :: ranks.world]
         if check_all:
-            self._together(lambda: check_whole(loading, left))
+            self._run_on_all(lambda: check_whole(loading, left))
             left = []
         self.report.records_unchecked = len(left)

@@ -22,7 +22,7 @@ from converters.errors import DistckptError, Interrupted, RequestError
 from converters.events import StopFlag
 from converters.formats import open_checkpoint
 from converters.loading import job_ranks
-from converters.loading.job_ranks import JobRanks, lost, refuse_differences
+from converters.loading.job_ranks import JobRanks, naming_lost_ranks, refuse_differences
 from converters.loading.plan import LoadOptions, ReadItem
 from converters.loading.rank_plan import plan_load
 from converters.loading.rounds import rounds
@@ -389,11 +389,11 @@ def test_a_rank_that_dies_leaves_nobody_waiting(big, tmp_path):
 
 
 def test_what_torch_raises_is_not_always_a_lost_rank():
-    with pytest.raises(DistckptError, match="another rank of the job has ended"), lost():
+    with pytest.raises(DistckptError, match="another rank of the job has ended"), naming_lost_ranks():
         raise RuntimeError(
             "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17068. This is typical"
         )
-    with pytest.raises(DistckptError, match=r"^torch.distributed failed\nInvalid device string"), lost():
+    with pytest.raises(DistckptError, match=r"^torch.distributed failed\nInvalid device string"), naming_lost_ranks():
         raise RuntimeError("Invalid device string: 'cuda:x'\nsecond line")
 
 
@@ -404,17 +404,17 @@ def test_a_rank_that_is_stopped_does_not_wait_for_others_for_ever(monkeypatch):
     group = types.SimpleNamespace(allreduce=lambda *_: pending, abort=lambda: aborted.append(1))
     monkeypatch.setattr("converters.loading.job_ranks._PATIENCE", 0.05)
     ranks = object.__new__(JobRanks)
-    ranks.left, ranks._stop, ranks._timeout = False, StopFlag(), 0.0
+    ranks.has_left, ranks._stop, ranks._timeout = False, StopFlag(), 0.0
     with pytest.raises(DistckptError, match="has ended or does not answer"):
         ranks.wait(pending, group)
-    ranks.left, ranks._timeout = False, 1000.0
+    ranks.has_left, ranks._timeout = False, 1000.0
     ranks._stop.set(2)
     with pytest.raises(Interrupted) as caught:
         ranks.all_true(True, group)
     assert len(aborted) == 2  # else NCCL's kernel stays on the GPU, and all that is asked of it waits
     assert not ranks.all_true(True, group)
     with pytest.raises(Interrupted):
-        ranks.agree(caught.value)
+        ranks.raise_any(caught.value)
 
 
 def test_nccl_may_not_end_the_process(monkeypatch):
