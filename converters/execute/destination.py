@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 from converters.errors import DestinationError
 from converters.execute.disk import trouble_with
@@ -11,6 +12,8 @@ from converters.formats.folder import refresh
 from converters.names import listed, printable, quoted
 from converters.remote.address import RemotePath, is_bucket
 from converters.remote.writing import WRITABLE
+
+P = TypeVar("P", bound=Path)
 
 
 def check_destination(
@@ -103,7 +106,7 @@ def _check_store(source: Path, destination: RemotePath, overwrite: bool, file: b
         raise DestinationError(f"{shown} is a whole bucket", hint=f"name a folder in it: {shown}/NAME")
     _refuse_overlap(source, destination, shown)
     refresh(destination.parent)
-    if not destination.exists() or destination.with_name(f".{destination.name}.distckpt-upload").exists():
+    if not destination.exists() or hidden(destination, "upload").exists():
         return  # the upload itself says whether it continues what lies there
     if destination.is_file() != file:
         kind = (
@@ -200,10 +203,14 @@ def resolved(path: Path) -> Path:
         return path.parent.resolve() / path.name if not path.exists() else path.resolve()
 
 
+def hidden(path: P, what: str) -> P:
+    """A name that nobody sees, of what belongs to a path and lies beside it."""
+    return path.with_name(f".{path.name}.distckpt-{what}")
+
+
 def beside(destination: Path, what: str) -> Path:
     """The hidden folder beside a destination that holds what is not the result yet."""
-    real = resolved(destination)
-    return real.with_name(f".{real.name}.distckpt-{what}")
+    return hidden(resolved(destination), what)
 
 
 def _is_ours(folder: Path) -> bool:

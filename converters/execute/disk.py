@@ -82,6 +82,13 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+def write_synced(path: Path, data: bytes) -> None:
+    """Writes a small file and syncs it."""
+    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+        write_all(fd, data)
+        os.fsync(fd)
+
+
 def reserve(fd: int, nbytes: int) -> None:
     """Gives an empty file its size and, where the file system can, its blocks: a full disk shows now, not hours later."""
     libc = ctypes.CDLL(None, use_errno=True)

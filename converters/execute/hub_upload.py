@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from converters.errors import DestinationError
-from converters.events import FileDone, Moved, Phase, PlanReady
+from converters.events import FileDone, Moved
 from converters.execute.upload import Upload
 from converters.names import printable
 from converters.remote.hub_writing import HubWriter
@@ -47,10 +47,8 @@ class HubUpload(Upload):
     def _run(self, sharing: WorkSharing) -> None:
         if not sharing.leads:
             return
-        sharing.assemble()
         files = self._staged_files()
-        sharing.listener(Phase("uploading"))
-        sharing.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
+        self._announce(files, sharing)
         existing = self._hub.files()
         card = existing and _CARD in existing and not self._overwrite
         additions = [self._put(name, path, sharing) for name, path in files.items() if name != _CARD or not card]

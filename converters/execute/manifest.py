@@ -20,7 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from converters.errors import DestinationError, FormatError
-from converters.execute.disk import raise_error, sync_folder, trouble_with
+from converters.execute.destination import hidden
+from converters.execute.disk import raise_error, sync_folder, trouble_with, write_synced
 from converters.formats.folder import is_folder, listing
 from converters.formats.plain_json import read_json
 from converters.names import printable
@@ -85,10 +86,11 @@ def _stays_inside(path: str) -> bool:
 def listed_files(folder: Path) -> dict[str, int]:
     """Sizes of all files that a manifest of a folder lists, by relative path: regular files, no manifest, no link."""
     out: dict[str, int] = {}
+    unfinished = [hidden(Path(manifest), "partial").name for manifest in (MEGATRON, OURS)]
     for directory, folders, names in os.walk(folder, onerror=raise_error):
         folders.sort()
         for name in names:
-            if name in (_temporary(MEGATRON), _temporary(OURS)):
+            if name in unfinished:
                 continue  # left by a run that was killed
             path = Path(directory) / name
             relative = str(PurePosixPath(path.relative_to(folder)))
@@ -96,10 +98,6 @@ def listed_files(folder: Path) -> dict[str, int]:
             if stat.S_ISREG(status.st_mode) and relative not in (MEGATRON, OURS):
                 out[relative] = status.st_size
     return {name: out[name] for name in sorted(out)}
-
-
-def _temporary(name: str) -> str:
-    return f".{name}.distckpt-partial"
 
 
 def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:
@@ -116,15 +114,12 @@ def write_manifest(folder: Path, name: str, digests: Mapping[str, str]) -> Path:
     if isinstance(folder, RemotePath):
         raise DestinationError("a manifest is not written into an object store", hint="write it before the upload")
     data = json.dumps({"algorithm": "sha256", "files": dict(sorted(digests.items()))}, indent=2).encode()
-    path, temporary = folder / name, folder / _temporary(name)
+    path = folder / name
+    temporary = hidden(path, "partial")
     with trouble_with(path, "writing"):
         try:
             temporary.unlink(missing_ok=True)  # left by a run that was killed
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_synced(temporary, data)
             temporary.replace(path)
             sync_folder(folder)
         except BaseException:

@@ -36,6 +36,7 @@ from converters.execute.disk import (
     trouble_with,
     write_all,
     write_at,
+    write_synced,
 )
 from converters.execute.journal import JOURNAL, Journal
 from converters.execute.rank_folder import end_earlier_runs
@@ -110,7 +111,7 @@ class Staging:
         self._put_back()
         if not self._overwrite and (self.destination.exists() if self._single else is_full(self.destination)):
             self._refuse_late()
-        earlier = self.folder.with_name(f".{self.destination.name}.distckpt-ranks-")
+        earlier = beside(self.destination, "ranks-")
         end_earlier_runs(p for p in earlier.parent.iterdir() if p.name.startswith(earlier.name) and p != meeting)
 
     def _put_back(self) -> None:
@@ -187,9 +188,7 @@ class Staging:
         path = self.folder / name
         with trouble_with(path, "writing"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
-                write_all(fd, data)
-                os.fsync(fd)
+            write_synced(path, data)
 
     def publish(self) -> None:
         """Makes the result appear at the destination: complete, synced, in one rename.

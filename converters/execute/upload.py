@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import DestinationError, RequestError
 from converters.events import FileDone, Moved, Note, Phase, PlanReady
 from converters.execute import journal
-from converters.execute.destination import replaced
+from converters.execute.destination import hidden, replaced
 from converters.execute.disk import lock_folder, trouble_with
 from converters.execute.journal import JOURNAL, Journal
 from converters.execute.work_sharing import FunctionWorker
@@ -149,7 +149,7 @@ class Upload:
             DestinationError: Another job's upload lies there.
         """
         refresh(self._marker.parent)
-        earlier = self._earlier_mark()
+        earlier = read_mark(self._marker)
         continued, begun = earlier.get("fingerprint") == self._fingerprint, bool(earlier.get("uploading"))
         if begun and not continued and not self._overwrite:
             raise DestinationError(
@@ -172,7 +172,7 @@ class Upload:
         """Uploads the result that was made, each rank its share.
 
         Raises:
-            Interrupted: The sharing was stopped; the same command continues.
+            Interrupted: The work was stopped; the same command continues.
             DestinationError: The store cannot be written to any more.
         """
         try:
@@ -184,35 +184,32 @@ class Upload:
         if not sharing.leads:
             self._open_journal()
         files = self._staged_files()
-        stages = [
-            [
-                _File(n, name, files[name].stat().st_size)
-                for n, name in enumerate(x for x in files if _stage_of(x) == when)
-            ]
-            for when in sorted({_stage_of(name) for name in files})
-        ]
         done = self._prepare(files, sharing) if sharing.leads else set()
         worker = FunctionWorker(lambda file: self._put_file(file, sharing))
-        for stage in stages:
-            sharing.map(stage, lambda: worker, todo=[file for file in stage if file.name not in done])
+        for stage in sorted(set(map(_stage_of, files))):
+            names = [name for name in files if _stage_of(name) == stage]
+            tasks = [_File(number, name, files[name].stat().st_size) for number, name in enumerate(names)]
+            sharing.map(tasks, lambda: worker, todo=[file for file in tasks if file.name not in done])
         if sharing.leads:
             self._check_uploaded(files)
-            if self._overwrite or self._earlier_mark().get("replace"):
+            if self._overwrite or read_mark(self._marker).get("replace"):
                 self._writer.delete(self._object(name) for name in self._list_objects() if name not in files)
             self._writer.delete([self._marker])
             refresh(self._marker.parent)
 
-    def _prepare(self, files: dict[str, Path], sharing: WorkSharing) -> set[str]:
-        """Rank 0: names of the files that an earlier run has uploaded."""
+    def _announce(self, files: dict[str, Path], sharing: WorkSharing) -> None:
         sharing.assemble()
         sharing.listener(Phase("uploading"))
         sharing.listener(PlanReady("upload", len(files), 0, sum(path.stat().st_size for path in files.values()), 0))
-        replace = self._overwrite or bool(self._earlier_mark().get("replace"))
+
+    def _prepare(self, files: dict[str, Path], sharing: WorkSharing) -> set[str]:
+        """Rank 0: names of the files that an earlier run has uploaded."""
+        self._announce(files, sharing)
+        replace = self._overwrite or bool(read_mark(self._marker).get("replace"))
         self._write_mark(uploading=True, replace=replace)
         objects = self._list_objects()
-        done = {
-            name for name, state in self._list_uploaded().items() if objects.get(name) == state
-        }  # nobody changed it since
+        # nobody changed them since
+        done = {name for name, state in self._list_uploaded().items() if objects.get(name) == state}
         if done:
             sharing.listener(Note(f"{len(done)} of {len(files)} files were uploaded before"))
         if replace:  # from here on it is neither the old nor the new
@@ -224,8 +221,8 @@ class Upload:
         """Uploads a file, and notes that.
 
         Raises:
-            Interrupted: The sharing was stopped.
-            DestinationError: The store cannot be written to any more.
+            Interrupted: The work was stopped.
+            OSError: The store cannot be written to any more.
         """
 
         def moved(nbytes: int) -> None:
@@ -233,10 +230,7 @@ class Upload:
             sharing.report(Moved(nbytes))
 
         path = self.staged / file.name if file.name else self.staged
-        try:
-            tag = self._writer.put_file(path, self._object(file.name), moved)
-        except OSError as error:
-            raise self._upload_error(error) from error
+        tag = self._writer.put_file(path, self._object(file.name), moved)
         self._journal.append({"name": file.name, "size": file.nbytes, "tag": tag})
         sharing.report(FileDone(file.name, file.nbytes))
 
@@ -285,9 +279,6 @@ class Upload:
                 hint="run the same command again",
             )
 
-    def _earlier_mark(self) -> dict[str, Any]:
-        return read_mark(self._marker)
-
     def _write_mark(self, *, uploading: bool, replace: bool) -> None:
         document: dict[str, Any] = {"fingerprint": self._fingerprint, "uploading": uploading, "replace": replace}
         document |= {"about": dict(self._about)} if self._about else {}
@@ -297,7 +288,7 @@ class Upload:
 
 def mark_of(destination: RemotePath) -> RemotePath:
     """What lies beside a destination that is not complete."""
-    return destination.with_name(f".{destination.name}.distckpt-upload")
+    return hidden(destination, "upload")
 
 
 def read_mark(marker: RemotePath) -> dict[str, Any]:
