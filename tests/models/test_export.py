@@ -119,7 +119,7 @@ def mutate_expert_order(patch):
     def emit(self, out, source, target):
         count = out.args.num_experts
         for expert in range(count):
-            inner, outer = source + self.source.format(expert), target + self.target.format(count - 1 - expert)
+            inner, outer = f"{source}mlp.experts.{expert}.", target + self.target.format(count - 1 - expert)
             for rule in self.rules:
                 rule.emit(out, inner, outer)
 
