@@ -63,9 +63,9 @@ def _check_destination(source: Path, destination: Path, overwrite: bool, file: b
             message = f"{shown} already exists and is not empty"
             _refuse_existing(message, overwrite, _why_not_replaced(destination), "directory")
         if real == (cwd := Path.cwd()) or real in cwd.parents:
-            what = "is" if real == cwd else "contains"
+            verb = "is" if real == cwd else "contains"
             raise DestinationError(
-                f"{shown} {what} the working directory, and a new directory would take its place",
+                f"{shown} {verb} the working directory, and a new directory would take its place",
                 hint=f"name one in it: {shown}/NAME",
             )
     ancestor = next((folder for folder in (real.parent, *real.parents) if folder.exists()), Path("/"))
@@ -130,8 +130,8 @@ def replaced(destination: Path) -> str | None:
             return f"{printable(str(destination))} is replaced after success" if destination.exists() else None
         names = sorted(entry.name for entry in destination.iterdir())
     when = "when the result is complete and uploaded" if isinstance(destination, RemotePath) else "after success"
-    what = f"{printable(str(destination))} is replaced {when}, with all in it"
-    return f"{what}: {listed(names, 6)}" if names else None
+    sentence = f"{printable(str(destination))} is replaced {when}, with all in it"
+    return f"{sentence}: {listed(names, 6)}" if names else None
 
 
 def _check_file(destination: Path, overwrite: bool) -> None:
@@ -203,14 +203,14 @@ def resolved(path: Path) -> Path:
         return path.parent.resolve() / path.name if not path.exists() else path.resolve()
 
 
-def hidden(path: P, what: str) -> P:
+def hidden(path: P, suffix: str) -> P:
     """A name that nobody sees, of what belongs to a path and lies beside it."""
-    return path.with_name(f".{path.name}.distckpt-{what}")
+    return path.with_name(f".{path.name}.distckpt-{suffix}")
 
 
-def beside(destination: Path, what: str) -> Path:
+def beside(destination: Path, suffix: str) -> Path:
     """The hidden folder beside a destination that holds what is not the result yet."""
-    return hidden(resolved(destination), what)
+    return hidden(resolved(destination), suffix)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -26,9 +26,9 @@ def os_trouble(error: OSError, path: Path | str, doing: str) -> DestinationError
     """The error to raise when writing failed: what, where, and what helps."""
     shown = printable(str(path))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
+        reason = "the disk is full" if error.errno == errno.ENOSPC else "the disk quota is exhausted"
         return DestinationError(
-            f"{what}: {doing} {shown} failed",
+            f"{reason}: {doing} {shown} failed",
             hint="free some space and run the same command again; finished work is kept",
         )
     return DestinationError(f"{doing} {shown} failed: {error.strerror or error}", hint="nothing was published")

@@ -32,12 +32,12 @@ def disk_trouble(error: BaseException) -> FormatError | None:
     """The sentence for an unexpected OSError of a failing disk; None for another error."""
     if not isinstance(error, OSError) or error.errno not in (errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM):
         return None
-    what = printable(str(error.filename)) if error.filename else "a file"
-    trouble = FormatError(
-        f"access to {what} failed: {error.strerror}", hint="check the disk, then run the same command again"
+    path = printable(str(error.filename)) if error.filename else "a file"
+    failure = FormatError(
+        f"access to {path} failed: {error.strerror}", hint="check the disk, then run the same command again"
     )
-    trouble.__cause__ = error
-    return trouble
+    failure.__cause__ = error
+    return failure
 
 
 def unpack_error(document: dict[str, Any], who: str | None) -> DistckptError:

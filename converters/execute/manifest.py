@@ -47,7 +47,7 @@ class Manifest:
 
     name: str
     files: Mapping[str, str]
-    trouble: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -67,15 +67,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     algorithm = document.get("algorithm", "sha256")
     if algorithm != "sha256":
         raise FormatError(f"{name} has checksums of the kind {printable(str(algorithm))[:40]!r}, not sha256")
-    digests_by_path, trouble = {}, []
+    digests_by_path, problems = dict[str, str](), list[str]()
     for path, digest in files.items():
         if not _stays_inside(path):
-            trouble.append(f"{name} names {printable(path)[:200]!r}, which is not a file of this folder")
+            problems.append(f"{name} names {printable(path)[:200]!r}, which is not a file of this folder")
         elif not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            trouble.append(f"{name} has no SHA-256 for {printable(path)[:200]}")
+            problems.append(f"{name} has no SHA-256 for {printable(path)[:200]}")
         else:
             digests_by_path[path] = digest
-    return Manifest(name, digests_by_path, tuple(trouble))
+    return Manifest(name, digests_by_path, tuple(problems))
 
 
 def _stays_inside(path: str) -> bool:

@@ -87,19 +87,19 @@ class Staging:
         self.folder, self._old = beside(destination, "partial"), beside(destination, "old")
         self._overwrite = overwrite
         self._created_folders: list[Path] = []
-        self._held = contextlib.ExitStack()  # the lock and the journal, while they are open
+        self._open_files = contextlib.ExitStack()  # the lock and the journal, while they are open
         self.notes: list[str] = []
         try:
             with trouble_with(self.folder, "creating"):
                 self._created_folders = make_folders(self.folder)[1:]
                 fd, has_locks = lock_folder(self.folder, destination)
-                self._held.callback(os.close, fd)
+                self._open_files.callback(os.close, fd)
             if not has_locks:  # the final rename still lets only one win
                 self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
             with trouble_with(self.folder, "preparing"):
                 self._prepare(fd, meeting)
                 self.journal = self._resume(fingerprint, files) or self._start(fingerprint, files)
-                self._held.callback(self.journal.close)
+                self._open_files.callback(self.journal.close)
         except BaseException:  # also when an object that is copied turns out to be damaged
             self.close()
             raise
@@ -278,7 +278,7 @@ class Staging:
             while self._created_folders:
                 self._created_folders.pop(0).rmdir()
         with contextlib.suppress(OSError):
-            self._held.close()
+            self._open_files.close()
 
 
 def _is_there(file: Path, size: int) -> bool:
@@ -292,9 +292,9 @@ def _write_slice(fd: int, piece: Slice) -> None:
     path, offset, length = piece.content
     source, at = open_source(path), piece.at
     try:
-        what = f"{printable(path.name)} at {offset}"
+        label = f"{printable(path.name)} at {offset}"
         if piece.plain < 0:
-            check_archive(source.read, offset, length, what)
+            check_archive(source.read, offset, length, label)
         while length:
             data = source.read(offset, min(length, 1 << 20))
             if not data:

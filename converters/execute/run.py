@@ -216,8 +216,8 @@ class Run:
             with trouble_with(path, "syncing"), opened(path, os.O_RDWR) as fd:
                 os.fsync(fd)
         line = {"tasks": [task.number for task in fresh.tasks], "sums": fresh.sums, "written": fresh.written}
-        more = {"underflowed": fresh.underflowed} if fresh.underflowed else {}
-        self.journal.append({**line, "losses": _losses_json(fresh.losses), **more})
+        underflowed = {"underflowed": fresh.underflowed} if fresh.underflowed else {}
+        self.journal.append({**line, "losses": _losses_json(fresh.losses), **underflowed})
 
     def done(self, task: Task, outcome: Outcome) -> None:
         """Notes a finished task."""

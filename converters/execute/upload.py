@@ -103,7 +103,7 @@ class Upload:
         self._marker = mark_of(destination)
         self._fingerprint, self._overwrite, self._about = fingerprint, overwrite, about
         self._journal_path = folder / (f"{JOURNAL}-{ranks.rank}" if ranks.rank else JOURNAL)
-        self._held = contextlib.ExitStack()  # the lock and the journal, while they are open
+        self._open_files = contextlib.ExitStack()  # the lock and the journal, while they are open
 
     @cached_property
     def _writer(self) -> StoreWriter:
@@ -128,7 +128,7 @@ class Upload:
             begun = self._prepare_store()
         with trouble_with(self.folder, "preparing"):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._held.callback(os.close, lock_folder(self.folder, self.destination)[0])
+            self._open_files.callback(os.close, lock_folder(self.folder, self.destination)[0])
             if not journal.read(self._journal_path, self._fingerprint)[1]:
                 _remove(self.staged)  # of another job, or of this one before its source or its options changed
                 for path in self.folder.glob(f"{JOURNAL}-*"):
@@ -162,11 +162,11 @@ class Upload:
 
     def close(self) -> None:
         """Lets go of the folder; what is in it stays for the next run."""
-        self._held.close()
+        self._open_files.close()
 
     def _open_journal(self) -> None:
         self._journal = Journal(self._journal_path, self._fingerprint, self._about)
-        self._held.callback(self._journal.close)
+        self._open_files.callback(self._journal.close)
 
     def run(self, sharing: WorkSharing) -> None:
         """Uploads the result that was made, each rank its share.
@@ -240,9 +240,9 @@ class Upload:
         _remove(self.folder)
 
     def _upload_error(self, error: OSError) -> DestinationError:
-        what = error.strerror or str(error)
+        reason = error.strerror or str(error)
         return DestinationError(
-            f"uploading to {printable(str(error.filename or self.destination))} failed: {what}",
+            f"uploading to {printable(str(error.filename or self.destination))} failed: {reason}",
             details=[f"the complete result is in {printable(str(self.staged))}"],
             hint="run the same command again: what is uploaded is not uploaded again",
         )

@@ -74,7 +74,7 @@ class Gatherer:
         self._scratch = np.empty(0, np.uint8)
         self._halves = np.empty((2, 0), np.uint16)
         self._beside = np.empty(0, np.uint8)
-        self._whole: tuple[int, Bytes] = (-1, self._beside)
+        self._decoded_record: tuple[int, Bytes] = (-1, self._beside)
         self._files = OpenFiles(open_source, SourceFile.close)
         self.segments: Segments | None = None
 
@@ -273,12 +273,12 @@ class Gatherer:
 
     def _decoded(self, record: int, payload: Payload, decode: Callable[[bytes], bytes]) -> Bytes:
         """The elements of a record that is stored encoded: decoded whole, and kept until the next one."""
-        if self._whole[0] != record:
-            self._whole = -1, np.empty(0, np.uint8)  # so that there are never two of them
+        if self._decoded_record[0] != record:
+            self._decoded_record = -1, np.empty(0, np.uint8)  # so that there are never two of them
             raw = np.empty(payload.crc_nbytes, np.uint8)
             self._read_bytes(record, payload, payload.crc_offset, raw)
-            self._whole = record, np.frombuffer(decode(raw.tobytes()), np.uint8)
-        return self._whole[1]
+            self._decoded_record = record, np.frombuffer(decode(raw.tobytes()), np.uint8)
+        return self._decoded_record[1]
 
     def _read_bytes(self, record: int, payload: Payload, offset: int, into: Bytes) -> None:
         """Reads a range of a record."""
@@ -331,15 +331,15 @@ class OpenFiles(Generic[_File]):
         return file
 
     def close(self) -> None:
-        """Closes all, then raises the first trouble there was."""
-        trouble: OSError | None = None
+        """Closes all, then raises the first failure."""
+        failure: OSError | None = None
         while self._open:
             try:
                 self._closer(self._open.popitem()[1])
             except OSError as error:
-                trouble = trouble or error
-        if trouble is not None:
-            raise trouble
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 def _put(values: NDArray[Any], chunk: Chunk, into: NDArray[Any]) -> None:

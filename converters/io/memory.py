@@ -28,13 +28,13 @@ def memory_for(dtype: str, shape: Sequence[int], device: Any, *, pin_memory: boo
     """
     import torch
 
-    what = f"{tuple(shape)} elements of {dtype} do not fit"
-    with enough("there is no more pinned memory" if pin_memory else str(device), what):
+    request = f"{tuple(shape)} elements of {dtype} do not fit"
+    with memory_errors("there is no more pinned memory" if pin_memory else str(device), request):
         return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=device, pin_memory=pin_memory)
 
 
 @contextlib.contextmanager
-def enough(where: str, what: str = "") -> Iterator[None]:
+def memory_errors(where: str, request: str = "") -> Iterator[None]:
     """Says in our words that memory has run out. torch has a type for a GPU's, and only texts for the host's."""
     import torch
 
@@ -45,7 +45,7 @@ def enough(where: str, what: str = "") -> Iterator[None]:
         if not typed and not any(text in str(error) for text in ("out of memory", "allocate memory")):
             raise
         text = where if " " in where else f"{where} is out of memory"
-        text += f": {what or str(error).partition(chr(10))[0]}" if what or str(error) else ""
+        text += f": {request or str(error).partition(chr(10))[0]}" if request or str(error) else ""
         raise RequestError(text, hint="fewer threads or a smaller max_memory need less") from error
 
 

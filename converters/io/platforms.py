@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import RequestError
 from converters.io.device import Device, Staged
-from converters.io.memory import enough, memory_for
+from converters.io.memory import memory_errors, memory_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ class Cuda(Staged):
 
     def do(self, work: Callable[[], None]) -> None:
         """Has the home stream do something."""
-        with self._cuda.stream(self._home), enough(self.name):
+        with self._cuda.stream(self._home), memory_errors(self.name):
             work()
 
     def mark(self) -> Any:
@@ -76,7 +76,7 @@ class Cuda(Staged):
         """Has a stream do something when marks have come, and the event come behind it."""
         for mark in after:
             stream.wait_event(mark)
-        with self._cuda.stream(stream), enough(self.name):
+        with self._cuda.stream(stream), memory_errors(self.name):
             work()
             event.record(stream)
 

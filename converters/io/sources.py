@@ -69,7 +69,7 @@ class Sources:
         self._payloads: OrderedDict[int, Payload] = OrderedDict()
         self._chunks: OrderedDict[str, list[Chunk]] = OrderedDict()
         self.scales: dict[int, Scales] = {}
-        self._seen: set[int] = set()
+        self._first_read: set[int] = set()
         self._lock = threading.Lock()
         self._means: dict[str, NDArray[Any]] = {}
         self._averaging = threading.Lock()
@@ -136,8 +136,8 @@ class Sources:
     def is_new(self, record: int) -> bool:
         """Whether this is the first call for a record."""
         with self._lock:
-            new = record not in self._seen
-            self._seen.add(record)
+            new = record not in self._first_read
+            self._first_read.add(record)
             return new
 
     def read(self, nbytes: int) -> None:

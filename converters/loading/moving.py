@@ -106,9 +106,9 @@ class Loading:
         self._ready: deque[str] = deque(name for name in plan.pieces if name not in self._missing)
         self._untaken_bytes, self._taken = 0, 0
         shared = {item.key for item in exchange.shared()} if exchange else ()
-        self._own = deque(item for item in plan.read_items if item.key not in shared)
+        self._unshared_items = deque(item for item in plan.read_items if item.key not in shared)
         self._urgent: deque[Action] = deque()
-        self._for_checksums = {item.key for item in self._own if not item.copies}  # no tensor waits for them
+        self._for_checksums = {item.key for item in self._unshared_items if not item.copies}  # no tensor waits for them
         self._lock = threading.Condition()
         self._closed = False
         self._lane: Lane | None = None  # of the caller's thread
@@ -293,8 +293,8 @@ class Loading:
                         return None
                     if self._urgent:
                         return self._urgent.popleft()
-                    if self._own and self._may_begin(self._own[0]):
-                        item = self._own.popleft()
+                    if self._unshared_items and self._may_begin(self._unshared_items[0]):
+                        item = self._unshared_items.popleft()
                         for copy in item.copies:  # now, so that the next thread sees how much is allocated
                             self._allocate(copy.target)
                         return lambda gatherer, lane: self._move_item(lane, item, self._reading(gatherer, item))

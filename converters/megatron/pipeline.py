@@ -137,10 +137,10 @@ class Pipeline:
         copies = [s for s in self.stages[1:] if s.mtp or (tied and s.has_output and inner == _WORDS)]
         return (self.stages[0], *copies)
 
-    def _at(self, stops: Sequence[int], number: int, what: str) -> Stage:
+    def _at(self, stops: Sequence[int], number: int, kind: str) -> Stage:
         """The stage of a layer, by where the layers of each stage end: a stranger's name may say that there are 10^9."""
         if not 0 <= number < stops[-1]:
-            raise RequestError(f"the model has {stops[-1]} {what}; there is no number {number}")
+            raise RequestError(f"the model has {stops[-1]} {kind}; there is no number {number}")
         return self.stages[bisect_right(stops, number)]
 
 
@@ -158,7 +158,7 @@ def _even(layout: Layout, num_layers: int) -> list[int]:
     """Layers of each stage when all pipeline ranks get as many, embedding and output layer counted if asked."""
     ends = ["embedding"] * layout.account_for_embedding + ["output layer"] * layout.account_for_loss
     total, chunks = num_layers + len(ends), layout.vpp or 1
-    layers = counted(num_layers, "layer") + "".join(f" + 1 for the {what}" for what in ends)
+    layers = counted(num_layers, "layer") + "".join(f" + 1 for the {end}" for end in ends)
     if total % layout.pp:
         raise RequestError(
             f"{layers} cannot be spread evenly over --pp {layout.pp}",
@@ -198,10 +198,10 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
             hint=f"leave {middle} or more for the other stages" if middle else f"they must add up to {num_layers}",
         )
     if left > 0 and not middle:
-        one = f"{words} needs more than one pipeline stage, --pp is 1"
+        single = f"{words} needs more than one pipeline stage, --pp is 1"
         several = f"{words} are all stages of --pp {layout.pp}, but not all of {num_layers} layers: {left} are left"
         raise RequestError(
-            one if layout.pp == 1 else several,
+            single if layout.pp == 1 else several,
             hint=f"leave {options[0][0]} out"
             if layout.pp == 1
             else f"{options[0][0]} {options[0][1] + left}, or a larger --pp",
@@ -216,10 +216,10 @@ def _uneven(layout: Layout, num_layers: int) -> list[int]:
             hint=f"{option} must leave a multiple of {middle}: try {list_nearest(fits, n)}" if fits else None,
         )
     each, chunks = (left // middle if middle else 0), layout.vpp or 1
-    for what, n in [*options, ("a middle stage", each)]:
+    for stage, n in [*options, ("a middle stage", each)]:
         if n % chunks:
             raise RequestError(
-                f"{counted(n, 'layer')} of {what} cannot be cut into --vpp {chunks} chunks",
+                f"{counted(n, 'layer')} of {stage} cannot be cut into --vpp {chunks} chunks",
                 hint=f"--vpp must divide {n}: try {list_nearest(divisors(n), chunks)}",
             )
     if chunks > 1 and not middle:
@@ -260,9 +260,9 @@ def _stated(layout: Layout, text: str, num_layers: int, mtp_layers: int) -> tupl
         raise refuse("must have one E (embedding), before everything else")
     if flat.count("L") != 1 or not flat.endswith("L"):
         raise refuse("must have one L (loss), behind everything else")
-    for letter, stated, what in (("t", num_layers, "decoder"), ("m", mtp_layers, "MTP")):
+    for letter, stated, kind in (("t", num_layers, "decoder"), ("m", mtp_layers, "MTP")):
         if flat.count(letter) != stated:
-            raise refuse(f"has {flat.count(letter)} {letter!r}, the model has {stated} {what} layers")
+            raise refuse(f"has {flat.count(letter)} {letter!r}, the model has {stated} {kind} layers")
     if "m" in flat[: flat.rfind("t")]:
         raise refuse("has an m before a t; MTP layers come behind all decoder layers")
     predicting = [i for i, stage in enumerate(stages) if "m" in stage]

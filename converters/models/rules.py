@@ -159,8 +159,8 @@ class SwappedHalves:
         half = columns // 2
         out.target(name, tensor, tensor.shape)
         for at in (0, half):
-            box, other = Box((0, at), (rows, half)), Box((0, half - at), (rows, half))
-            out.copies.append(Copy(tensor.name, box, name, other))
+            box, swapped = Box((0, at), (rows, half)), Box((0, half - at), (rows, half))
+            out.copies.append(Copy(tensor.name, box, name, swapped))
 
 
 @dataclass(frozen=True)

@@ -241,8 +241,8 @@ def _stored_parts(
     for state, dtype in states.items():
         for rank, start, length, pieces in parts:
             filled = ((first, state_piece(piece, state, dtype)) for first, piece in pieces)
-            place = (f"{key}.{state}", bucket.numel_unpadded, start, length)
-            yield BucketOut(*place, dtype, rank, end_to_end(filled, dtype, length))
+            stored_as = (f"{key}.{state}", bucket.numel_unpadded, start, length)
+            yield BucketOut(*stored_as, dtype, rank, end_to_end(filled, dtype, length))
 
 
 def buffer_pieces(buffer: Buffer, state: str, dtype: DType) -> list[Piece]:

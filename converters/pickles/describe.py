@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from converters.pickles.nodes import Node
 
-_MORE: Final = "..."
+_ELLIPSIS: Final = "..."
 _TEXT: Final = 400
 """Characters of one string, bytes of one byte string."""
 
@@ -57,7 +57,7 @@ class _Describer:
         if isinstance(node, Global):
             return _text(node.path)
         if depth >= self.max_depth or self.left <= 0:
-            return _MORE
+            return _ELLIPSIS
         if isinstance(node, dict):
             return self.entries(node.items(), depth)
         if isinstance(node, (list, tuple, set, frozenset)):
@@ -71,7 +71,7 @@ class _Describer:
         shown = []
         for item in items:
             if self.left <= 0:
-                shown.append(_MORE)
+                shown.append(_ELLIPSIS)
                 break
             shown.append(self.value(item, depth + 1))
         return shown
@@ -81,7 +81,7 @@ class _Describer:
         shown: dict[str, Any] = {}
         for key, value in pairs:
             if self.left <= 0:
-                shown[_MORE] = _MORE
+                shown[_ELLIPSIS] = _ELLIPSIS
                 break
             name = _text(key) if isinstance(key, str) else self.brief(key)
             shown[name] = self.value(value, depth + 1)
@@ -133,7 +133,7 @@ class _Describer:
 def _text(text: str) -> str:
     """Cut to size, with lone surrogates (legal in a pickle, not in UTF-8) made visible."""
     if len(text) > _TEXT:
-        text = f"{text[:_TEXT]}{_MORE}"
+        text = f"{text[:_TEXT]}{_ELLIPSIS}"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 

@@ -12,7 +12,7 @@ from converters.words import counted
 if TYPE_CHECKING:
     from collections.abc import Container
 
-_KEPT = 200
+_MOST_FINDINGS = 200
 _SHOWN = 4
 
 
@@ -62,7 +62,7 @@ class Check:
     def add(self, finding: Finding) -> None:
         """Adds a finding."""
         self.count[finding.severity] += 1
-        if self.count[finding.severity] <= _KEPT:
+        if self.count[finding.severity] <= _MOST_FINDINGS:
             self.findings.append(finding)
 
     def error(self, message: str, **details: Any) -> None:

@@ -141,7 +141,7 @@ def unopened_report(error: DamagedFileError) -> Report:
         if manifest is not None:
             listed = {name: digest for name, digest in manifest.files.items() if name in error.files}
             digests = {name: hashlib.sha256(read_small(folder / name)).hexdigest() for name in listed}
-            _compare_manifest(report.check("manifest"), replace(manifest, files=listed, trouble=()), (), digests)
+            _compare_manifest(report.check("manifest"), replace(manifest, files=listed, problems=()), (), digests)
     for name in ("records", "checksums"):
         report.check(name).skip("not read: the checkpoint cannot be opened")
     return report
@@ -341,7 +341,7 @@ class _Verification:
 
 def _compare_manifest(check: Check, manifest: Manifest, names: Iterable[str], digests: Mapping[str, str]) -> None:
     """Compares the files of a folder with those that its manifest lists."""
-    for text in manifest.trouble:
+    for text in manifest.problems:
         check.error(text, file=manifest.name)
     for name, wanted in manifest.files.items():
         got, shown = digests.get(name), printable(name)

@@ -116,9 +116,9 @@ def plan_import(
     notes = [p.message for p in catalog.problems if not catalog.unread.keys().isdisjoint(p.tensors)]
     notes += [unbuilt] if unbuilt else []
     tokenizer = _tokenizer_files(catalog, options, notes)
-    kept = options.dtype or _common_type(mapping)
+    dtype = options.dtype or _common_type(mapping)
     begin = for_bridge if options.to == BRIDGE else for_megatron_lm
-    start = begin(replace(mapping.args, dtype=kept.name), catalog, destination, layout, options, len(tokenizer) > 1)
+    start = begin(replace(mapping.args, dtype=dtype.name), catalog, destination, layout, options, len(tokenizer) > 1)
     view = ImportedReader(
         reader,
         mapping,

@@ -171,10 +171,10 @@ def _tokenizer_arguments(destination: Path) -> dict[str, Any]:
 _NOT_STARTED = ("transformer_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage")
 
 
-def _job_arguments(kept: str) -> dict[str, Any]:
+def _job_arguments(dtype: str) -> dict[str, Any]:
     """What a Namespace says of the job: one that has not begun, on one rank. The writer changes the layout."""
     return {
-        "params_dtype": Global("torch", kept),
+        "params_dtype": Global("torch", dtype),
         "ckpt_format": "torch_dist",
         "use_dist_ckpt": True,
         "iteration": 0,

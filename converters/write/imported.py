@@ -69,7 +69,7 @@ class ImportedReader(ReaderView):
     ) -> None:
         stored = dict(folder.catalog.tensors)
         stored |= {name: stored[name].reshaped(shape) for name, shape in mapping.matrices.items()}
-        tensors = {info.name: info for info in seen(stored, mapping.targets, mapping.copies)}
+        tensors = {info.name: info for info in imported_tensors(stored, mapping.targets, mapping.copies)}
         for name, info in tensors.items():
             if rows is not None and is_vocabulary(name) and rows > info.shape[0]:
                 padding = rows - info.shape[0]
@@ -102,7 +102,7 @@ class ImportedReader(ReaderView):
         return Archive(tree, {".format_version": b"1", "byteorder": b"little", "version": b"3\n"}, "common.pt")
 
 
-def seen(
+def imported_tensors(
     stored: Mapping[str, TensorInfo], targets: Mapping[str, Target], all_copies: Iterable[Copy]
 ) -> Iterator[TensorInfo]:
     """Tensors that consist of pieces of stored ones, as if they were stored themselves.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from converters.box import Box
 from converters.planning.plan import SCALE_BLOCK, Copy, Op
-from converters.write.imported import seen
+from converters.write.imported import imported_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ def reassembled(
     assert not any(stored[copy.source].update for copy in into)  # refused: those of experts, and beside quantization
     assembled = {
         info.name: replace(info, dtype=kinds[info.name], unit=SCALE_BLOCK if info.name in scales else 1)
-        for info in seen(stored, turned, into)
+        for info in imported_tensors(stored, turned, into)
     }
     out = [copy for copy in copies if copy.target not in turned]
     for name, info in assembled.items():

@@ -23,7 +23,7 @@ from converters.io import device as device_module
 from converters.io.cast import apply, choose_device
 from converters.io.device import Device
 from converters.io.gather import Gatherer
-from converters.io.memory import enough, free_memory
+from converters.io.memory import free_memory, memory_errors
 from converters.io.platforms import Cuda, find_device, gpu_of, serial_of
 from converters.loading.rank_plan import plan_load
 from converters.megatron.rank_state_dict import LocalModel
@@ -381,7 +381,7 @@ def test_without_overlap_the_clock_tells(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """A checkpoint with rows long enough to be halved, TP 2."""
+    """A checkpoint with rows long memory_errors to be halved, TP 2."""
     folder = tmp_path_factory.mktemp("big") / "ckpt"
     write_llama(folder, layers=2, hidden=512 * SCALE, ffn=1024 * SCALE, vocab=2048 * SCALE, tp=2, pp=1)
     return folder
@@ -684,9 +684,9 @@ def test_memory_that_runs_out_later_is_an_error_in_our_words():
         MemoryError(): "cuda:0 is out of memory",
     }
     for error, text in texts.items():
-        with pytest.raises(RequestError, match=text), enough("cuda:0"):
+        with pytest.raises(RequestError, match=text), memory_errors("cuda:0"):
             raise error
-    with pytest.raises(RuntimeError, match="misaligned"), enough("cuda:0"):
+    with pytest.raises(RuntimeError, match="misaligned"), memory_errors("cuda:0"):
         raise RuntimeError("CUDA error: misaligned address")
 
 

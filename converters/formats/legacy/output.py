@@ -191,11 +191,11 @@ class RankOptimizers:
         members = (chained.member for chained, _ in self._chain if chained.member.chunks in (None, range(1)))
         first_chunk = (replace(member, chunks=range(1)) for member in members)
         buffers = [b for m in first_chunk for b in self._model.buffers(DataParallelGroup(0, 0), m, self._args)]
-        one, many = (
+        single_bucket, small_buckets = (
             [sum(bucket.numel_unpadded for bucket in arrange(b.parameters, rules)) for b in buffers]
             for rules in (Rules(1), Rules(1, bucket_size=1))
         )
-        return one != many
+        return single_bucket != small_buckets
 
 
 def _state_types(chained: ChainedOptimizer, optimizer: OptimizerState) -> dict[str, DType]:

@@ -269,9 +269,9 @@ class LegacyReader(StorageReader):
         """The state of a layer-wise optimizer: each data-parallel rank has some of the parameters, and names none."""
         files, ranks = self._layer_files.get(rank, ()), model.layout.dp_cp
         if len(files) != ranks or model.layout.ep > 1 or "use_layer_wise_distributed_optimizer" in self._args:
-            what = f"{len(files)} files layer_wise_optimizer_N.pt of {ranks} ranks"
+            files_and_ranks = f"{len(files)} files layer_wise_optimizer_N.pt of {ranks} ranks"
             raise Misfit(
-                f"{self._grid.folders[rank]}: {what}; which parameters each of them has is known for those "
+                f"{self._grid.folders[rank]}: {files_and_ranks}; which parameters each of them has is known for those "
                 "of Megatron-Core 0.16 without expert or context parallelism"
             )
         all_members = plain_members(optimizer_entries(files[0].tree), model.owned[rank], self._args, files[0].name)
