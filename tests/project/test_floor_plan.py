@@ -13,10 +13,10 @@ LIBRARY = ROOT / "converters"
 
 
 def table(heading: str) -> list[list[str]]:
-    """The cells of the first table below a heading."""
+    """The cells of all tables below a heading, without their own headings."""
     section = PLAN.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows[2:]]
+    tables = re.findall(r"^\|.*\n\|[-|]+\n((?:\|.*\n)+)", section, re.MULTILINE)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for rows in tables for line in rows.splitlines()]
 
 
 def test_the_rows_are_those_of_the_layer_test():
@@ -43,4 +43,4 @@ def test_every_folder_that_is_named_is_there(folder):
 def test_the_questions_name_files():
     questions = table("Where do I look for ...")
     assert len(questions) >= 20
-    assert all(re.search(r"`[a-z_/]+\.py`", files) for _, files in questions)
+    assert all(re.search(r"`[a-z_0-9/]+\.py`", files) for _, files in questions)
