@@ -86,9 +86,13 @@ class _Plain:
             return list(value)
         if self._kind is str or not isinstance(value, str):
             return value
-        if self._kind is int and not self._param.type_descriptor.is_ranged and re.fullmatch(r"-?[0-9]{1,18}", value):
+        if self._kind is int and re.fullmatch(r"-?[0-9]{1,18}", value) and self._is_in_range(int(value)):
             return int(value)
         return type(self._param).get_runtime_param(self._param).coerce(value, **options)
+
+    def _is_in_range(self, number: int) -> bool:
+        info = self._param.type_descriptor.parameter_info
+        return (info.min is None or number >= info.min) and (info.max is None or number <= info.max)
 
 
 def _plainly(param: Any) -> Any:

@@ -132,17 +132,26 @@ def lock_folder(folder: Path, destination: Path) -> tuple[int, bool]:
         The open folder, and whether the file system has locks at all.
 
     Raises:
-        DestinationError: Another process holds it.
+        DestinationError: Another process holds it, or has just published or removed it.
     """
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return fd, lock(fd)
-    except BlockingIOError:
-        os.close(fd)
-        raise DestinationError(
-            f"another distckpt is writing {printable(str(destination))} right now",
-            hint="wait for it, or choose another directory",
-        ) from None
+    with contextlib.ExitStack() as closing:
+        shown = printable(str(destination))
+        message, hint = (
+            f"another distckpt has just finished writing {shown}",
+            "look at it, or run the same command again",
+        )
+        with contextlib.suppress(FileNotFoundError):  # published or removed since the folder was made
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            closing.callback(os.close, fd)
+            try:
+                has_locks = lock(fd)
+                if os.path.samestat(os.fstat(fd), folder.stat()):
+                    closing.pop_all()
+                    return fd, has_locks
+            except BlockingIOError:
+                message = f"another distckpt is writing {shown} right now"
+                hint = "wait for it, or choose another directory"
+        raise DestinationError(message, hint=hint)
 
 
 def raise_error(error: OSError) -> None:

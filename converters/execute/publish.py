@@ -97,17 +97,15 @@ class Staging:
             if not has_locks:  # the final rename still lets only one win
                 self.notes.append("this file system has no locks: make sure that only one distckpt writes here")
             with trouble_with(self.folder, "preparing"):
-                self._prepare(fd, meeting)
+                self._prepare(meeting)
                 self.journal = self._resume(fingerprint, files) or self._start(fingerprint, files)
                 self._open_files.callback(self.journal.close)
         except BaseException:  # also when an object that is copied turns out to be damaged
             self.close()
             raise
 
-    def _prepare(self, fd: int, meeting: Path | None) -> None:
-        """Makes sure that no other run uses the folder, and that the result is still wanted."""
-        if not os.path.samestat(os.fstat(fd), self.folder.stat()):
-            raise FileNotFoundError(errno.ENOENT, "another distckpt has just finished writing it")
+    def _prepare(self, meeting: Path | None) -> None:
+        """Tidies up after earlier runs, and makes sure that the result is still wanted."""
         self._put_back()
         if not self._overwrite and (self.destination.exists() if self._single else is_full(self.destination)):
             self._refuse_late()
