@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from converters.pickles.nodes import Node
 
 DEEPEST = 64  # dictionaries and lists in one another
-_MOST_REPETITIONS = 1 << 22  # entries of dictionaries and lists that stand in several places
+_MOST_REPETITIONS = 1 << 18  # entries of dictionaries and lists that stand in several places
 _MOST_AXES = 32  # of numpy 1, and of every tensor there is
 
 
